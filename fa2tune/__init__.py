@@ -1,0 +1,50 @@
+"""fa2tune: tuned FlashAttention-2 kernels from an on-disk config cache.
+
+``fa2tune.attention(q, k, v)`` is the public call; names load on first use, so that importing costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fa2tune.attention import attention as attention
+
+__version__ = "0.1.0"
+__all__ = ["attention"]
+
+_LAZY = {"attention": "fa2tune.attention"}
+_TOP_LEVEL = ("kernels", "search_spaces", "cache")
+
+
+class _Checkout:
+    """In a bare checkout (or an editable install that maps only this folder) kernels/, search_spaces/ and cache/ stand
+    beside this folder. Finds exactly those three below ``fa2tune``, and nothing else of the repository."""
+
+    root = Path(__file__).parent.parent
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, leaf = name.rpartition(".")
+        if package == "fa2tune" and leaf in _TOP_LEVEL and (cls.root / leaf).is_dir():
+            return PathFinder.find_spec(name, [str(cls.root)])
+        return None
+
+
+if not (Path(__file__).parent / "kernels").is_dir():
+    sys.meta_path.append(_Checkout)  # type: ignore[arg-type]  # a finder class, as PathFinder is
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,203 @@
+"""Triton compiles for any target, GPU present or not: (variant, specialization, config, arch) -> Binary.
+
+Triton's own on-disk cache (``TRITON_CACHE_DIR``) holds the results, so a config compiled once is never compiled again, by
+this process or another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
+from fa2tune.variant import DESCRIPTOR, OPTIONS, Variant
+
+
+class CompileError(RuntimeError):
+    """Triton or ptxas refused a config. The message is the reason, on one line."""
+
+
+@cache
+def variants() -> Mapping[str, Variant]:
+    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold."""
+    package = importlib.import_module("fa2tune.kernels")
+    found: dict[str, Variant] = {}
+    for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+        module = importlib.import_module(f"fa2tune.kernels.{module_info.name}")
+        single = (module.VARIANT,) if hasattr(module, "VARIANT") else ()
+        for variant in (*single, *getattr(module, "VARIANTS", ())):
+            found[variant.name] = variant
+    return found
+
+
+def variant_named(name: str) -> Variant:
+    try:
+        return variants()[name]
+    except KeyError:
+        raise ValueError(f"kernel: got {name!r}, known are {', '.join(variants())}") from None
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One compiled kernel and what the hardware limits and the model need to know of it."""
+
+    kernel: str
+    spec: Specialization
+    config: Mapping[str, Any]
+    arch: int
+    shared_bytes: int  #: per block
+    num_warps: int
+    registers: int  #: per thread
+    stack_bytes: int  #: per thread; spilled registers lie here
+    cubin_path: str
+
+    @property
+    def spills(self) -> int:
+        """32-bit words of stack per thread: what the driver reports as spills."""
+        return self.stack_bytes // 4
+
+    @cached_property
+    def cubin(self) -> bytes:
+        return Path(self.cubin_path).read_bytes()
+
+
+def parameters(variant: Variant) -> list[str]:
+    """The kernel's parameter names, in order."""
+    return list(inspect.signature(variant.kernel.fn).parameters)
+
+
+def is_constexpr(name: str) -> bool:
+    return name.isupper()
+
+
+def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
+    values = {
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "BLOCK_D": padded_head_dim(spec.head_dim),
+        "BLOCK_DV": padded_head_dim(spec.head_dim_v),
+        "IS_CAUSAL": spec.causal,
+        "PRECISION": spec.precision,
+        **variant.constants(spec),
+        **{name: value for name, value in config.items() if name not in OPTIONS},
+    }
+    return {name: values[name] for name in parameters(variant) if is_constexpr(name)}
+
+
+def constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
+    """Every constexpr of the kernel, by name. ValueError names what the config lacks."""
+    try:
+        return _constexprs(variant, spec, config)
+    except KeyError as missing:
+        raise ValueError(f"config: {variant.name} needs {missing}, got {sorted(config)}") from None
+
+
+def uses_descriptors(config: Config) -> bool:
+    return config.get("LOADS") == DESCRIPTOR
+
+
+def _type(variant: Variant, spec: Specialization, name: str, values: Mapping[str, Any], described: bool) -> str:
+    if is_constexpr(name):
+        return "constexpr"
+    if name in variant.tensors:
+        dtype = variant.tensors[name] or spec.dtype
+        if described and name in variant.descriptors:
+            rows, columns = variant.descriptors[name]
+            return f"tensordesc<{dtype}[1, 1, {values[rows]}, {values[columns]}]>"
+        return f"*{dtype}"
+    if name in variant.floats:
+        return "fp32"
+    return "i64" if name.startswith("stride_") and spec.wide else "i32"
+
+
+def _divisibility(variant: Variant, spec: Specialization, name: str, kind: str) -> int:
+    """What the compiler may assume an argument to be a multiple of; 1: nothing."""
+    if not spec.aligned or kind.startswith("tensordesc"):
+        return 1
+    if kind.startswith("*"):
+        return 16  # bytes
+    if name.startswith("stride_") and "lse" not in name:
+        return 16 // ITEMSIZE[spec.dtype]  # elements
+    return 1
+
+
+def source(variant: Variant, spec: Specialization, config: Config) -> Any:
+    """Triton's ASTSource of one config."""
+    from triton.compiler import ASTSource
+
+    values = constexprs(variant, spec, config)
+    names = parameters(variant)
+    described = uses_descriptors(config)
+    signature = {name: _type(variant, spec, name, values, described) for name in names}
+    attributes = {}
+    for index, name in enumerate(names):
+        divisor = _divisibility(variant, spec, name, signature[name])
+        if divisor > 1:
+            attributes[(index,)] = [["tt.divisibility", divisor]]
+    return ASTSource(fn=variant.kernel, signature=signature, constexprs=values, attrs=attributes)
+
+
+def options(config: Config) -> dict[str, Any]:
+    """Compile options of a config. FP fusion is set explicitly: Triton 3.10 turns it off by default."""
+    chosen = {name: config[name] for name in OPTIONS if name in config}
+    if not chosen.get("maxnreg"):
+        chosen["maxnreg"] = None
+    return {**chosen, "enable_fp_fusion": True}
+
+
+def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
+    """Triton's CompiledKernel. Raises CompileError with the compiler's reason."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    try:
+        return triton.compile(source(variant, spec, config), target=GPUTarget("cuda", arch, 32), options=options(config))
+    except ValueError:
+        raise
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CompileError(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
+
+
+@cache
+def tool(name: str) -> str:
+    """Path of a CUDA binary tool that the triton wheel carries: cuobjdump, nvdisasm or ptxas."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise FileNotFoundError(f"{name} is missing from the triton wheel (looked in {path.parent})")
+    return str(path)
+
+
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def resources(cubin_path: str) -> tuple[int, int]:
+    """(registers, stack bytes) per thread, read off the cubin."""
+    listing = subprocess.run(
+        [tool("cuobjdump"), "--dump-resource-usage", cubin_path], capture_output=True, text=True, check=True
+    ).stdout
+    match = _RESOURCES.search(listing)
+    if match is None:
+        raise CompileError(f"cuobjdump printed no resource usage for {cubin_path}")
+    return int(match[1]), int(match[2])
+
+
+def build(variant: Variant, spec: Specialization, config: Config, arch: int) -> Binary:
+    """Compile (or take from Triton's cache) and inspect. Needs no GPU. Raises CompileError."""
+    compiled = compile_kernel(variant, spec, config, arch)
+    cubin_path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    registers, stack = resources(cubin_path)
+    return Binary(
+        kernel=variant.name, spec=spec, config=dict(config), arch=arch, shared_bytes=compiled.metadata.shared,
+        num_warps=compiled.metadata.num_warps, registers=registers, stack_bytes=stack, cubin_path=str(cubin_path),
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""What a call asks for (Problem), what a binary depends on (Specialization), what a winner is filed under (TuningKey).
+
+Pure data: importable without torch or triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+#: A point of a search space: constexpr meta-parameters in capitals (``BLOCK_M``), compile options in small letters
+#: (``num_warps``, ``num_stages``, ``maxnreg``; ``maxnreg`` 0 means uncapped).
+Config = Mapping[str, Any]
+
+DTYPES = ("bf16", "fp16", "fp32")
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+
+#: Sequence-length buckets a winner is filed under: the lengths of the FlashAttention-2 paper, section 4.1.
+BUCKETS = (512, 1024, 2048, 4096, 8192, 16384)
+
+#: The FlashAttention-2 paper's workload at every length: 16k tokens in all, hidden size 2048.
+WORKLOAD_TOKENS, WORKLOAD_HIDDEN = 16384, 2048
+
+#: Kernels studied one by one, and ``bwd``: the whole backward, whose rows say which road (split or fused) is faster.
+KERNELS = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_fused")
+BACKWARD = "bwd"
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two a head dim is masked up to inside the kernel."""
+    return max(MIN_HEAD_DIM, 1 << (head_dim - 1).bit_length())
+
+
+def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
+    """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
+    length = max(seqlen_q, seqlen_k)
+    return next((bucket for bucket in BUCKETS if length <= bucket), BUCKETS[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """Everything beside the config that changes the machine code of a kernel."""
+
+    dtype: str  #: "bf16", "fp16" or "fp32"
+    head_dim: int  #: of Q and K, unpadded
+    head_dim_v: int  #: of V and O, unpadded
+    causal: bool  #: bottom-right aligned causal mask
+    precision: str = "ieee"  #: float32 products: "ieee" or "tf32"; "ieee" for 16-bit dtypes, which ignore it
+    aligned: bool = True  #: every base pointer and every row stride is a multiple of 16 bytes
+    wide: bool = False  #: a stride times a block may pass 2^31: 64-bit strides
+    negate: bool = False  #: softmax_scale is negative (the forward flips the sign of Q K^T)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call, as far as choosing and launching a kernel goes."""
+
+    dtype: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    precision: str = "ieee"
+    aligned: bool = True
+    wide: bool = False
+    negate: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head (1: multi-head, heads_q: multi-query)."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def specialization(self) -> Specialization:
+        return Specialization(**{f.name: getattr(self, f.name) for f in fields(Specialization)})
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that the mask leaves, per batch and head."""
+        if not self.causal:
+            return self.seqlen_q * self.seqlen_k
+        # Row i sees keys 0 .. i + seqlen_k - seqlen_q: the last min(Sq, Sk) rows see Sk - j keys, j = 0, 1, ...
+        rows = min(self.seqlen_q, self.seqlen_k)
+        return rows * self.seqlen_k - rows * (rows - 1) // 2
+
+    def flops(self, pass_: str) -> float:
+        """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for
+        causal, times 2.5 for the backward. Kernels of the backward are counted by the products they run
+        (dkdv 4, dq 3, fused and whole backward 5; a forward is 2)."""
+        pairs = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        products = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (2, 1), "bwd_fused": (3, 2), "bwd": (3, 2)}
+        over_d, over_dv = products[pass_]
+        return 2.0 * pairs * (over_d * self.head_dim + over_dv * self.head_dim_v)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TuningKey:
+    """What a winner is filed under. Every field is stored as a column of its own, so that a miss can be explained field
+    by field."""
+
+    gpu: str  #: catalogue name, e.g. "a100-sxm-80gb"; for an unlisted GPU the name its driver gives
+    sm_count: int  #: streaming multiprocessors: tells a MIG slice or a cut-down part from the whole
+    arch: int  #: compute capability, 10 * major + minor
+    kernel: str  #: one of KERNELS, or BACKWARD
+    dtype: str
+    precision: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    bucket: int
+
+    def specialization(self) -> Specialization:
+        return Specialization(self.dtype, self.head_dim, self.head_dim_v, self.causal, self.precision)
+
+    def workload(self) -> Problem:
+        """The problem this key is tuned on: the FlashAttention-2 paper's, at the bucket's length."""
+        heads = max(1, WORKLOAD_HIDDEN // self.head_dim)
+        return Problem(
+            dtype=self.dtype, batch=max(1, WORKLOAD_TOKENS // self.bucket), heads_q=heads, heads_kv=heads,
+            seqlen_q=self.bucket, seqlen_k=self.bucket, head_dim=self.head_dim, head_dim_v=self.head_dim_v,
+            causal=self.causal, precision=self.precision,
+        )  # fmt: skip
+
+    def with_(self, **changes: Any) -> TuningKey:
+        return replace(self, **changes)

@@ -1,0 +1,58 @@
+"""A cache row: the winner for one tuning key and one variant, with the evidence for it.
+
+Pure data, shared by the tuner (which makes rows), the store (which writes them), the reader and the lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa2tune.problem import TuningKey
+
+#: How a row was obtained, best evidence first.
+MEASURED, SIBLING, PREDICTED = "measured", "sibling", "predicted"
+OBTAINED = (MEASURED, SIBLING, PREDICTED)
+#: Where its numerics were proved, best first: on the target, on other silicon, in the interpreter.
+PROOFS = ("target", "sibling", "interpreter")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Unique per (key, variant, obtained). Times are microseconds for the key's workload; None where nothing was timed."""
+
+    key: TuningKey
+    #: which way this row takes: "pointer" or "descriptor" loads for a kernel, "split" or "fused" for a whole backward
+    variant: str
+    config: Mapping[str, Any]  #: plain ints, strings and bools
+    obtained: str  #: "measured", "sibling" (measured on ``obtained_on``) or "predicted"
+    proof: str  #: "target", "sibling" or "interpreter"
+    obtained_on: str = ""  #: name of the GPU that measured it, as its driver says; "" if predicted
+    time_us: float | None = None  #: median measured, or predicted by the model
+    time_low_us: float | None = None  #: 10 % quantile of the samples
+    time_high_us: float | None = None  #: 90 % quantile
+    samples: int = 0
+    default_time_us: float | None = None  #: of the default config, interleaved with this one (or predicted alike)
+    gain: float | None = None  #: median over pairs of default time / this time
+    gain_low: float | None = None  #: lower end of the 95 % interval of that median
+    gain_high: float | None = None
+    tflops: float | None = None
+    batch: int = 0  #: the workload it was tuned on
+    heads_q: int = 0
+    heads_kv: int = 0
+    #: tensor -> {"max": error, "max_allowed": .., "rms": .., "rms_allowed": ..} against float64
+    errors: Mapping[str, Any] = field(default_factory=dict)
+    registers: int | None = None  #: per thread
+    spills: int | None = None  #: 32-bit words per thread
+    shared_bytes: int | None = None  #: per block
+    tried: int = 0  #: candidates compiled
+    pruned: Mapping[str, int] = field(default_factory=dict)  #: reason -> how many candidates
+    clock_mhz: int | None = None  #: SM clock while measuring
+    power_limit_w: int | None = None
+    driver: str = ""
+    triton: str = ""
+    torch: str = ""
+    kernel_hash: str = ""  #: of the kernel's source without comments, see fingerprint.py
+    space_hash: str = ""
+    created: str = ""  #: UTC, ISO 8601, seconds

@@ -1,0 +1,98 @@
+"""FlashAttention-2 backward over query tiles: dQ without atomics, the deterministic half of the split backward."""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head
+from fa2tune.search_spaces.bwd_dq import SPACE
+from fa2tune.variant import Variant
+
+
+@triton.jit
+def _over_keys(
+    acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, begin, end, rows, offset, qk_scale, stride_kn, stride_vn,
+    seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [begin, end) into acc [M, D]."""
+    for n in tl.range(begin, end, BLOCK_N):
+        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, LOADS)  # [N, D]
+        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, LOADS)  # [N, DV]
+        p = tl.math.exp2(dot(q_tile, tl.trans(k_tile), PRECISION) * qk_scale - lse_row[:, None])  # [M, N]
+        if MASKED:
+            columns = n + tl.arange(0, BLOCK_N)
+            visible = (columns < seqlen_k)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (columns[None, :] <= rows[:, None] + offset)
+            p = tl.where(visible, p, 0.0)
+        ds = p * (dot(do_tile, tl.trans(v_tile), PRECISION) - delta_row[:, None])
+        acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def bwd_dq_kernel(
+    q, k, v, do, lse, delta, dq, qk_scale, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED_FIRST: tl.constexpr,
+    HEADS_PER_WAVE: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, do as the forward's; lse and delta [B, Hq, Sq] float32 -> dq [B, Hq, Sq, D]. Sk >= 1."""
+    tile, head = tile_and_head(tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
+    b = head // heads_q
+    h = head % heads_q
+    h_kv = h // group
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    offset = seqlen_k - seqlen_q
+
+    q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
+    do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
+    k = head_base(k, b, h_kv, stride_kb, stride_kh, LOADS)
+    v = head_base(v, b, h_kv, stride_vb, stride_vh, LOADS)
+    q_tile = load_tile(q, b, h, start_m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
+    do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
+    first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    inside = rows < seqlen_q
+    lse_row = tl.load(lse + first_row + rows, mask=inside, other=float("inf")) * LOG2E  # [M]
+    delta_row = tl.load(delta + first_row + rows, mask=inside, other=0.0)
+
+    if IS_CAUSAL:
+        end = tl.minimum(seqlen_k, tl.maximum(start_m + BLOCK_M + offset, 0))
+        full = tl.minimum(seqlen_k, tl.maximum(start_m + 1 + offset, 0)) // BLOCK_N * BLOCK_N
+    else:
+        end = seqlen_k
+        full = seqlen_k // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if MASKED_FIRST:
+        acc = _over_keys(
+            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn,
+            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+        )  # fmt: skip
+    acc = _over_keys(
+        acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, full, rows, offset, qk_scale, stride_kn,
+        stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, False,
+    )  # fmt: skip
+    if not MASKED_FIRST:
+        acc = _over_keys(
+            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn,
+            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+        )  # fmt: skip
+    store_tile(
+        dq + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh, acc * softmax_scale, start_m, stride_dqm,
+        seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+
+
+VARIANT = Variant(
+    name="bwd_dq",
+    kernel=bwd_dq_kernel,
+    space=SPACE,
+    tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dq": ""},
+    descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
+                 "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
+    grid=lambda problem, config: triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q,
+)  # fmt: skip

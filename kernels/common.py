@@ -1,0 +1,97 @@
+"""What the kernels share: products, tile loads and stores, tile scheduling. Device side."""
+
+import os
+
+import triton
+import triton.language as tl
+
+#: The interpreter's bfloat16 tl.dot is wrong (numpy has no bfloat16): there, operands go through float32, which is exact.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+#: Start of the running row maximum. Finite, so that neither a masked block nor a -inf score makes -inf - (-inf) = NaN.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def head_base(src, b, h, stride_b, stride_h, LOADS: tl.constexpr):
+    """Where head (b, h) of a tensor starts. A descriptor addresses the whole tensor: it is passed through."""
+    if LOADS == "descriptor":
+        return src
+    else:
+        return src + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+
+
+@triton.jit
+def load_tile(
+    src, b, h, row, stride_row, rows_end,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, LOADS: tl.constexpr,
+):  # fmt: skip
+    """Rows [row, row + ROWS) of a head as [ROWS, BLOCK_DIM]; columns from DIM on, and rows from rows_end on, are zero.
+
+    src: a descriptor over (batch, heads, rows, DIM), or the head's base pointer. Without MASK_ROWS the caller vouches that
+    row + ROWS <= rows_end (a descriptor fills with zeros in any case).
+    """
+    if LOADS == "descriptor":
+        return src.load([b, h, row, 0]).reshape([ROWS, BLOCK_DIM])
+    else:
+        r = tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_DIM)
+        # 64-bit for where the tile starts, 32-bit inside it (the host passes 64-bit strides where that would overflow)
+        start = src + tl.cast(row, tl.int64) * stride_row
+        pointers = start + (r[:, None] * stride_row + d[None, :])
+        if MASK_ROWS and DIM != BLOCK_DIM:
+            return tl.load(pointers, mask=(row + r < rows_end)[:, None] & (d < DIM)[None, :], other=0.0)
+        elif MASK_ROWS:
+            return tl.load(pointers, mask=(row + r < rows_end)[:, None], other=0.0)
+        elif DIM != BLOCK_DIM:
+            return tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(base, tile, row, stride_row, rows_end, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """tile [ROWS, BLOCK_DIM] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns below DIM."""
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_DIM)
+    pointers = base + tl.cast(row, tl.int64) * stride_row + (r[:, None] * stride_row + d[None, :])
+    mask = (row + r < rows_end)[:, None]
+    if DIM != BLOCK_DIM:
+        mask = mask & (d < DIM)[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_and_head(tiles, heads, HEADS_PER_WAVE: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, head) of this program, from a one-dimensional grid of tiles * heads.
+
+    Programs walk bands of HEADS_PER_WAVE heads: inside a band heads run fastest, so that with LAST_FIRST all the longest
+    tiles of a causal band start first, while the band's K and V stay in L2.
+    """
+    pid = tl.program_id(0)
+    band = pid // (tiles * HEADS_PER_WAVE)
+    first = band * HEADS_PER_WAVE
+    width = tl.minimum(heads - first, HEADS_PER_WAVE)  # the last band may be narrower
+    inside = pid - band * (tiles * HEADS_PER_WAVE)
+    tile = inside // width
+    head = first + inside % width
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, head

@@ -1,0 +1,46 @@
+"""Search space of kernels/fwd.py."""
+
+from fa2tune.problem import Config, Specialization, padded_head_dim
+from fa2tune.search_spaces.common import (
+    DESCRIPTOR_NEEDS_TMA,
+    REGISTER_CAP_BINDS,
+    accumulators_fit,
+    rows_per_warp,
+    tiles_fit,
+)
+from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    """The config that serves when no row does."""
+    dim = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    block_m, block_n, warps, stages = (128, 64, 4, 2) if dim <= 64 else (128, 64, 8, 3) if dim <= 128 else (64, 64, 4, 2)
+    if spec.dtype == "fp32":
+        block_m, block_n, warps, stages = (64, 32, 4, 2) if dim <= 128 else (64, 16, 4, 1)
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": POINTER, "MASKED_FIRST": False, "HEADS_PER_WAVE": 4,
+        "num_warps": warps, "num_stages": stages, "maxnreg": 0,
+    }  # fmt: skip
+
+
+SPACE = SearchSpace(
+    name="fwd",
+    dimensions={
+        "BLOCK_M": (64, 128, 256),
+        "BLOCK_N": (16, 32, 64, 128),
+        "LOADS": (POINTER, DESCRIPTOR),
+        "MASKED_FIRST": (False, True),
+        "HEADS_PER_WAVE": (1, 4, 16),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3, 4),
+        "maxnreg": (0, 128, 168),
+    },
+    constraints=(
+        DESCRIPTOR_NEEDS_TMA,
+        REGISTER_CAP_BINDS,
+        rows_per_warp("BLOCK_M"),
+        accumulators_fit("output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),
+        tiles_fit(lambda c, d, dv, size: size * c["BLOCK_N"] * (d + dv) * max(1, c["num_stages"] - 1)),
+    ),
+    default=default,
+)
