@@ -70,6 +70,7 @@ class Problem:
     aligned: bool = True
     wide: bool = False
     negate: bool = False
+    tma: bool = True  #: descriptors can address every tensor read: aligned, and no stride of 0 (an expanded tensor)
 
     @property
     def group(self) -> int:

@@ -27,7 +27,7 @@ class Constraint:
     holds: Callable[[Config, Specialization, int], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SearchSpace:
     """Finite, typed: a tuple of values per dimension, the kernel's own constraints, and the documented default."""
 
@@ -46,7 +46,7 @@ class SearchSpace:
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One kernel, described for whoever compiles, tunes or launches it.
 

@@ -40,7 +40,7 @@ def _over_queries(
         if WITH_DQ:
             dq_tile = dot(tl.trans(ds), k_tile, PRECISION)  # [M, D]
             d = tl.arange(0, BLOCK_D)
-            pointers = dq + m.to(tl.int64) * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM + d[None, :])
+            pointers = dq + tl.cast(m, tl.int64) * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM + d[None, :])
             tl.atomic_add(pointers, dq_tile, mask=inside[:, None] & (d < HEAD_DIM)[None, :], sem="relaxed")
     return dk_acc, dv_acc
 
@@ -92,7 +92,9 @@ def bwd_keys_kernel(
         head_q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
         head_do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
         first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
-        head_dq = dq + first_row * HEAD_DIM
+        head_dq = dq
+        if WITH_DQ:
+            head_dq = dq + first_row * HEAD_DIM
         if MASKED_FIRST:
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,

@@ -1,32 +1,35 @@
 """Search space of kernels/bwd_dq.py."""
 
-from fa2tune.problem import Config, Specialization, padded_head_dim
+from fa2tune.problem import Config, Specialization
 from fa2tune.search_spaces.common import (
     DESCRIPTOR_NEEDS_TMA,
     REGISTER_CAP_BINDS,
     accumulators_fit,
+    default_config,
     rows_per_warp,
     tiles_fit,
 )
 from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
 
 
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
+# (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
+DESCRIBED = {64: (64, 128, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
+DESCRIBED_CAUSAL = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
+BY_POINTER = {64: (64, 64, 4, 3), 128: (256, 64, 8, 3), 256: (128, 64, 8, 1)}
+OLDER = {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 16, 4, 2)}
+FP32 = {64: (64, 32, 8, 1), 128: (64, 16, 8, 1), 256: (32, 16, 8, 1)}
+
+
 def default(spec: Specialization, arch: int) -> Config:
     """The config that serves when no row does."""
-    dim = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
-    block_m, block_n, warps, stages = (128, 64, 8, 2) if dim <= 128 else (64, 32, 4, 2)
-    if spec.dtype == "fp32":
-        block_m, block_n, warps, stages = (64, 32, 4, 1) if dim <= 128 else (64, 16, 4, 1)
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": POINTER, "MASKED_FIRST": False, "HEADS_PER_WAVE": 4,
-        "num_warps": warps, "num_stages": stages, "maxnreg": 0,
-    }  # fmt: skip
+    return default_config(spec, arch, DESCRIBED_CAUSAL if spec.causal else DESCRIBED, BY_POINTER, OLDER, FP32, MASKED_FIRST=False)
 
 
 SPACE = SearchSpace(
     name="bwd_dq",
     dimensions={
-        "BLOCK_M": (64, 128, 256),
+        "BLOCK_M": (32, 64, 128, 256),  # 32: float32 only
         "BLOCK_N": (16, 32, 64, 128),
         "LOADS": (POINTER, DESCRIPTOR),
         "MASKED_FIRST": (False, True),

@@ -1,20 +1,21 @@
 """Search space of the bwd_fused variant of kernels/bwd_keys.py."""
 
-from fa2tune.problem import Config, Specialization, padded_head_dim
-from fa2tune.search_spaces.common import DESCRIPTOR_NEEDS_TMA, REGISTER_CAP_BINDS, accumulators_fit, tiles_fit
+from fa2tune.problem import Config, Specialization
+from fa2tune.search_spaces.common import DESCRIPTOR_NEEDS_TMA, REGISTER_CAP_BINDS, accumulators_fit, default_config, tiles_fit
 from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
+
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
+# (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
+DESCRIBED = {64: (128, 64, 4, 2), 128: (64, 128, 8, 2), 256: (64, 64, 8, 1)}
+BY_POINTER = {64: (32, 128, 4, 1), 128: (32, 128, 8, 3), 256: (64, 64, 8, 1)}
+OLDER = {64: (64, 128, 8, 1), 128: (32, 64, 4, 1), 256: (16, 64, 8, 1)}
+FP32 = {64: (32, 64, 8, 1), 128: (16, 64, 8, 1), 256: (16, 32, 8, 1)}
 
 
 def default(spec: Specialization, arch: int) -> Config:
     """The config that serves when no row does."""
-    dim = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
-    block_m, block_n, warps, stages = (64, 128, 8, 2) if dim <= 128 else (32, 64, 8, 1)
-    if spec.dtype == "fp32":
-        block_m, block_n, warps, stages = (32, 64, 8, 1) if dim <= 128 else (16, 32, 8, 1)
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": POINTER, "MASKED_FIRST": True, "HEADS_PER_WAVE": 4,
-        "num_warps": warps, "num_stages": stages, "maxnreg": 0,
-    }  # fmt: skip
+    return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED_FIRST=True)
 
 
 SPACE = SearchSpace(

@@ -1,7 +1,27 @@
 """Constraints that several kernels share. Each is stated once, with its reason."""
 
-from fa2tune.problem import ITEMSIZE, padded_head_dim
-from fa2tune.variant import DESCRIPTOR, Constraint
+from collections.abc import Callable, Mapping
+
+from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
+from fa2tune.variant import DESCRIPTOR, POINTER, Constraint
+
+#: padded head dim, at least 64 -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+Tiles = Mapping[int, tuple[int, int, int, int]]
+
+
+def default_config(
+    spec: Specialization, arch: int, described: Tiles, by_pointer: Tiles, older: Tiles, fp32: Tiles, **rest: object
+) -> Config:
+    """A space's default from its tables: ``described`` and ``by_pointer`` for compute capability 9.0 and 10.0 (the first
+    where descriptors can be used), ``older`` for GPUs without TMA or with little shared memory, ``fp32`` for float32."""
+    dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    hopper = 90 <= arch < 120
+    tiles = fp32 if spec.dtype == "fp32" else older if not hopper else described if spec.aligned else by_pointer
+    block_m, block_n, warps, stages = tiles[dim]
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if tiles is described else POINTER,
+        "num_warps": warps, "num_stages": stages, "maxnreg": 0, "HEADS_PER_WAVE": 4, **rest,
+    }  # fmt: skip
 
 DESCRIPTOR_NEEDS_TMA = Constraint(
     "descriptor_needs_tma",
@@ -14,13 +34,13 @@ DESCRIPTOR_NEEDS_TMA = Constraint(
 def rows_per_warp(block: str) -> Constraint:
     return Constraint(
         f"rows_per_warp_{block.lower()}",
-        f"each warp owns 16 rows of the products; with fewer rows in {block} warps split the columns, and the softmax or "
+        f"each warp owns 16 rows of a tensor-core product; with fewer rows in {block} warps split the columns, and the softmax or "
         "its operand crosses warps through shared memory",
-        lambda config, spec, arch: config[block] >= 16 * config["num_warps"],
+        lambda config, spec, arch: spec.dtype == "fp32" or config[block] >= 16 * config["num_warps"],
     )
 
 
-def accumulators_fit(name: str, elements, per_thread: int) -> Constraint:
+def accumulators_fit(name: str, elements: Callable[[Config, int, int], int], per_thread: int) -> Constraint:
     """elements(config, D, DV): float32 values that live through the loop."""
     return Constraint(
         f"accumulators_fit_{name}",
@@ -32,7 +52,7 @@ def accumulators_fit(name: str, elements, per_thread: int) -> Constraint:
     )
 
 
-def tiles_fit(bytes_needed) -> Constraint:
+def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constraint:
     """bytes_needed(config, D, DV, itemsize): what must lie in shared memory at once, at the least."""
     return Constraint(
         "tiles_fit_shared_memory",

@@ -1,0 +1,168 @@
+"""``fa2tune doctor``: is everything here that fa2tune needs, and if not, what mends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+#: package -> lowest version that works; a test holds this to pyproject.toml
+REQUIRED = {"torch": (2, 11), "triton": (3, 6), "optuna": (0,), "sqlalchemy": (2,)}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``mend`` is set where something is wrong; ``needed`` says that fa2tune fails without it."""
+
+    subject: str
+    found: str
+    mend: str = ""
+    needed: bool = True
+
+    @property
+    def mark(self) -> str:
+        return "ok" if not self.mend else "FAIL" if self.needed else "note"
+
+
+def packages() -> Iterator[Finding]:
+    python = (3, 11)
+    yield Finding(
+        "python", platform.python_version(), "" if sys.version_info >= python else "install Python 3.11 or newer"
+    )
+    for package, lowest in REQUIRED.items():
+        wanted = f"pip install --upgrade '{package}>={'.'.join(map(str, lowest))}'"
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield Finding(package, "not installed", wanted)
+            continue
+        numbers = tuple(int(n) for n in re.findall(r"\d+", version)[: len(lowest)])
+        yield Finding(package, version, "" if numbers >= lowest else wanted)
+
+
+def tools() -> Iterator[Finding]:
+    """The binaries that compile for a GPU and read its machine code. They come inside the triton wheel."""
+    from fa2tune import compiler
+
+    for name in ("ptxas", "cuobjdump", "nvdisasm"):
+        try:
+            yield Finding(name, compiler.tool(name))
+        except FileNotFoundError as error:
+            yield Finding(name, str(error), "pip install --force-reinstall --no-deps triton")
+        except ImportError as error:
+            yield Finding(name, f"triton does not import: {error}", "pip install --force-reinstall triton")
+
+
+def gpu() -> Iterator[Finding]:
+    import torch
+
+    from fa2tune import gpus
+
+    driver = _driver_version()
+    if not torch.cuda.is_available():
+        if driver is None:
+            yield Finding(
+                "gpu", "none: fa2tune can compile for and predict any GPU that `fa2tune gpus` lists, not run on one"
+            )
+        else:
+            mend = (
+                "this torch is built without CUDA: install the CUDA build of torch"
+                if torch.version.cuda is None
+                else f"torch is built for CUDA {torch.version.cuda} and cannot use driver {driver}: update the driver, "
+                "install a torch for an older CUDA, or check CUDA_VISIBLE_DEVICES"
+            )
+            yield Finding("gpu", f"driver {driver} is here, torch sees no GPU", mend)
+        return
+    for index in range(torch.cuda.device_count()):
+        seen = torch.cuda.get_device_properties(index)
+        arch = 10 * seen.major + seen.minor
+        known = gpus.identify(seen.name, arch, seen.multi_processor_count)
+        found = f"{seen.name}, {seen.multi_processor_count} SMs, sm_{arch}: {known.name}"
+        mend = "fa2tune needs compute capability 8.0 (A100) or newer" if arch < 80 else ""
+        yield Finding(f"gpu {index}", found, mend)
+    yield Finding("driver", driver or "unknown (no nvidia-smi)")
+
+
+def c_compiler(gpu_present: bool) -> Iterator[Finding]:
+    """Triton builds a small C module the first time it launches a kernel, so only a machine with a GPU needs these."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    missing = "" if gpu_present else " (not needed without a GPU)"
+    yield Finding(
+        "C compiler", compiler or f"none{missing}", "" if compiler else "install gcc or clang, or set CC", gpu_present
+    )
+    yield Finding(
+        "Python.h", str(header) if header.exists() else f"not in {header.parent}{missing}",
+        "" if header.exists() else "install this Python's headers (python3-dev, python3-devel)", gpu_present,
+    )  # fmt: skip
+
+
+def layers() -> Iterator[Finding]:
+    """The cache files that serve, strongest first, and those that were meant to and cannot be read."""
+    from fa2tune import reader
+
+    found, skipped = [], _Skipped()
+    reader.logger.addHandler(skipped)
+    try:
+        found = reader.layers()
+    finally:
+        reader.logger.removeHandler(skipped)
+    for layer in found:
+        yield Finding(f"{layer.name} cache", f"{layer.path}, {len(layer.rows)} rows")
+    if not found:
+        yield Finding("cache", "no file: every call takes the default config", "fa2tune tune", needed=False)
+    for reason in skipped.reasons:
+        yield Finding("cache", reason, "restore that file, delete it, or take it out of FA2TUNE_CACHE")
+
+
+class _Skipped(logging.Handler):
+    """Collects the reader's warnings: one for each file that it skips."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reasons.append(record.getMessage())
+
+
+def _driver_version() -> str | None:
+    """As nvidia-smi says it; None where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
+
+
+@click.command()
+def doctor() -> None:
+    """Check GPU, driver, C compiler, versions and cache files. Exit code 1 if something needed is missing."""
+    findings = list(packages())
+    if not any(f.mend for f in findings):  # the rest imports them
+        findings += [*tools(), *gpu()]
+    findings += [*c_compiler(gpu_present=any(f.subject == "driver" for f in findings)), *layers()]
+    for finding in findings:
+        click.echo(f"{finding.mark:8}{finding.subject:16}{finding.found}")
+        if finding.mend:
+            click.echo(f"{'':24}-> {finding.mend}")
+    missing = [finding.subject for finding in findings if finding.mend and finding.needed]
+    if missing:
+        click.echo(f"\nNot ready: {', '.join(missing)}.")
+        sys.exit(1)
+    click.echo("\nEverything needed is here.")

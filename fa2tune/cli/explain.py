@@ -1,0 +1,131 @@
+"""``fa2tune explain``: which cache row would serve a problem, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fa2tune import lookup, reader
+from fa2tune.cli.cache import describe
+from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, Problem
+
+if TYPE_CHECKING:
+    from fa2tune.gpus import Gpu
+
+
+def _head_dim(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and value not in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
+        raise click.BadParameter(
+            f"got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
+        )
+    return value
+
+
+def _gpu(name: str | None) -> Gpu:
+    from fa2tune import gpus
+
+    if name is None:
+        here = gpus.present()
+        if here is None:
+            known = ", ".join(gpu.name for gpu in gpus.catalogue())
+            raise click.UsageError(f"no GPU is present, so --gpu is needed; it knows {known}")
+        return here
+    try:
+        return gpus.named(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--gpu") from error
+
+
+_COUNT = click.IntRange(min=1)
+PRECISIONS = ("ieee", "tf32")
+
+
+@click.command()
+@click.option("--headdim", type=int, callback=_head_dim, default=128, show_default=True, help="Head dim of Q and K.")
+@click.option("--headdim-v", type=int, callback=_head_dim, help="Head dim of V.  [default: as --headdim]")
+@click.option("--seqlen", type=_COUNT, default=4096, show_default=True, help="Query length.")
+@click.option("--seqlen-k", type=_COUNT, help="Key length.  [default: as --seqlen]")
+@click.option("--batch", type=_COUNT, default=1, show_default=True)
+@click.option("--heads", type=_COUNT, default=16, show_default=True, help="Query heads.")
+@click.option("--heads-kv", type=_COUNT, help="Key and value heads.  [default: as --heads]")
+@click.option("--causal/--full", default=False, help="Mask.  [default: full]")
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
+@click.option("--precision", type=click.Choice(PRECISIONS), default="ieee", show_default=True, help="Of fp32 products.")
+@click.option("--gpu", help="Name as `fa2tune gpus` has it.  [default: the GPU present]")
+@click.option("--pass", "pass_", type=click.Choice(("fwd", "bwd")), help="[default: both]")
+@click.option("--deterministic", is_flag=True, help="As torch.use_deterministic_algorithms: no fused backward.")
+@click.option("--unaligned", is_flag=True, help="Tensors not aligned to 16 bytes, which no descriptor can address.")
+@click.option(
+    "--cache", "named", type=click.Path(path_type=Path), multiple=True, help="A file to ask before all others."
+)
+def explain(
+    headdim: int, headdim_v: int | None, seqlen: int, seqlen_k: int | None, batch: int, heads: int,
+    heads_kv: int | None, causal: bool, dtype: str, precision: str, gpu: str | None, pass_: str | None,
+    deterministic: bool, unaligned: bool, named: Sequence[Path],
+) -> None:  # fmt: skip
+    """Show which cache row would serve a problem, and why: its place on the lookup ladder, its layer, what about it is
+    stale, and every better placed row that was refused."""
+    heads_kv = heads_kv or heads
+    if heads % heads_kv:
+        raise click.BadParameter(f"got {heads_kv}, must divide --heads {heads}", param_hint="--heads-kv")
+    if precision != "ieee" and dtype != "fp32":
+        raise click.BadParameter(f"got {precision}, {dtype} has ieee only", param_hint="--precision")
+    target = _gpu(gpu)
+    try:
+        layers = reader.layers(named)
+    except reader.CacheFileError as error:
+        raise click.ClickException(str(error)) from error
+    problem = Problem(
+        dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim, causal, precision,
+        aligned=not unaligned, tma=not unaligned,
+    )  # fmt: skip
+    kernels = ["fwd"] if pass_ != "bwd" else []
+    if pass_ != "fwd":
+        kernels += _backward(problem, target, layers, deterministic)
+    for kernel in kernels:
+        _explain(problem, target, layers, kernel, True)
+
+
+def _backward(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool) -> tuple[str, ...]:
+    """Explain the road of the backward; returns the kernels on it."""
+    from fa2tune.passes import ROADS, SPLIT
+
+    if deterministic:
+        click.echo(f"{BACKWARD}: {SPLIT}, the deterministic road\n")
+        return tuple(ROADS[SPLIT])
+    answer = _explain(problem, gpu, layers, BACKWARD, deterministic)
+    return tuple(ROADS[answer.row.variant if answer else SPLIT])
+
+
+def _explain(
+    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, deterministic: bool
+) -> lookup.Answer | None:
+    """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
+    from fa2tune import dispatch
+    from fa2tune.fingerprint import toolchain
+
+    key = dispatch.key_of(problem, kernel, gpu)
+    found = lookup.candidates(key, gpu.silicon, layers, toolchain())
+    answer, refused = lookup.choose(found, dispatch.refusal(problem, gpu, deterministic))
+    click.echo(f"{kernel}: {answer.rung if answer else 'no row serves'}")
+    if answer:
+        click.echo(f"  file      {answer.layer.path}")
+        for name, (asked, has) in lookup.differences(key, answer.row.key).items():
+            click.echo(f"  differs   {name}: asked {asked}, the row has {has}")
+        for part in answer.stale:
+            click.echo(f"  stale     {part}")
+        for line in describe(answer.row):
+            click.echo(f"  {line}")
+    for one in refused:
+        click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
+    if not answer:
+        default = "split" if kernel == BACKWARD else dict(dispatch.default_config(kernel, problem, gpu.arch))
+        click.echo(f"  default   {default}")
+        for difference, layer in () if found else lookup.near_misses(key, layers):
+            fields = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())
+            click.echo(f"  nearest   {layer.name} layer: {fields}")
+    click.echo()
+    return answer

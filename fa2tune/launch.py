@@ -1,0 +1,192 @@
+"""A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
+
+A bound launch holds every argument but the tensors. Calling it costs a list copy, one slot per tensor and the C launcher:
+no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, this about 2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from fa2tune import compiler
+from fa2tune.problem import Config, Problem, Specialization
+from fa2tune.variant import Variant
+
+LOG2E = 1.4426950408889634
+TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class Described:
+    """What Triton's launcher reads of a host tensor descriptor, without the checks of its own class (3 us apiece): the
+    problem has vouched for alignment. ``base`` is the only thing that changes from call to call."""
+
+    __slots__ = ("base", "element_strides", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> None:
+        self.base, self.shape, self.strides = base, shape, strides
+        self.padding, self.round_f32_to_tf32, self.element_strides = "zero", False, None
+
+
+#: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
+Strides = Mapping[str, tuple[int, int, int]]
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of (batch, heads, rows[, dim]). A dimension of length 1 has no stride that matters: it gets one that is
+    aligned, so that it spoils neither vector loads nor a descriptor."""
+    filler = tensor.shape[3] if tensor.dim() == 4 else 1
+    b, h, m = (
+        filler if length == 1 else stride for length, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    return b, h, m
+
+
+def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[bool, bool, bool]:
+    """(aligned, wide, described) of the tensors a kernel reads: whether base and strides are multiples of 16 bytes, whether
+    offsets need 64 bits, whether a descriptor can address them (no stride of zero)."""
+    aligned, wide, described = True, False, True
+    for name, tensor in tensors.items():
+        unit = 16 // tensor.element_size()
+        b, h, m = strides[name]
+        aligned &= tensor.data_ptr() % 16 == 0 and not (b % unit or h % unit or m % unit)
+        wide |= max(b, h, m) >= 1 << 31 or m >= 1 << 22  # a block of 256 rows or more
+        described &= min(b, h, m) > 0
+    return aligned, wide, described and aligned
+
+
+@cache
+def arch_of(device_index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+@cache
+def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Any:
+    """The compiled kernel, loaded on a device. Compiles on the first call. Raises CompileError or Triton's OutOfResources."""
+    with torch.cuda.device(device_index):
+        compiled = compiler.compile_kernel(variant, spec, dict(config), arch_of(device_index))
+        compiled.run  # noqa: B018  # loads the binary on the current device
+    return compiled
+
+
+def _values(variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float) -> dict[str, Any]:
+    """Every argument of the kernel but its tensors, by name."""
+    spec = problem.specialization
+    values = compiler.constexprs(variant, spec, config)
+    values |= {
+        "qk_scale": (-softmax_scale if spec.negate else softmax_scale) * LOG2E, "softmax_scale": softmax_scale,
+        "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
+        "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+    }  # fmt: skip
+    for name, (b, h, m) in strides.items():
+        rows = "n" if name in ("k", "v", "dk", "dv") else "m"
+        values |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{rows}": m}
+    return values
+
+
+def _shape(name: str, problem: Problem) -> list[int]:
+    """(batch, heads, rows, dim) of a tensor that a descriptor may read."""
+    queries, values = name in ("q", "do"), name in ("v", "do")
+    return [
+        problem.batch, problem.heads_q if queries else problem.heads_kv,
+        problem.seqlen_q if queries else problem.seqlen_k, problem.head_dim_v if values else problem.head_dim,
+    ]  # fmt: skip
+
+
+def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str, str]]:
+    return variant.descriptors if compiler.uses_descriptors(config) else {}
+
+
+class BoundLaunch:
+    """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
+
+    __slots__ = ("arguments", "compiled", "device_index", "function", "grid", "packed", "run", "slots")
+
+    def __init__(
+        self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
+        names: tuple[str, ...], device_index: int,
+    ) -> None:  # fmt: skip
+        values = _values(variant, problem, config, strides, softmax_scale)
+        parameters = compiler.parameters(variant)
+        described = _described(variant, config)
+        self.arguments = [0 if name in variant.tensors else values[name] for name in parameters]
+        # (argument, shape and strides of its descriptor or None for a pointer), one per tensor
+        self.slots: list[tuple[int, list[int], list[int] | None]] = [
+            (parameters.index(name), _shape(name, problem), [*strides[name], 1])
+            if name in described
+            else (parameters.index(name), [], None)
+            for name in names
+        ]
+        self.grid = variant.grid(problem, config)
+        self.device_index = device_index
+        self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
+        self.run = self.compiled.run
+        self.function, self.packed = self.compiled.function, self.compiled.packed_metadata
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        arguments = self.arguments.copy()
+        for (index, shape, strides), tensor in zip(self.slots, tensors, strict=True):
+            arguments[index] = tensor.data_ptr() if strides is None else Described(tensor, shape, strides)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        self.run(self.grid, 1, 1, stream, self.function, self.packed, None, None, None, *arguments)
+
+
+class InterpretedLaunch:
+    """The same for CPU tensors, in Triton's interpreter."""
+
+    def __init__(
+        self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
+        names: tuple[str, ...], device_index: int,
+    ) -> None:  # fmt: skip
+        values = _values(variant, problem, config, strides, softmax_scale)
+        self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
+        self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
+        self.blocks = {
+            name: [1, 1, values[rows], values[columns]] for name, (rows, columns) in _described(variant, config).items()
+        }
+        self.grid = variant.grid(problem, config)
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        arguments: dict[str, Any] = dict(self.scalars)
+        for name, tensor in zip(self.names, tensors, strict=True):
+            arguments[name] = tensor
+            if name in self.blocks:
+                strides = [*self.strides[name], 1]
+                arguments[name] = TensorDescriptor(tensor, _shape(name, self.problem), strides, self.blocks[name])
+        missing = {name: None for name in self.variant.tensors if name not in arguments}
+        self.variant.kernel[(self.grid,)](**arguments, **missing)
+
+
+def bind(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
+    device_index: int,
+) -> BoundLaunch | InterpretedLaunch:  # fmt: skip
+    """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors.
+
+    Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
+    kind = InterpretedLaunch if device_index < 0 else BoundLaunch
+    return kind(variant, problem, config, strides, softmax_scale, names, device_index)
+
+
+def prepare(
+    variant: Variant, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor], softmax_scale: float,
+    device_index: int,
+) -> Callable[[], None]:  # fmt: skip
+    """A closure that launches the kernel on these tensors: what a timer wants."""
+    names = tuple(tensors)
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+    bound = bind(variant, problem, config, strides, softmax_scale, names, device_index)
+    values = tuple(tensors.values())
+    return lambda: bound(*values)

@@ -1,0 +1,143 @@
+"""The passes: which kernels run, in which order, on which workspaces. Configs come from outside; nothing is looked up here.
+
+A plan is made once per (problem, strides, scale, configs) and called many times. Tensors are (batch, heads, seqlen, dim)
+views of any strides with a contiguous last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fa2tune.compiler import variant_named
+from fa2tune.launch import TORCH_DTYPES, addressing, bind, strides_of
+from fa2tune.problem import Config, Problem
+
+SPLIT, FUSED = "split", "fused"
+#: Kernels that each road of the backward runs after bwd_delta.
+ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
+
+
+def float32_precision() -> str:
+    """How torch is set to multiply float32 matrices: "ieee" or "tf32"."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def device_index_of(tensor: torch.Tensor) -> int:
+    """The CUDA device's index, or -1 for a CPU tensor, which only the interpreter takes."""
+    return tensor.get_device()
+
+
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, do: torch.Tensor | None = None
+) -> Problem:
+    """The Problem that these tensors pose; with ``do``, the backward's."""
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    dtype = TORCH_DTYPES[q.dtype]
+    read = {"q": q, "k": k, "v": v} if do is None else {"q": q, "k": k, "v": v, "do": do}
+    aligned, wide, tma = addressing(read, {name: strides_of(tensor) for name, tensor in read.items()})
+    return Problem(
+        dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal,
+        precision=float32_precision() if dtype == "fp32" else "ieee",
+        aligned=aligned, wide=wide, negate=do is None and softmax_scale < 0, tma=tma,
+    )  # fmt: skip
+
+
+def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
+    """Uninitialised (batch, heads, seqlen, dim), dense, in the memory order of ``like``: (b, h, s, d) or (b, s, h, d)."""
+    batch, heads, rows, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+    return like.new_empty((batch, heads, rows, dim))
+
+
+class ForwardPlan:
+    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension."""
+
+    def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
+                 config: Config) -> None:  # fmt: skip
+        self.causal, self.softmax_scale = problem.causal, softmax_scale
+        self.lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+        o = empty_ordered(q, problem.head_dim_v)
+        self.o_shape, self.o_stride = o.shape, o.stride()
+        strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
+        names = ("q", "k", "v", "o", "lse")
+        self.launch = bind(variant_named("fwd"), problem, config, strides, softmax_scale, names, device_index_of(q))
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o = torch.empty_strided(self.o_shape, self.o_stride, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        self.launch(q, k, v, o, lse)
+        return o, lse
+
+
+class BackwardPlan:
+    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), each in the memory order of its input."""
+
+    def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
+                 v: torch.Tensor, o: torch.Tensor, softmax_scale: float, road: str,
+                 configs: Mapping[str, Config]) -> None:  # fmt: skip
+        device_index = device_index_of(q)
+        self.road = road
+        self.rows_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+        dq, dk, dv = (empty_ordered(t, t.shape[3]) for t in (q, k, v))
+        self.layouts = [(t.shape, t.stride()) for t in (dq, dk, dv)]
+        self.has_dlse = dlse is not None
+        strides = {name: strides_of(t) for name, t in
+                   (("q", q), ("k", k), ("v", v), ("do", do), ("o", o), ("dq", dq), ("dk", dk), ("dv", dv))}  # fmt: skip
+        strides["dlse"] = strides_of(dlse) if dlse is not None else (0, 0, 0)
+
+        delta = variant_named("bwd_delta")
+        delta_config = {**delta.space.default(problem.specialization, 0), "HAS_DLSE": self.has_dlse}
+        names = ("o", "do", "delta", "dlse") if self.has_dlse else ("o", "do", "delta")
+        self.delta = bind(delta, problem, delta_config, strides, softmax_scale, names, device_index)
+        read = ("q", "k", "v", "do", "lse", "delta")
+        written = {"bwd_dq": ("dq",), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}
+        self.launches = {
+            kernel: bind(
+                variant_named(kernel), problem, configs[kernel], strides, softmax_scale, (*read, *written[kernel]), device_index
+            )
+            for kernel in ROADS[road]
+        }
+        self.softmax_scale = softmax_scale
+
+    def __call__(
+        self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        dq, dk, dv = (
+            torch.empty_strided(shape, stride, dtype=q.dtype, device=q.device) for shape, stride in self.layouts
+        )
+        delta = torch.empty(self.rows_shape, dtype=torch.float32, device=q.device)
+        if dlse is None:
+            self.delta(o, do, delta)
+        else:
+            self.delta(o, do, delta, dlse)
+        if self.road == SPLIT:
+            self.launches["bwd_dq"](q, k, v, do, lse, delta, dq)
+            self.launches["bwd_dkdv"](q, k, v, do, lse, delta, dk, dv)
+        else:
+            sums = torch.zeros((*self.rows_shape, q.shape[3]), dtype=torch.float32, device=q.device)
+            self.launches["bwd_fused"](q, k, v, do, lse, delta, sums, dk, dv)
+            torch.mul(sums, self.softmax_scale, out=dq)
+        return dq, dk, dv
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, softmax_scale: float, config: Config
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward with an explicit config. q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o, lse."""
+    problem = describe(q, k, v, causal, softmax_scale)
+    return ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v)
+
+
+def backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, *, causal: bool, softmax_scale: float, road: str, configs: Mapping[str, Config],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One backward with explicit configs. road: "split" (deterministic) or "fused" (atomic sums of dQ)."""
+    problem = describe(q, k, v, causal, softmax_scale, do)
+    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, road, configs)
+    return plan(do, dlse, q, k, v, o, lse)

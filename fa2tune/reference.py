@@ -1,0 +1,111 @@
+"""What attention should give: the float64 oracle, and the same-dtype reference whose error the error rule is measured in.
+
+Both are ``softmax(q @ k^T * scale) @ v`` written out, with gradients by autograd. Works on any device torch has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fa2tune.problem import Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: Factor on the outlier channel: scores grow by its square, and must stay below 65504 in fp16 before they are scaled.
+OUTLIER = 8.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV], do [B, Hq, Sq, DV] in the problem's dtype, and
+    dlse [B, Hq, Sq] in float32, None where lse gets no gradient."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    dlse: torch.Tensor | None = None
+
+
+def make_inputs(
+    problem: Problem, device: torch.device | str, *, scale: float = 1.0, outlier: bool = False,
+    with_dlse: bool = False, seed: int = 0,
+) -> Inputs:  # fmt: skip
+    """Normal q, k, v, do of standard deviation ``scale`` (do: 1), contiguous. ``outlier``: the first channel of q and k is
+    16 times larger. The same values on every device, for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = DTYPES[problem.dtype]
+
+    def normal(heads: int, seqlen: int, *dims: int) -> torch.Tensor:
+        return torch.randn(problem.batch, heads, seqlen, *dims, generator=generator)
+
+    q = normal(problem.heads_q, problem.seqlen_q, problem.head_dim) * scale
+    k = normal(problem.heads_kv, problem.seqlen_k, problem.head_dim) * scale
+    v = normal(problem.heads_kv, problem.seqlen_k, problem.head_dim_v) * scale
+    do = normal(problem.heads_q, problem.seqlen_q, problem.head_dim_v)
+    dlse = normal(problem.heads_q, problem.seqlen_q).to(device) if with_dlse else None
+    if outlier:
+        q[..., 0] *= OUTLIER
+        k[..., 0] *= OUTLIER
+    return Inputs(*(tensor.to(device, dtype) for tensor in (q, k, v, do)), dlse)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, softmax_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq], differentiable, every
+    tensor in the dtype of q. Causal is bottom-right aligned. Rows that see no key: o = 0, lse = -inf, no gradient."""
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    heads_kv, seqlen_k = k.shape[1], k.shape[2]
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    if q.numel() == 0 or seqlen_k == 0:  # nothing to see; the sums keep the graph, so that gradients are zeros
+        nothing = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
+        o = torch.zeros(batch, heads_q, seqlen_q, v.shape[3], dtype=q.dtype, device=q.device) + nothing
+        return o, torch.full_like(o[..., 0], float("-inf")) + nothing
+    group = heads_q // heads_kv
+    # the query heads of one key head are one tall matrix: [B, Hkv, G * Sq, D]
+    scores = q.reshape(batch, heads_kv, group * seqlen_q, head_dim) @ k.transpose(2, 3) * scale
+    blind = None
+    if causal:
+        rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
+        hidden = torch.arange(seqlen_k, device=q.device) > rows + (seqlen_k - seqlen_q)  # [G * Sq, Sk]
+        blind = hidden.all(1, keepdim=True)  # [G * Sq, 1]
+        # blind rows keep their scores: all -inf would put NaN into the gradient; they are zeroed below
+        scores = scores.masked_fill(hidden & ~blind, float("-inf"))
+    o = torch.softmax(scores, -1) @ v
+    lse = torch.logsumexp(scores, -1)
+    if blind is not None:
+        o = o.masked_fill(blind, 0.0)
+        lse = lse.masked_fill(blind[:, 0], float("-inf"))
+    return o.reshape(batch, heads_q, seqlen_q, v.shape[3]), lse.reshape(batch, heads_q, seqlen_q)
+
+
+def evaluate(
+    inputs: Inputs, dtype: torch.dtype, *, causal: bool = False, softmax_scale: float | None = None,
+    gradients: bool = True,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """o, lse and, with ``gradients``, dq, dk, dv, all computed in ``dtype`` (float64: the oracle; the dtype of the
+    inputs: the reference)."""
+    q, k, v = (tensor.detach().to(dtype).requires_grad_(gradients) for tensor in (inputs.q, inputs.k, inputs.v))
+    o, lse = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    results = {"o": o.detach(), "lse": lse.detach()}
+    if gradients:
+        outputs, incoming = [o], [inputs.do.to(dtype)]
+        if inputs.dlse is not None:
+            outputs.append(lse)
+            incoming.append(inputs.dlse.to(dtype))
+        results |= zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (q, k, v), incoming), strict=True)
+    return results
+
+
+def oracle_and_reference(
+    inputs: Inputs, *, causal: bool = False, softmax_scale: float | None = None, gradients: bool = True
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """``evaluate`` in float64 and in the dtype of the inputs."""
+    oracle = evaluate(inputs, torch.float64, causal=causal, softmax_scale=softmax_scale, gradients=gradients)
+    same = evaluate(inputs, inputs.q.dtype, causal=causal, softmax_scale=softmax_scale, gradients=gradients)
+    return oracle, same

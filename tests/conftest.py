@@ -1,0 +1,205 @@
+"""How the suite runs.
+
+``TRITON_INTERPRET`` is read when ``@triton.jit`` runs, so a process either compiles kernels or interprets them. Tests under
+tests/interpreter therefore run in one child pytest with ``TRITON_INTERPRET=1``. Here each of them is an item like any other
+(selectable, counted, reported); its reports come from the child, which works while this process runs the ordinary tests.
+With ``TRITON_INTERPRET=1`` already set (say, for ``--pdb``), they run in this process.
+
+Tests under tests/gpu are skipped where there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PIPE = "FA2TUNE_TESTS_PIPE"  #: in the child: file descriptor of its end of the pipe
+
+
+# --- the parent: one stand-in per interpreter test
+
+
+class InterpreterProcess:
+    """The child pytest. Collects all of tests/interpreter, waits for a choice, runs it, and sends every report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop()
+        pipe, childs_end = Pipe()
+        options = [f"--rootdir={config.rootpath}", f"--tb={config.option.tbstyle}", *["-v"] * config.option.verbose]
+        options += ["--showlocals"] * config.option.showlocals
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(TESTS / "interpreter")],
+            env={**os.environ, "TRITON_INTERPRET": "1", PIPE: str(childs_end.fileno())},
+            cwd=config.rootpath, pass_fds=[childs_end.fileno()], stdout=self.output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        childs_end.close()
+        self.pipe: Connection[Any, Any] = pipe
+        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # A thread drains the pipe, so that the child never waits for this process.
+        threading.Thread(target=self._drain, daemon=True).start()
+        self.collected, self.errors = self._receive() or ([], {})
+        config.add_cleanup(self.stop)
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self.messages.put(self.pipe.recv())
+        except (EOFError, OSError):
+            self.messages.put(None)
+
+    def _receive(self) -> Any:
+        """The next message; None for ever once the child is gone."""
+        message = self.messages.get()
+        if message is None:
+            self.messages.put(None)
+        return message
+
+    def start(self, chosen: list[str]) -> None:
+        self.pipe.send(chosen)
+
+    def reports(self, nodeid: str) -> Iterator[pytest.TestReport]:
+        """Every report of one test, in the order chosen. RuntimeError if the child died on the way."""
+        while (message := self._receive()) != ("finished", nodeid):
+            if message is None:
+                raise RuntimeError(self.death())
+            yield self.config.hook.pytest_report_from_serializable(config=self.config, data=message)
+
+    def death(self) -> str:
+        status = self.process.wait()
+        self.output.seek(0)
+        return (
+            f"the interpreter process ended with status {status}; the end of its output:\n{self.output.read()[-4000:]}"
+        )
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.pipe.close()
+        self.output.close()
+
+
+class InterpreterItem(pytest.Item):
+    def runtest(self) -> None:
+        """Only reached when the child died: replay_reports did not find this test's reports."""
+        pytest.fail(self.process.death(), pytrace=False)
+
+    @property
+    def process(self) -> InterpreterProcess:
+        return interpreter_process(self.config)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+class InterpreterFile(pytest.File):
+    def collect(self) -> Iterator[InterpreterItem]:
+        process = interpreter_process(self.config)
+        if self.nodeid in process.errors:
+            raise self.CollectError(process.errors[self.nodeid])
+        if not process.collected and not process.errors:
+            raise self.CollectError(process.death())
+        for nodeid in process.collected:
+            file, _, name = nodeid.partition("::")
+            if file == self.nodeid:
+                yield InterpreterItem.from_parent(self, name=name)
+
+
+@functools.cache
+def interpreter_process(config: pytest.Config) -> InterpreterProcess:
+    return InterpreterProcess(config)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpreterFile | None:
+    if INTERPRETED or TESTS / "interpreter" not in module_path.parents:
+        return None
+    return InterpreterFile.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if not isinstance(item, InterpreterItem):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    try:
+        for report in item.process.reports(item.nodeid):
+            item.ihook.pytest_runtest_logreport(report=report)
+    except RuntimeError:
+        return None  # pytest's own protocol runs the item, which fails with the reason
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    chosen = [item.nodeid for item in session.items if isinstance(item, InterpreterItem)]
+    if chosen and not session.config.option.collectonly:
+        interpreter_process(session.config).start(chosen)
+
+
+# --- the child
+
+
+class Reporter:
+    """Tells the parent what was collected, runs what it chooses, and sends the reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.pipe: Connection[Any, Any] = Connection(int(os.environ.pop(PIPE)))
+        self.errors: dict[str, str] = {}
+        config.option.continue_on_collection_errors = True  # the parent decides what they stop
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.errors[report.nodeid] = report.longreprtext
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        items = {item.nodeid: item for item in session.items}
+        self.pipe.send((list(items), self.errors))
+        session.items[:] = [items[nodeid] for nodeid in self.pipe.recv()]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.pipe.send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.pipe.send(("finished", nodeid))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if PIPE in os.environ:
+        config.pluginmanager.register(Reporter(config))
+
+
+# --- every process
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: isinstance(item, InterpreterItem)
+    )  # last, so that this process does not wait for the child
+    on_gpu = [item for item in items if TESTS / "gpu" in item.path.parents]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests see neither the user's cache file nor a fleet's, and write no user file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
+    monkeypatch.delenv("FA2TUNE_CACHE", raising=False)
