@@ -13,12 +13,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fa2tune.attention import attention as attention
+    from fa2tune.ops import attention as attention
 
 __version__ = "0.1.0"
 __all__ = ["attention"]
 
-_LAZY = {"attention": "fa2tune.attention"}
+_LAZY = {"attention": "fa2tune.ops"}  # not fa2tune.attention: a module of that name would hide the function
 _TOP_LEVEL = ("kernels", "search_spaces", "cache")
 
 
@@ -42,7 +42,8 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        return value
     raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
 
 

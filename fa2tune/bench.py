@@ -12,13 +12,21 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fa2tune.peers import SUBJECT, Peer
-from fa2tune.problem import BUCKETS, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Problem
+from fa2tune.problem import (
+    BUCKETS,
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    WORKLOAD_HIDDEN,
+    WORKLOAD_TOKENS,
+    Problem,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +95,7 @@ def flops(problem: Problem, pass_: str) -> float:
 @dataclass(frozen=True)
 class Grid:
     """The FlashAttention-2 paper's settings (section 4.1) at the chosen head dims, masks and lengths: 16k tokens in all,
-    hidden size 2048. Memory is measured at batch 1, one head dim and one mask. ValueError names a bad value."""
+    hidden size 2048. Memory is measured at batch 1, one dtype, head dim and mask. ValueError names a bad value."""
 
     dtypes: Sequence[str] = ("bf16",)
     head_dims: Sequence[int] = HEAD_DIMS
@@ -103,7 +111,9 @@ class Grid:
                     raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
         for dim in self.head_dims:
             if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
-                raise ValueError(f"headdim: got {dim}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}")
+                raise ValueError(
+                    f"headdim: got {dim}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
+                )
         for length in (*self.seqlens, *self.memory_seqlens):
             if length < 1:
                 raise ValueError(f"seqlen: got {length}, allowed are lengths from 1 up")
@@ -119,8 +129,8 @@ class Grid:
         # a backward needs its forward, so its memory is that of both
         passes = ["fwd"] * ("fwd" in self.passes) + ["both"] * bool({"bwd", "both"} & set(self.passes))
         memory = [
-            Cell("memory", _problem(dtype, dim, self.causals[0], length, 1), pass_)
-            for dtype, length, pass_ in itertools.product(self.dtypes, self.memory_seqlens, passes)
+            Cell("memory", _problem(self.dtypes[0], dim, self.causals[0], length, 1), pass_)
+            for length, pass_ in itertools.product(self.memory_seqlens, passes)
         ]
         return timed + memory
 
@@ -190,7 +200,10 @@ class Stand:
     def references(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
         """Of the first and the last (batch, head)."""
         corners = {(0, 0), (self.problem.batch - 1, self.problem.heads_q - 1)}
-        return {(b, h): reference(*(t[b, :, h] for t in self.inputs), self.problem.causal) for b, h in corners}
+        q, k, v, do = self.inputs
+        return {
+            (b, h): reference(q[b, :, h], k[b, :, h], v[b, :, h], do[b, :, h], self.problem.causal) for b, h in corners
+        }
 
     def call(self, name: str, pass_: str) -> Call:
         """One launch of a pass: "fwd" without gradients -> (o,); "bwd" of one kept forward, or "both" -> (dq, dk, dv)."""
@@ -218,7 +231,9 @@ class Stand:
             rows_first = tensor if self.peers[name].layout == "bshd" else tensor.transpose(1, 2)
             if rows_first.shape != self.inputs[0].shape or not bool(rows_first.isfinite().all()):
                 return float("inf")
-            worst = max(worst, *(tile_error(rows_first[b, :, h], want[what]) for (b, h), want in self.references.items()))
+            worst = max(
+                worst, *(tile_error(rows_first[b, :, h], want[what]) for (b, h), want in self.references.items())
+            )
         return worst
 
 
@@ -272,6 +287,7 @@ def summarise(samples: Mapping[str, list[float]], operations: float) -> dict[str
 def measure(stand: Stand, rig: Rig, cell: Cell, seconds: float) -> dict[str, Any]:
     """A cell's record: its identity and, per peer, an entry whose ``status`` is "ok" with figures, or "wrong", "failed" or
     "skipped" with ``why``. Only what gave the right result is measured."""
+    stand.references  # noqa: B018  # computed here, so that no peer is blamed if they fail
     entries: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}
     for name in stand.peers:
@@ -310,6 +326,7 @@ class Results:
                 before, now = self.data["runs"][-1].get(field), environment.get(field)
                 if before != now:
                     raise ValueError(f"resume: {path} was measured with {field} {before!r}, here it is {now!r}")
+            self.data["complete"] = False
         self.data["runs"].append(dict(environment))
 
     def holds(self, cell: Cell, peers: Mapping[str, Peer]) -> bool:
@@ -351,26 +368,20 @@ def run(
     likely pass ``time_budget`` (seconds), but never before the first. -> whether everything is done."""
     began, longest = time.monotonic(), 0.0
     todo = [cell for cell in cells if not results.holds(cell, peers)]
-    done = 0
-    for cell, stand in _stands(todo, peers, rig):
-        start = time.monotonic()
-        if time_budget is not None and done and start - began + longest > time_budget:
-            return False
-        record = measure(stand, rig, cell, seconds)
-        results.add(cell, record)
-        done += 1
-        progress(len(cells) - len(todo) + done, len(cells), record)
-        longest = max(longest, time.monotonic() - start)
+    done = len(cells) - len(todo)
+    for problem, group in itertools.groupby(todo, key=lambda cell: cell.problem):
+        stand = Stand(problem, peers, rig.device)
+        for cell in group:
+            start = time.monotonic()
+            if time_budget is not None and longest and start - began + longest > time_budget:
+                return False
+            record = measure(stand, rig, cell, seconds)
+            results.add(cell, record)
+            done += 1
+            progress(done, len(cells), record)
+            longest = max(longest, time.monotonic() - start)
+        del stand
+        rig.release()
     results.data["complete"] = True
     results.save()
     return True
-
-
-def _stands(cells: Sequence[Cell], peers: Mapping[str, Peer], rig: Rig) -> Iterator[tuple[Cell, Stand]]:
-    """Each cell with its problem set up; cells of one problem share the set-up."""
-    for problem, group in itertools.groupby(cells, key=lambda cell: cell.problem):
-        stand = Stand(problem, peers, rig.device)
-        for cell in group:
-            yield cell, stand
-        del stand
-        rig.release()

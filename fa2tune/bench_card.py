@@ -60,7 +60,7 @@ class Card:
             "fa2tune": __version__,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": _cudnn(torch.backends.cudnn.version()),
             "triton": _version("triton"),
             "flash-attn-4": _version("flash-attn-4"),
             "python": platform.python_version(),
@@ -122,7 +122,9 @@ class Card:
                 samples[name].append(start_event.elapsed_time(end_event))
         return samples
 
-    def _round(self, calls: Mapping[str, Callable[[], object]], order: list[str], lead: int) -> dict[str, tuple[Any, Any]]:
+    def _round(
+        self, calls: Mapping[str, Callable[[], object]], order: list[str], lead: int
+    ) -> dict[str, tuple[Any, Any]]:
         events = {}
         for _ in range(lead):
             self._flush()
@@ -151,6 +153,11 @@ class Card:
         return (time.perf_counter() - start) / 10
 
 
+def _cudnn(number: int | None) -> str | None:
+    """91900 -> "9.19.0"."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -158,7 +165,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-_SMI = {"driver": "driver_version", "clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
+_SMI = {
+    "driver": "driver_version",
+    "clock_mhz": "clocks.sm",
+    "clock_max_mhz": "clocks.max.sm",
+    "power_limit_w": "power.limit",
+}
 
 
 def _smi(device: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
 
 from fa2tune import limits
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 SAMPLERS = ("tpe", "random", "grid", "gp", "cmaes")
-STARTUP_TRIALS = 8  #: random ones, before a sampler with a model of the space trusts it
+STARTUP_TRIALS_AT_MOST = 8  #: random ones, before a sampler with a model of the space trusts it
 
 #: A config that can be a dictionary key or a member of a set.
 Point = tuple[tuple[str, Any], ...]
@@ -78,7 +80,9 @@ class _Places:
         places: list[float] = []
         for name, distribution in distributions(self.space).items():
             if isinstance(distribution, IntDistribution):
-                places.append(math.log2(config[name] / distribution.low) / math.log2(distribution.high / distribution.low))
+                places.append(
+                    math.log2(config[name] / distribution.low) / math.log2(distribution.high / distribution.low)
+                )
             else:  # any two values of an unordered dimension lie 1 apart
                 assert isinstance(distribution, CategoricalDistribution)
                 places += [0.5 * (config[name] == value) for value in distribution.choices]
@@ -90,11 +94,24 @@ class _Places:
         return self.configs[allowed[rng.choice(list(closest))]]
 
 
+def _inner(name: str, seed: int, trials: int) -> BaseSampler | None:
+    """Optuna's sampler of that name; None where the unseen points themselves are drawn from."""
+    startup = max(2, min(STARTUP_TRIALS_AT_MOST, trials // 3))
+    if name == "tpe":
+        return TPESampler(multivariate=True, constant_liar=True, n_startup_trials=startup, seed=seed)
+    if name == "gp":
+        return GPSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
+    if name == "cmaes":
+        return CmaEsSampler(seed=seed, n_startup_trials=startup, warn_independent_sampling=False)
+    return None
+
+
 class UnseenSampler(BaseSampler):
     """Proposes legal points that are not in ``seen``, each at most once: what the inner sampler wants, moved to the nearest of
     them. (Asked alone, TPE repeats itself and none of Optuna's samplers knows constraints between dimensions.)"""
 
-    def __init__(self, name: str, space: SearchSpace, configs: Sequence[Config], seed: int) -> None:
+    def __init__(self, name: str, space: SearchSpace, configs: Sequence[Config], seed: int, trials: int) -> None:
+        """``trials``: about how many will be asked for."""
         if name not in SAMPLERS:
             raise ValueError(f"sampler: got {name!r}, allowed are {', '.join(SAMPLERS)}")
         self.name = name
@@ -104,14 +121,9 @@ class UnseenSampler(BaseSampler):
         self.points = [point(config) for config in configs]
         self.rng = random.Random(seed)
         self.seen: Collection[Point] = ()
-        self.inner: BaseSampler | None = None
-        if name == "tpe":
-            self.inner = TPESampler(multivariate=True, constant_liar=True, n_startup_trials=STARTUP_TRIALS, seed=seed,
-                                    warn_independent_sampling=False)  # fmt: skip
-        elif name == "gp":
-            self.inner = GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
-        elif name == "cmaes":
-            self.inner = CmaEsSampler(seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)  # multivariate TPE, CMA-ES and GP, by Optuna's version
+            self.inner = _inner(name, seed, trials)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self.distributions

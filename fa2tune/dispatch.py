@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, limits, lookup, reader
-from fa2tune.compiler import CompileError, uses_descriptors, variant_named
-from fa2tune.fingerprint import toolchain
+from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variants
+from fa2tune.fingerprint import driver_version, kernel_hash
 from fa2tune.gpus import Gpu
-from fa2tune.passes import ROADS, SPLIT, BackwardPlan, ForwardPlan, describe
+from fa2tune.passes import ROADS, SPLIT, BackwardPlan, ForwardPlan, describe, empty_ordered
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.row import Row
 
@@ -56,6 +56,15 @@ def reload() -> None:
     layers.cache_clear()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
+
+
+@cache
+def toolchain() -> lookup.Toolchain:
+    """What is running here: a row made with another Triton, driver or kernel source is stale."""
+    import triton
+
+    hashes = {name: kernel_hash(variant) for name, variant in variants().items()}
+    return lookup.Toolchain(triton.__version__, driver_version(), hashes)
 
 
 @cache
@@ -163,8 +172,6 @@ class _NoKeys:
         self.causal, self.softmax_scale = problem.causal, softmax_scale
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from fa2tune.passes import empty_ordered
-
         return empty_ordered(q, v.shape[3]).zero_(), q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
 
 

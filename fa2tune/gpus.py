@@ -17,7 +17,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 class Gpu:
     """One GPU model, or a slice of one."""
 
-    name: str  #: catalogue name, "h200"; with "@42sm" for a MIG slice or cut-down part; a stand-in has its driver's name
+    name: str  #: "h200"; "a100-sxm-80gb@42sm" for a MIG slice or cut-down part; a stand-in has its driver's name
     driver_names: tuple[str, ...]  #: what its driver calls it, without the leading "NVIDIA "
     silicon: str  #: chip, "gh100"; "sm_90" for a stand-in, whose chip is unknown
     arch: int  #: compute capability, 10 * major + minor

@@ -1,5 +1,5 @@
-"""What can be said of a config without launching it: does it compile, can the target launch it, how fast does the model call it.
-Runs in a child process, one config a job."""
+"""What can be said of a config without launching it: does it compile, can the target launch it, what does the model make
+of it. Runs in a child process, one config a job."""
 
 from __future__ import annotations
 

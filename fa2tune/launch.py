@@ -1,11 +1,12 @@
 """A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
 
 A bound launch holds every argument but the tensors. Calling it costs a list copy, one slot per tensor and the C launcher:
-no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, this about 2).
+no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with descriptors).
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -27,14 +28,48 @@ def interpreted() -> bool:
 
 
 class Described:
-    """What Triton's launcher reads of a host tensor descriptor, without the checks of its own class (3 us apiece): the
-    problem has vouched for alignment. ``base`` is the only thing that changes from call to call."""
+    """What Triton's driver reads of a host tensor descriptor, without the checks of its own class (3 us apiece): the problem
+    has vouched for alignment."""
 
     __slots__ = ("base", "element_strides", "padding", "round_f32_to_tf32", "shape", "strides")
 
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> None:
         self.base, self.shape, self.strides = base, shape, strides
         self.padding, self.round_f32_to_tf32, self.element_strides = "zero", False, None
+
+
+def _encode(metadata: Any, tensor: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
+    """The TMA descriptor of a tensor, encoded by Triton's driver as the compiled kernel wants it."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    described = Described(tensor, shape, strides)
+    more = () if "_" not in make_tensordesc_arg.__code__.co_varnames[:3] else (None,)  # Triton 3.9 has a third, unused
+    return make_tensordesc_arg(described, metadata, *more)[0]
+
+
+def _launcher(compiled: Any) -> Callable[..., None]:
+    """(grid, stream, arguments) -> None: the C launcher of a loaded kernel, with descriptors already encoded.
+
+    Triton's own entry re-encodes every descriptor at every launch, in Python: 10 us of 13. Two generations of it are known:
+    arguments spread out (3.6), or as one tuple beside the kernel's signature (3.7 on)."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    launch = run.launch
+    if inspect.isfunction(launch):  # wrapped because of descriptors: the C function is what it closes over
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    if run.global_scratch_size or run.profile_scratch_size:
+        raise RuntimeError(f"{compiled.name} wants scratch memory, which no fa2tune kernel should")
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    if hasattr(run, "kernel_signature"):
+        tail = (run.arg_annotations, run.kernel_signature)
+
+        def call(grid: int, stream: int, arguments: list[Any]) -> None:
+            launch(grid, 1, 1, stream, function, *flags, packed, None, None, None, None, None, *tail, arguments)
+    else:
+
+        def call(grid: int, stream: int, arguments: list[Any]) -> None:
+            launch(grid, 1, 1, stream, function, *flags, None, None, packed, None, None, None, *arguments)
+
+    return call
 
 
 #: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
@@ -107,38 +142,63 @@ def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str, str]
     return variant.descriptors if compiler.uses_descriptors(config) else {}
 
 
+class _Slot:
+    """Where a tensor goes among the arguments; ``maps``, if a descriptor reads it: base address -> encoded descriptor."""
+
+    __slots__ = ("index", "maps", "metadata", "shape", "strides")
+
+    def __init__(self, index: int, metadata: Any, shape: list[int], strides: list[int]) -> None:
+        self.index, self.metadata, self.shape, self.strides = index, metadata, shape, strides
+        self.maps: dict[int, Any] | None = None if metadata is None else {}
+
+
+MAPS_KEPT = 256  #: encoded descriptors kept per tensor: the addresses that the caching allocator hands out in turn
+
+
 class BoundLaunch:
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
 
-    __slots__ = ("arguments", "compiled", "device_index", "function", "grid", "packed", "run", "slots")
+    __slots__ = ("arguments", "call", "compiled", "device_index", "grid", "slots")
 
     def __init__(
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
         names: tuple[str, ...], device_index: int,
     ) -> None:  # fmt: skip
         values = _values(variant, problem, config, strides, softmax_scale)
-        parameters = compiler.parameters(variant)
         described = _described(variant, config)
-        self.arguments = [0 if name in variant.tensors else values[name] for name in parameters]
-        # (argument, shape and strides of its descriptor or None for a pointer), one per tensor
-        self.slots: list[tuple[int, list[int], list[int] | None]] = [
-            (parameters.index(name), _shape(name, problem), [*strides[name], 1])
-            if name in described
-            else (parameters.index(name), [], None)
-            for name in names
-        ]
+        self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
+        metadata = iter(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
+        self.arguments: list[Any] = []  # as the C launcher takes them: a descriptor is followed by its shape and strides
+        slots: dict[str, _Slot] = {}
+        for name in compiler.parameters(variant):
+            if name in described:
+                shape, steps = _shape(name, problem), [*strides[name], 1]
+                slots[name] = _Slot(len(self.arguments), next(metadata), shape, steps)
+                self.arguments += [None, *shape, *steps]
+            elif name in variant.tensors:
+                slots[name] = _Slot(len(self.arguments), None, [], [])
+                self.arguments.append(0)
+            else:
+                self.arguments.append(values[name])
+        self.slots = [slots[name] for name in names]
         self.grid = variant.grid(problem, config)
         self.device_index = device_index
-        self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
-        self.run = self.compiled.run
-        self.function, self.packed = self.compiled.function, self.compiled.packed_metadata
+        self.call = _launcher(self.compiled)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         arguments = self.arguments.copy()
-        for (index, shape, strides), tensor in zip(self.slots, tensors, strict=True):
-            arguments[index] = tensor.data_ptr() if strides is None else Described(tensor, shape, strides)
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        self.run(self.grid, 1, 1, stream, self.function, self.packed, None, None, None, *arguments)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            address = tensor.data_ptr()
+            if slot.maps is not None:
+                encoded = slot.maps.get(address)
+                if encoded is None:
+                    if len(slot.maps) >= MAPS_KEPT:
+                        slot.maps.clear()
+                    encoded = slot.maps[address] = _encode(slot.metadata, tensor, slot.shape, slot.strides)
+                arguments[slot.index] = encoded
+            else:
+                arguments[slot.index] = address
+        self.call(self.grid, torch._C._cuda_getCurrentRawStream(self.device_index), arguments)
 
 
 class InterpretedLaunch:

@@ -22,9 +22,10 @@ documented default config. Pure: no torch, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import Any
 
 from fa2tune import gpus
@@ -63,12 +64,15 @@ class Toolchain:
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh. A prediction involved no driver."""
         kernel_hash = self.kernel_hashes.get(row.key.kernel, "")
-        now = {"triton": self.triton, "driver": self.driver, "kernel source": kernel_hash}
-        then = {"triton": row.triton, "driver": row.driver, "kernel source": row.kernel_hash}
-        if row.obtained == PREDICTED:
-            del now["driver"]
-        changed = [part for part in now if now[part] not in ("", then[part])]
-        return tuple(f"{part} {then[part] or 'unknown'}, now {now[part]}" for part in changed)
+        return tuple(
+            f"{part} {then or 'unknown'}, now {now}"
+            for part, then, now in (
+                ("triton", row.triton, self.triton),
+                ("driver", row.driver, "" if row.obtained == PREDICTED else self.driver),
+                ("kernel source", row.kernel_hash, kernel_hash),
+            )
+            if now not in ("", then)
+        )
 
 
 @dataclass(frozen=True)
@@ -153,19 +157,20 @@ def _gpu_rung(key: TuningKey, silicon: str, row: TuningKey) -> str:
     return SILICON if key.gpu == row.gpu or silicon == _silicon(row.gpu, row.arch) else ARCHITECTURE
 
 
-def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain) -> list[Candidate]:
+def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain) -> Iterator[Candidate]:
     """Every row that could serve ``key``, best first. ``gpu_silicon``: ``Gpu.silicon`` of the GPU that asks."""
-    found = []
+    family, found = _family(key), []
     for place, layer in enumerate(layers):
-        for row in _families(layer).get(_family(key), ()):
+        for row in _families(layer).get(family, ()):
             rung, *distances = _problem(key, row.key)
             gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
             stale = toolchain.stale(row)
             standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             time = math.inf if row.time_us is None else row.time_us
             order = (rung, *distances, *standing, bool(stale), place, time, row.variant)
-            found.append((order, Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)))
-    return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+            found.append((order, row, layer, rung, gpu_rung, stale))
+    for _, row, layer, rung, gpu_rung, stale in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)
 
 
 def find(

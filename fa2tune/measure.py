@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from fa2tune import launch, passes, reference, worker
 from fa2tune.compiler import CompileError, variant_named
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
+from fa2tune.samples import EFFORTS, Effort, Race
 
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
 IDLE_SECONDS = 1.0  #: a pause that lets the clocks drop
@@ -26,34 +26,6 @@ HOPELESS_AFTER = 2  #: rounds, before a contender may be dropped
 # NVML's "clocks event reasons" that say a card is ill-cooled or ill-fed, not merely at its power limit
 THROTTLED = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
 THROTTLE_RETRIES = 3
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to look at each contender."""
-
-    seconds: float  #: of kernel time per contender, as far as rounds allow
-    least_rounds: int
-    most_rounds: int
-    hopeless: float  #: dropped when slower than the best by this factor
-
-    def rounds(self, launch_seconds: float) -> int:
-        return max(self.least_rounds, min(self.most_rounds, int(self.seconds / launch_seconds)))
-
-
-SCREEN = Effort(0.010, 5, 20, 1.3)
-FINAL = Effort(0.080, 21, 101, 1.3)
-
-
-@dataclass(frozen=True)
-class Race:
-    """Microseconds by contender and round; a contender that was dropped, or failed, has fewer, or none."""
-
-    times: list[list[float]]
-    failures: dict[int, str] = field(default_factory=dict)  #: contender -> why it could not be launched
-    clock_mhz: int | None = None  #: SM clock at the end
-    power_limit_w: int | None = None
-    throttled: int = 0  #: times the race was run again because the card was throttled
 
 
 @cache
@@ -114,9 +86,7 @@ class _Card:
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
             staged = {"q": q, "k": k, "v": v}
             config = variant_named("fwd").space.default(problem.specialization, key.arch)
-            o, lse = passes.forward(
-                q, k, v, causal=key.causal, softmax_scale=key.head_dim**-0.5, config=config
-            )
+            o, lse = passes.forward(q, k, v, causal=key.causal, softmax_scale=key.head_dim**-0.5, config=config)
             staged |= {"o": o, "lse": lse}
             if backward:
                 staged |= {"do": do, "delta": (o.float() * do.float()).sum(-1), "dk": torch.empty_like(k),
@@ -149,7 +119,9 @@ def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, 
         plan = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, contender["road"], contender["configs"])
         return lambda: plan(do, None, q, k, v, o, tensors["lse"])
     variant = variant_named(key.kernel)
-    own = {name: tensors["dq_sums" if key.kernel == "bwd_fused" and name == "dq" else name] for name in _names(key.kernel)}
+    own = {
+        name: tensors["dq_sums" if key.kernel == "bwd_fused" and name == "dq" else name] for name in _names(key.kernel)
+    }
     return launch.prepare(variant, problem, contender, own, scale, device)
 
 
@@ -211,21 +183,23 @@ def _run(
 
 
 def race(
-    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: Effort, best_ratio: float = 1.0
+    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str, best_ratio: float = 1.0
 ) -> Race:
-    """Time the contenders against each other at the key's workload. ``contenders[0]`` is the default, the anchor of every
-    comparison; ``best_ratio``: best time so far over the default's, by which the hopeless are told.
+    """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison: the
+    default, where it can run. ``effort``: "screen" or "final"; ``best_ratio``: best time so far over the anchor's, by which
+    the hopeless are told.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
     card = _card()
     tensors = card.tensors(key)
     runners, failures = _line_up(key, contenders, tensors)
-    worker.report(-1)
     if 0 not in runners:
-        raise RuntimeError(f"the default config cannot be launched: {failures[0]}")
+        worker.report(0)
+        raise RuntimeError(f"the anchor cannot be launched: {failures[0]}")
+    worker.report(-1)
     for attempt in range(THROTTLE_RETRIES + 1):
         card.warm_up()
-        times = _run(runners, len(contenders), effort, best_ratio)
+        times = _run(runners, len(contenders), EFFORTS[effort], best_ratio)
         clock, limit, throttled = _witness()
         if not throttled or attempt == THROTTLE_RETRIES:
             break

@@ -11,8 +11,7 @@ from functools import lru_cache
 from fa2tune import limits, sass
 from fa2tune.compiler import Binary, variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.problem import ITEMSIZE, Config, Problem, padded_head_dim
-from fa2tune.variant import Variant
+from fa2tune.problem import ITEMSIZE, Problem, padded_head_dim
 
 WARP_THREADS = 32
 # Throughput of an SM per clock: CUDA C++ Programming Guide, "Arithmetic Instructions"; the same from 8.0 to 12.0.
@@ -29,25 +28,31 @@ class Calibration:
     #: clock held under load / boost clock: 786 of 989 TFLOP/s in an 8192^3 bf16 product on an H200 is this times mma
     clock: float = 0.87
     #: share of the published tensor rate that back-to-back instructions reach
-    mma: float = 0.92
+    mma: float = 1.0
     #: the same for mma.sync on chips whose full rate needs wgmma or tcgen05 (H100: 62 %, Luo et al. 2024, arXiv 2402.13499)
     mma_sync_on_hopper: float = 0.62
     mma_sync_on_blackwell: float = 0.25
-    #: share of the shorter phases that one warp a scheduler cannot hide behind the longest; n warps hide all but 1 / n of it
+    #: share of a block's chain beside its busiest pipe that costs time
     serial: float = 1.0
     #: the same for mma.sync, which the compiler interleaves with other instructions of the same warp
-    serial_mma_sync: float = 0.8
+    serial_mma_sync: float = 0.6
+    #: n blocks on an SM leave n^this chains exposed: 0 hides all but one, 1 none
+    unhidden: float = 0.4
+    #: cycles a load or asynchronous copy of a warp takes (TMA takes none)
+    copy: float = 8.0
+    #: cost of a spilled byte in shared-memory bytes
+    spill: float = 2.0
     #: bytes a clock and SM from L2: data-centre chips, others (own estimate from published microbenchmarks)
-    l2_bytes: float = 32.0
+    l2_bytes: float = 50.0
     l2_bytes_small: float = 16.0
     #: float32 atomic adds in L2, bytes a clock and SM
     atomic_bytes: float = 12.0
     #: cycles a block loses at a barrier or a wait for TMA
     barrier: float = 25.0
-    #: cycles from a load that is not prefetched to its data
-    load: float = 700.0
+    #: cycles from asking for a tile to its being there
+    load: float = 1000.0
     #: cycles a block spends starting, filling its pipeline and draining it
-    block: float = 3000.0
+    block: float = 8000.0
     #: share of L2 that keeps what the resident blocks stream
     l2_share: float = 0.6
     #: share of the published memory bandwidth a kernel reaches (4.29 of 4.8 TB/s in a copy on an H200)
@@ -79,11 +84,6 @@ class _Geometry:
     streamed: int  #: bytes of one head's streamed tensors
     shared_by: int  #: owned heads that stream the same tensors
     row_bytes: int  #: of both tensors of a side
-
-
-def _owns_queries(variant: Variant, config: Config) -> bool:
-    probe = Problem("bf16", 1, 1, 1, seqlen_q=1 << 16, seqlen_k=1, head_dim=64, head_dim_v=64, causal=False)
-    return variant.grid(probe, config) > 1
 
 
 def _query_tiles(p: Problem, m: int, n: int) -> tuple[tuple[int, int], ...]:
@@ -158,7 +158,8 @@ def _pipes(
         "fp32": loop.fp32 * threads / fp32_lanes,
         "alu": loop.alu * threads / ALU_LANES,
         "issue": loop.issue * warps / SCHEDULERS,
-        "shared": (loop.shared_bytes + loop.local_bytes) * warps / SHARED_BYTES,
+        "copy": loop.copies * warps * c.copy,
+        "shared": (loop.shared_bytes + c.spill * loop.local_bytes) * warps / SHARED_BYTES,
         "l2": geometry.stream_rows * geometry.row_bytes / l2_rate + atomics / c.atomic_bytes,
     }
 
@@ -166,17 +167,17 @@ def _pipes(
 def _trip(pipes: dict[str, float], loop: sass.Loop, binary: Binary, resident: int, c: Calibration) -> float:
     """Clocks of one trip of ``resident`` blocks at once.
 
-    Products and the arithmetic between them follow each other in a warp: with one warp a scheduler their times add up, with
-    n warps the shorter hides behind the longest but for 1 / n. Waits at barriers are hidden by other blocks alone.
+    The busiest pipe works for all of them. A block's own trip is a chain: products, special functions, arithmetic, copies, one
+    after the other, its warps nearly in step; other blocks hide part of what the chain has beside the busiest pipe. A trip's
+    data were asked for num_stages - 1 trips before; what is still missing is waited for.
     """
     products = max(pipes["tensor"], pipes["shared"])
-    vector = max(pipes[name] for name in ("mufu", "fp32", "alu", "issue"))
-    longest = max(products, vector, pipes["l2"])
-    exposed = products + vector - min(longest, max(products, vector))
-    warps_per_scheduler = max(1.0, resident * binary.num_warps / SCHEDULERS)
+    longest = max(products, *(pipes[name] for name in ("mufu", "fp32", "alu", "issue", "l2")))
+    chain = products + pipes["mufu"] + pipes["fp32"] + pipes["alu"] + pipes["copy"]
     serial = c.serial_mma_sync if loop.mma == "HMMA" else c.serial
-    waits = loop.barriers * c.barrier + (c.load if loop.blocking_loads else 0.0)
-    return resident * (longest + exposed * serial / warps_per_scheduler) + waits
+    work = resident * longest + serial * max(0.0, chain - longest) * resident**c.unhidden
+    ahead = (binary.config["num_stages"] - 1) * work
+    return work + max(0.0, c.load - ahead) + loop.barriers * c.barrier
 
 
 def _hbm_bytes(problem: Problem, geometry: _Geometry, slots: int, heads_per_wave: int, l2_bytes: float) -> float:
@@ -206,7 +207,8 @@ def explain(binary: Binary, problem: Problem, gpu: Gpu, calibration: Calibration
         return Prediction(seconds, fit, {}, 0.0, seconds)
 
     config = binary.config
-    geometry = _geometry(_owns_queries(variant_named(binary.kernel), config), problem, config["BLOCK_M"], config["BLOCK_N"])
+    owns_queries = limits.owns_queries(variant_named(binary.kernel), config)
+    geometry = _geometry(owns_queries, problem, config["BLOCK_M"], config["BLOCK_N"])
     blocks = geometry.heads * len(geometry.tiles)
     if blocks == 0:
         return Prediction(0.0, fit, {}, 0.0, 0.0)
@@ -214,27 +216,30 @@ def explain(binary: Binary, problem: Problem, gpu: Gpu, calibration: Calibration
     both = (by_compares[0], by_compares[-1])  # unmasked, masked: the mask is compares
     pipes = tuple(_pipes(loop, binary, problem, gpu, geometry, c) for loop in both)
 
-    def block_cycles(tile: tuple[int, int], resident: int) -> float:
-        """Clocks of a block beside ``resident`` - 1 others."""
-        trips = (_trip(p, loop, binary, resident, c) for p, loop in zip(pipes, both, strict=True))
-        return c.block + sum(n * cycles for n, cycles in zip(tile, trips, strict=True))
+    def trips(resident: int) -> tuple[float, ...]:
+        return tuple(_trip(p, loop, binary, resident, c) for p, loop in zip(pipes, both, strict=True))
 
     per_sm = -(-blocks // gpu.sm_count)
     resident = min(fit, per_sm)
+    plain, masked = trips(resident)
     longest = max(geometry.tiles, key=sum)
+    slowest = c.block + longest[0] * plain + longest[1] * masked
     heads_per_wave = config.get("HEADS_PER_WAVE", 1)
     if not problem.causal:  # equal tiles: whole rounds, then a last one with fewer blocks on an SM
         rounds, rest = divmod(per_sm, resident)
-        cycles = rounds * block_cycles(longest, resident) + (block_cycles(longest, rest) if rest else 0.0)
+        cycles = rounds * slowest
+        if rest:
+            last_plain, last_masked = trips(rest)
+            cycles += c.block + longest[0] * last_plain + longest[1] * last_masked
     else:  # longest tiles first in each band of heads: only the last band's longest tile can stick out
-        one = sum(block_cycles(tile, resident) for tile in geometry.tiles) * geometry.heads
-        even = one / (gpu.sm_count * resident)
+        head = sum(c.block + tile[0] * plain + tile[1] * masked for tile in geometry.tiles)
+        even = head * geometry.heads / (gpu.sm_count * resident)
         bands = -(-geometry.heads // heads_per_wave)
-        cycles = max(even, even * (bands - 1) / bands + block_cycles(longest, resident))
+        cycles = max(even, even * (bands - 1) / bands + slowest)
     traffic = _hbm_bytes(problem, geometry, gpu.sm_count * resident, heads_per_wave, gpu.l2_bytes * c.l2_share)
     seconds = max(cycles / clock, traffic / bandwidth)
     busy = {name: resident * value for name, value in pipes[0].items()}
-    return Prediction(seconds, resident, busy, _trip(pipes[0], both[0], binary, resident, c), traffic / bandwidth)
+    return Prediction(seconds, resident, busy, plain, traffic / bandwidth)
 
 
 def predict(binary: Binary, problem: Problem, gpu: Gpu) -> float:

@@ -19,9 +19,18 @@ SPLIT, FUSED = "split", "fused"
 ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
 
 
-def float32_precision() -> str:
-    """How torch is set to multiply float32 matrices: "ieee" or "tf32"."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+#: Shared memory a block can have on the data-centre GPUs; TF32 products by threes do not fit their tiles into 99 KiB.
+TF32_NEEDS_BYTES = 160 * 1024
+
+
+def float32_precision(device_index: int) -> str:
+    """How float32 products are made: "ieee", or "tf32" where torch's setting allows it and the GPU has the room."""
+    if not torch.backends.cuda.matmul.allow_tf32:
+        return "ieee"
+    if device_index < 0:
+        return "tf32"
+    room = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+    return "tf32" if room >= TF32_NEEDS_BYTES else "ieee"
 
 
 def device_index_of(tensor: torch.Tensor) -> int:
@@ -40,7 +49,7 @@ def describe(
     aligned, wide, tma = addressing(read, {name: strides_of(tensor) for name, tensor in read.items()})
     return Problem(
         dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal,
-        precision=float32_precision() if dtype == "fp32" else "ieee",
+        precision=float32_precision(q.get_device()) if dtype == "fp32" else "ieee",
         aligned=aligned, wide=wide, negate=do is None and softmax_scale < 0, tma=tma,
     )  # fmt: skip
 

@@ -32,9 +32,8 @@ PLAIN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _always(*_: object) -> None:
-    """No objection."""
-    return None
+def _never(*_: object) -> None:
+    """No objection, whatever is asked."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,20 @@ class Peer:
     make: Callable[[Problem], Attention]
     layout: str = "bhsd"
     #: why it cannot run on this machine, or None. Must not need a GPU.
-    missing: Callable[[], str | None] = _always
+    missing: Callable[[], str | None] = _never
     #: (problem, pass, free bytes of the GPU) -> why this problem is left out, or None
-    unfit: Callable[[Problem, str, int], str | None] = _always
+    unfit: Callable[[Problem, str, int], str | None] = _never
 
 
 def _fa2tune(problem: Problem) -> Attention:
-    from fa2tune.attention import attention
+    import fa2tune
 
-    return functools.partial(attention, causal=problem.causal)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = fa2tune.attention(q, k, v, causal=problem.causal)
+        assert not isinstance(out, tuple)  # return_lse was not asked for
+        return out
+
+    return attention
 
 
 def _standard(problem: Problem) -> Attention:
@@ -124,7 +128,8 @@ def _flex(problem: Problem) -> Attention:
         )
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = compiled(q, k, v, block_mask=mask(q.device) if problem.causal else None)
+        out = compiled(q, k, v, block_mask=mask(q.device) if problem.causal else None)
+        assert not isinstance(out, tuple)  # neither lse nor auxiliary outputs were asked for
         return out
 
     return attention
@@ -154,11 +159,8 @@ def _triton_plain(problem: Problem) -> Attention:
                 configs=PLAIN_CONFIGS,
             )  # fmt: skip
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Plain.apply(q, k, v)
-        return out
-
-    return attention
+    apply: Attention = Plain.apply
+    return apply
 
 
 def _fa4(problem: Problem) -> Attention:
@@ -174,7 +176,7 @@ def _fa4(problem: Problem) -> Attention:
 def _fa4_missing() -> str | None:
     try:
         found = importlib.util.find_spec("flash_attn.cute")
-    except ModuleNotFoundError:  # no flash_attn at all
+    except ImportError:  # no flash_attn at all, or a broken one
         found = None
     return None if found else "the package flash-attn-4 (flash_attn.cute) is not installed"
 
@@ -188,7 +190,7 @@ PEERS: Mapping[str, Peer] = {
         Peer("sdpa-cudnn", "SDPA cuDNN", _sdpa("CUDNN_ATTENTION")),
         Peer("sdpa-flash", "SDPA FlashAttention-2", _sdpa("FLASH_ATTENTION")),
         Peer("flex", "FlexAttention", _flex),
-        Peer("triton-plain", "Triton, untuned", _triton_plain),
+        Peer("triton-plain", "Untuned Triton", _triton_plain),
         Peer("sdpa-efficient", "SDPA mem-efficient", _sdpa("EFFICIENT_ATTENTION")),
         Peer("standard", "Standard", _standard, unfit=_standard_unfit),
     )

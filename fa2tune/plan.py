@@ -19,6 +19,7 @@ PASSES = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": K
 MEASURED_TRIALS = 30
 #: Without the GPU a trial costs 1 to 4 s of one core and nothing else; two cores should end a head dim within 5 minutes.
 PREDICTED_TRIALS_PER_CORE, PREDICTED_TRIALS_AT_LEAST = 5, 8
+PREDICTED_SECONDS = 240.0  #: time budget without the GPU, unless trials or a budget are asked for
 #: A 16-bit dtype that follows the other starts from its winners and needs fewer trials of its own.
 FOLLOWER_SHARE, FOLLOWER_TRIALS_AT_LEAST = 3, 4
 
@@ -36,7 +37,8 @@ class TuneRequest:
     kernels: tuple[str, ...] | None = None  #: None: every kernel of the pass
     buckets: tuple[int, ...] = BUCKETS
     trials: int | None = None  #: candidates compiled per kernel, dtype, mask and head dim; None: 30, or fewer if absent
-    time_budget_s: float | None = None  #: no new candidates when it is about to run out; None: no limit
+    #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
+    time_budget_s: float | None = None
     sampler: str = "tpe"
     seed: int = 0
     cache: Path | None = None  #: the file that takes the rows; None: the user's
@@ -60,6 +62,7 @@ class Plan:
     target: Target
     kernels: tuple[str, ...]
     trials: int
+    time_budget_s: float | None
     workers: int
     cache: Path
     studies: Path
@@ -93,7 +96,9 @@ def _among(name: str, values: Collection[object], allowed: Collection[object]) -
 
 def _head_dim(name: str, value: int) -> None:
     if not MIN_HEAD_DIM <= value <= MAX_HEAD_DIM or value % HEAD_DIM_STEP:
-        raise ValueError(f"{name}: got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}")
+        raise ValueError(
+            f"{name}: got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
+        )
 
 
 def resolve_target(name: str | None) -> Target:
@@ -157,10 +162,11 @@ def make_plan(request: TuneRequest) -> Plan:
     if cache.exists() and cache.stat().st_size:
         reader.read(cache)
     workers = r.workers or len(os.sched_getaffinity(0))
-    trials = r.trials
+    trials, budget = r.trials, r.time_budget_s
     if trials is None:
         trials = MEASURED_TRIALS
         if target.obtained == PREDICTED:
             trials = min(trials, max(PREDICTED_TRIALS_AT_LEAST, PREDICTED_TRIALS_PER_CORE * workers))
+            budget = budget or PREDICTED_SECONDS * len(r.head_dims)
     kernels = tuple(kernel for kernel in PASSES[r.pass_] if r.kernels is None or kernel in r.kernels)
-    return Plan(request, target, kernels, trials, workers, cache, studies)
+    return Plan(request, target, kernels, trials, budget, workers, cache, studies)

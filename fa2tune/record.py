@@ -14,7 +14,7 @@ import json
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from fa2tune.problem import TuningKey
@@ -194,13 +194,16 @@ def _constant(text: str) -> Any:
     raise ValueError(f"must not hold {text}")
 
 
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
 def _parse(value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or len(value) > MAX_JSON:
         raise ValueError(f"must be JSON text of at most {MAX_JSON} characters")
     if value == "{}":
         return {}
     try:
-        parsed = json.loads(value, object_pairs_hook=_object, parse_constant=_constant)
+        parsed = _JSON.decode(value)
     except RecursionError:
         raise ValueError("is nested too deep") from None
     if not isinstance(parsed, dict):
@@ -232,25 +235,39 @@ def upgrade(record: Mapping[str, Any], version: int) -> dict[str, Any]:
     return upgraded
 
 
+_dump = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+
+
 def encode(row: Row) -> Record:
-    """The record of ``row``: ``decode`` takes it back unchanged. ValueError names what no file may hold."""
-    record: Record = {}
-    values = asdict(row.key) | {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "key"}
+    """The record of a row that was read from a file or that ``checked`` has passed."""
+    record: Record = {name: getattr(row.key, name) for name in KEY_FIELDS}
+    record["causal"] = int(row.key.causal)
+    for column in COLUMNS[len(KEY_FIELDS) :]:
+        value = getattr(row, column.name)
+        record[column.name] = _dump(value) if column.kind == "JSON" else value
+    return record
+
+
+def checked(row: Row) -> Row:
+    """``row`` as a cache file would give it back: NumPy's scalars as Python's, everything else unchanged. ValueError
+    names what no file may hold."""
+    record = Record()
     for column in COLUMNS:
-        value = values[column.name]
+        value = getattr(row.key if column.name in KEY_FIELDS else row, column.name)
         try:
             if column.kind == "JSON":
-                value = json.dumps(dict(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
-            elif column.kind == "INTEGER" and isinstance(value, numbers.Integral):  # causal's bool and NumPy's too
+                value = _dump(dict(value))
+            elif column.kind == "INTEGER" and isinstance(value, numbers.Integral):  # causal, too
                 value = int(value)
             elif column.kind == "REAL" and isinstance(value, numbers.Real):
                 value = float(value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"column {column.name}: got {_short(value)}, {error}") from None
         record[column.name] = value
-    if decode(record) != row:  # tuples, integer keys: JSON would hand back something else
-        raise ValueError(f"config, errors, pruned: must be plain dicts, text and numbers, got {row}")
-    return record
+    plain = decode(record)
+    if plain != row:  # tuples, integer keys: JSON would hand back something else
+        raise ValueError(f"config, errors, pruned: must hold plain dicts, text and numbers, got {row}")
+    return plain
 
 
 def _short(value: Any) -> str:
@@ -264,7 +281,7 @@ def to_json(rows: Iterable[Row]) -> str:
     parts = (IDENTITY, ("config",), [c.name for c in COLUMNS if c.name not in (*IDENTITY, "config")])
     blocks = []
     for row in sorted(rows, key=identity):
-        record: dict[str, Any] = dict(encode(row))
+        record: dict[str, Any] = {**encode(row), "causal": row.key.causal}
         record |= {c.name: json.loads(record[c.name]) for c in COLUMNS if c.kind == "JSON"}
         lines = [json.dumps({name: record[name] for name in part})[1:-1] for part in parts]
         blocks.append("  {" + ",\n   ".join(lines) + "}")
@@ -273,4 +290,5 @@ def to_json(rows: Iterable[Row]) -> str:
 
 def digest(rows: Iterable[Row]) -> str:
     """16 hex digits of what ``rows`` say, whatever file they stand in: for comparing the caches of two machines."""
-    return hashlib.sha256(to_json(rows).encode()).hexdigest()[:16]
+    text = json.dumps([list(encode(row).values()) for row in sorted(rows, key=identity)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -33,15 +33,16 @@ class Inputs:
 
 def make_inputs(
     problem: Problem, device: torch.device | str, *, scale: float = 1.0, outlier: bool = False,
-    with_dlse: bool = False, seed: int = 0,
+    with_dlse: bool = False, seed: int = 0, on_device: bool = False,
 ) -> Inputs:  # fmt: skip
     """Normal q, k, v, do of standard deviation ``scale`` (do: 1), contiguous. ``outlier``: the first channel of q and k is
-    16 times larger. The same values on every device, for a seed."""
-    generator = torch.Generator().manual_seed(seed)
+    OUTLIER times larger. The same values on every device, for a seed; ``on_device``: drawn by the device's own generator."""
+    maker = device if on_device else "cpu"
+    generator = torch.Generator(maker).manual_seed(seed)
     dtype = DTYPES[problem.dtype]
 
     def normal(heads: int, seqlen: int, *dims: int) -> torch.Tensor:
-        return torch.randn(problem.batch, heads, seqlen, *dims, generator=generator)
+        return torch.randn(problem.batch, heads, seqlen, *dims, generator=generator, device=maker)
 
     q = normal(problem.heads_q, problem.seqlen_q, problem.head_dim) * scale
     k = normal(problem.heads_kv, problem.seqlen_k, problem.head_dim) * scale
@@ -51,7 +52,8 @@ def make_inputs(
     if outlier:
         q[..., 0] *= OUTLIER
         k[..., 0] *= OUTLIER
-    return Inputs(*(tensor.to(device, dtype) for tensor in (q, k, v, do)), dlse)
+    q, k, v, do = (tensor.to(device, dtype) for tensor in (q, k, v, do))
+    return Inputs(q, k, v, do, dlse)
 
 
 def attention(

@@ -1,11 +1,38 @@
-"""Statistics of timings: medians, quantiles, and the interval within which a median lies. Pure Python, no torch."""
+"""Samples of timings: how many to take, what a race brings back, and their statistics. Pure Python, no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to look at each contender."""
+
+    seconds: float  #: of kernel time per contender, as far as rounds allow
+    least_rounds: int
+    most_rounds: int
+    hopeless: float  #: dropped when slower than the best by this factor
+
+    def rounds(self, launch_seconds: float) -> int:
+        return max(self.least_rounds, min(self.most_rounds, int(self.seconds / launch_seconds)))
+
+
+EFFORTS = {"screen": Effort(0.010, 5, 20, 1.3), "final": Effort(0.080, 21, 101, 1.3)}
+
+
+@dataclass(frozen=True)
+class Race:
+    """Microseconds by contender and round; a contender that was dropped, or failed, has fewer, or none."""
+
+    times: list[list[float]]
+    failures: dict[int, str] = field(default_factory=dict)  #: contender -> why it could not be launched
+    clock_mhz: int | None = None  #: SM clock at the end
+    power_limit_w: int | None = None
+    throttled: int = 0  #: times the race was run again because the card was throttled
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -33,8 +33,7 @@ class Loop:
     issue: int = 0  #: all instructions
     shared_bytes: float = 0.0  #: read by products, read and written by loads and stores, shuffles included
     local_bytes: int = 0  #: spills: LDL and STL
-    copies: int = 0  #: LDG, LDGSTS and UTMALDG
-    blocking_loads: int = 0  #: of which LDG: into registers, waited for within the trip
+    copies: int = 0  #: LDG and LDGSTS; not UTMALDG, which one thread issues for all
     atomics: int = 0  #: REDG and ATOMG
     barriers: int = 0  #: block-wide: BAR, and waits for TMA and tensor memory (SYNCS)
 
@@ -49,8 +48,9 @@ _HMMA_SHAPE = re.compile(r"\.(16)(8)(4|8|16|32)\.")
 _FP32 = {"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "IMAD", "HFMA2", "HADD2", "HMUL2"}
 _COMPARES = {"ISETP", "FSETP", "SEL", "FSEL", "PLOP3", "FMNMX", "FMNMX3"}
 _NOT_ALU = {
-    "BRA", "BRX", "EXIT", "NOP", "BSYNC", "BSSY", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "BAR", "SYNCS", "WARPGROUP", "ELECT", "S2R",
-    "S2UR", "CS2R", "R2UR", "LDC", "MEMBAR", "FENCE", "ERRBAR", "CCTL", "RET", "CALL", "YIELD", "KILL", "LDTM", "STTM", "R2P",
+    "BRA", "BRX", "EXIT", "NOP", "BSYNC", "BSSY", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "BAR", "SYNCS", "WARPGROUP", "ELECT",
+    "S2R", "S2UR", "CS2R", "R2UR", "LDC", "MEMBAR", "FENCE", "ERRBAR", "CCTL", "RET", "CALL", "YIELD", "KILL", "LDTM", "STTM",
+    "R2P",
 }  # fmt: skip
 _BARRIERS = {"BAR", "SYNCS", "WARPGROUP"}
 
@@ -79,7 +79,7 @@ def _tally(body: list[_Instruction]) -> Loop:
     for instruction in body:
         opcode = instruction.opcode
         base = opcode.partition(".")[0]
-        if base == "HGMMA" or base == "QGMMA":
+        if base == "HGMMA":
             m, n, k = (int(side) for side in _SHAPE.search(opcode).groups())  # type: ignore[union-attr]
             mma = base
             flops += 2 * m * n * k / WARP_GROUP
@@ -105,9 +105,8 @@ def _tally(body: list[_Instruction]) -> Loop:
             shared += 4 * WARP_THREADS
         elif base in ("LDL", "STL"):
             local += _width(opcode)
-        elif base in ("LDG", "LDGSTS", "UTMALDG"):
+        elif base in ("LDG", "LDGSTS"):
             pipes["copies"] += 1
-            pipes["blocking_loads"] += base == "LDG"
             if base == "LDGSTS":
                 shared += _width(opcode)
         elif base in ("RED", "REDG", "ATOM", "ATOMG"):
@@ -135,12 +134,15 @@ def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
 def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> Iterator[set[int]]:
     """Instruction indices of each natural loop: a back edge counts only if its target dominates it, which leaves out the
     jumps back from cold code (spinning on a TMA barrier) laid out behind the kernel."""
-    targets = {
-        index: labels[match[1]]
-        for index, instruction in enumerate(instructions)
-        if instruction.opcode.startswith("BRA") and (match := _TARGET.search(instruction.operands)) and match[1] in labels
-    }
-    ends = {index for index, instruction in enumerate(instructions) if instruction.opcode.startswith("EXIT")} | set(targets)
+    targets: dict[int, int] = {}
+    ends: set[int] = set()
+    for index, instruction in enumerate(instructions):
+        if instruction.opcode.startswith("BRA") and (match := _TARGET.search(instruction.operands)):
+            if match[1] in labels:
+                targets[index] = labels[match[1]]
+                ends.add(index)
+        elif instruction.opcode.startswith("EXIT"):
+            ends.add(index)
     starts = sorted({0, *targets.values(), *(end + 1 for end in ends if end + 1 < len(instructions))})
     block_at = {start: number for number, start in enumerate(starts)}
     spans = list(zip(starts, [*starts[1:], len(instructions)], strict=True))
@@ -167,7 +169,9 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
         changed = False
         for number in range(1, len(spans)):
             incoming = [dominators[p] for p in predecessors[number]]
-            new = (set.intersection(*incoming) if incoming else set()) | {number}
+            if not incoming:  # unreachable: has no say in what dominates others
+                continue
+            new = set.intersection(*incoming) | {number}
             if new != dominators[number]:
                 dominators[number], changed = new, True
     bodies: dict[int, set[int]] = {}

@@ -46,7 +46,7 @@ TABLE = sa.Table(
 
 
 def _write(path: Path, rows: Iterable[Row]) -> None:
-    """A new cache file at ``path``, where none is."""
+    """A new cache file at ``path``, where none is, of rows that have been checked."""
     records = [record.encode(row) for row in sorted(rows, key=record.identity)]
     engine = sa.create_engine(
         "sqlite://", creator=lambda: sqlite3.connect(path, isolation_level=None), poolclass=NullPool
@@ -135,7 +135,7 @@ class Store:
 
         ValueError names a value that no cache file may hold; then nothing is written.
         """
-        added = {record.identity(row): row for row in rows}
+        added = {record.identity(row): record.checked(row) for row in rows}
         with self._turn():
             current = {record.identity(row): row for row in self.rows()}
             _publish(self.path, lambda path: _write(path, (current | added).values()))
@@ -172,6 +172,7 @@ def export(rows: Iterable[Row], path: str | os.PathLike[str], kind: str = "sqlit
     that is already there is replaced at one stroke."""
     if kind not in KINDS:
         raise ValueError(f"kind: got {kind!r}, allowed are {', '.join(KINDS)}")
+    rows = [record.checked(row) for row in rows]
     if kind == "json":
         _publish(Path(path), lambda temporary: _write_text(temporary, record.to_json(rows)))
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import BaseDistribution
 from optuna.trial import TrialState, create_trial
 
 from fa2tune.candidates import Point, UnseenSampler, point
@@ -71,7 +72,9 @@ class KeyStudy:
     """The study of one TuningKey. ``stamp``: what makes old trials worthless when it changes (hashes of the space, kernel and
     model, compiler version, how times are obtained); part of the study's name."""
 
-    def __init__(self, key: TuningKey, stamp: str, sampler: UnseenSampler, shelf: Shelf) -> None:
+    def __init__(
+        self, key: TuningKey, stamp: str, dimensions: dict[str, BaseDistribution], sampler: UnseenSampler, shelf: Shelf
+    ) -> None:  # fmt: skip
         self.key = key
         self.shelf = shelf
         self.name = study_name(key, stamp)
@@ -79,20 +82,24 @@ class KeyStudy:
             storage=shelf.storage, study_name=self.name, load_if_exists=True, direction="minimize"
         )
         self._sampler = sampler
+        self._dimensions = dimensions
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
         self._asked: dict[Point, optuna.Trial] = {}
         self.outcomes: dict[Point, Outcome] = {}
+        self.disqualified: dict[Point, str] = {}  #: wrong results, found after they were timed
         for trial in self._stored.get_trials(deepcopy=False):
             outcome = Outcome(**{f.name: trial.user_attrs[f.name] for f in fields(Outcome)})
             if point(outcome.config) not in self.outcomes:  # two processes may have tried the same
                 self.outcomes[point(outcome.config)] = outcome
                 self._study.add_trial(trial)
+        for config, why in json.loads(self._stored.user_attrs.get("disqualified", "[]")):
+            self.disqualified[point(config)] = why
 
     def ask(self, taken: set[Point]) -> Config | None:
         """A legal config that is neither in ``taken`` nor tried here; None when there is none left."""
         self._sampler.seen = taken | self.outcomes.keys()
         try:
-            trial = self._study.ask(self._sampler.distributions)
+            trial = self._study.ask(self._dimensions)
         except LookupError:
             return None
         self._asked[point(trial.params)] = trial
@@ -110,7 +117,7 @@ class KeyStudy:
         if trial is None:
             frozen = create_trial(
                 state=state, value=outcome.time_us, params=dict(outcome.config),
-                distributions=self._sampler.distributions, user_attrs=attributes,
+                distributions=self._dimensions, user_attrs=attributes,
             )  # fmt: skip
             self._study.add_trial(frozen)
         else:
@@ -120,40 +127,60 @@ class KeyStudy:
         self.shelf.later(self._stored.add_trial, frozen)
 
     def ranked(self, loads: str | None = None) -> list[Outcome]:
-        """Timed candidates, fastest first; ``loads``: of one load variant only."""
-        timed = [o for o in self.outcomes.values() if o.time_us is not None and loads in (None, o.loads)]
+        """Timed candidates not disqualified, fastest first; ``loads``: of one load variant only."""
+        timed = [
+            outcome for where, outcome in self.outcomes.items()
+            if outcome.time_us is not None and loads in (None, outcome.loads) and where not in self.disqualified
+        ]  # fmt: skip
         return sorted(timed, key=lambda outcome: (outcome.time_us, point(outcome.config)))
 
     def fates(self) -> dict[str, int]:
         """Reason -> how many candidates it cost."""
-        return dict(Counter(outcome.fate for outcome in self.outcomes.values() if outcome.fate))
+        fates = Counter(outcome.fate for outcome in self.outcomes.values() if outcome.fate)
+        fates["wrong_result"] += len(self.disqualified)
+        return dict(+fates)
 
-    def crown(self, rows: Sequence[Row]) -> None:
-        """Keep the rows that these trials led to, so that the same command need not measure its finalists again."""
-        crowned = {"trials": len(self.outcomes), "rows": [asdict(row) for row in rows]}
-        self.shelf.later(self._stored.set_user_attr, "crowned", json.dumps(crowned))
+    def disqualify(self, config: Config, why: str) -> None:
+        """It was fast and wrong."""
+        self.disqualified[point(config)] = why
+        listed = [[dict(where), why] for where, why in self.disqualified.items()]
+        self.shelf.later(self._stored.set_user_attr, "disqualified", json.dumps(listed))
 
-    def crowned(self) -> list[Row] | None:
-        """The rows of an earlier run that saw these very trials, or None."""
-        text = self._stored.user_attrs.get("crowned")
-        crowned = json.loads(text) if text else {}
-        if crowned.get("trials") != len(self.outcomes):
+    def keep(self, name: str, token: str, rows: Sequence[Row]) -> None:
+        """Keep the rows that these trials led to, so that the same command need not time its finalists again. ``token``: what
+        they rest on."""
+        kept = {"token": token, "rows": [asdict(row) for row in rows]}
+        self.shelf.later(self._stored.set_user_attr, name, json.dumps(kept))
+
+    def kept(self, name: str, token: str) -> list[Row] | None:
+        """The rows an earlier run kept under this name and token, or None."""
+        text = self._stored.user_attrs.get(name)
+        kept = json.loads(text) if text else {}
+        if kept.get("token") != token:
             return None
-        return [Row(**{**values, "key": TuningKey(**values["key"])}) for values in crowned["rows"]]
+        return [Row(**{**values, "key": TuningKey(**values["key"])}) for values in kept["rows"]]
 
 
 def study_name(key: TuningKey, stamp: str) -> str:
     return " ".join(f"{name}={value}" for name, value in asdict(key).items()) + f" {stamp}"
 
 
-def cover(studies: Iterable[KeyStudy], tolerance: float) -> dict[TuningKey, list[Config]]:
-    """Per key, the configs within ``tolerance`` of its best, those first that are so for the most keys: fewer distinct winners,
-    at no cost that a prediction could tell."""
-    studies = list(studies)
-    close: dict[TuningKey, list[Config]] = {}
-    for study in studies:
-        ranked = study.ranked()
-        limit = (ranked[0].time_us or 0.0) * (1 + tolerance) if ranked else 0.0
-        close[study.key] = [o.config for o in ranked if o.time_us is not None and o.time_us <= limit]
-    votes = Counter(point(config) for configs in close.values() for config in configs)
-    return {key: sorted(configs, key=lambda c: -votes[point(c)]) for key, configs in close.items()}
+def cover(studies: Iterable[KeyStudy], loads: str, default: Config, tolerance: float) -> dict[TuningKey, list[Outcome]]:
+    """Per key, the candidates of a load variant within ``tolerance`` of its best and not behind the default, those first that
+    are so for the most keys: fewer distinct winners, at no cost that a prediction could tell. Then the others, by time."""
+    ranks = {study.key: study.ranked(loads) for study in studies}
+    close: dict[TuningKey, int] = {}
+    votes = Counter[Point]()
+    for key, ranked in ranks.items():
+        times = [outcome.time_us or 0.0 for outcome in ranked]
+        bound = (
+            min([times[0] * (1 + tolerance), *(t for t, o in zip(times, ranked, strict=True) if o.config == default)])
+            if ranked
+            else 0.0
+        )
+        close[key] = sum(time <= bound for time in times)
+        votes.update(point(outcome.config) for outcome in ranked[: close[key]])
+    return {
+        key: sorted(ranked[: close[key]], key=lambda o: -votes[point(o.config)]) + ranked[close[key] :]
+        for key, ranked in ranks.items()
+    }

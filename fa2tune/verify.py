@@ -42,9 +42,7 @@ def _max_rms(values: torch.Tensor) -> tuple[float, float]:
     return values.abs().max().item(), values.square().mean().sqrt().item()
 
 
-def compare_tensor(
-    name: str, got: torch.Tensor, oracle: torch.Tensor, same_dtype: torch.Tensor
-) -> dict[str, float]:
+def compare_tensor(name: str, got: torch.Tensor, oracle: torch.Tensor, same_dtype: torch.Tensor) -> dict[str, float]:
     """Errors of one tensor and what the rule allows. Raises WrongResult."""
     if got.shape != oracle.shape:
         raise WrongResult(f"{name}: shape {tuple(got.shape)} instead of {tuple(oracle.shape)}")
@@ -135,17 +133,21 @@ def _answers(
 @contextmanager
 def _strict(precision: str) -> Iterator[None]:
     """Uninitialised memory holds NaN, and float32 products have the precision that the kernel has."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.use_deterministic_algorithms(True, warn_only=True)  # what makes torch.empty fill with NaN
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cuda.matmul.allow_tf32 = before[1]
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
 
 
-def check_forward(config: Config, spec: Specialization, *, device: str, small: bool = False) -> Errors:
+def check_forward(config: Config, spec: Specialization, device: str, small: bool = False) -> Errors:
     """Run the forward with ``config`` on every case. Errors of o and lse, each of its worst case. Raises WrongResult,
     CompileError, and whatever the launch raises.
 
@@ -162,7 +164,7 @@ def check_forward(config: Config, spec: Specialization, *, device: str, small: b
 
 
 def check_backward(
-    configs: Mapping[str, Config], spec: Specialization, road: str, *, device: str, small: bool = False
+    configs: Mapping[str, Config], spec: Specialization, road: str, device: str, small: bool = False
 ) -> Errors:
     """Run forward and whole backward ("split" or "fused"); ``configs`` by kernel name, the forward's included. Errors of
     dq, dk and dv, each of its worst case. Raises as ``check_forward``."""
@@ -178,13 +180,13 @@ def check_backward(
     return worst(found)
 
 
-def check(kernel: str, config: Config, spec: Specialization, arch: int, *, device: str, small: bool = False) -> Errors:
+def check(kernel: str, config: Config, spec: Specialization, arch: int, device: str, small: bool = False) -> Errors:
     """The gate of one tuned kernel: for a backward kernel the whole backward with this config, and defaults for the
     others. Raises as ``check_forward``."""
     if kernel == "fwd":
-        return check_forward(config, spec, device=device, small=small)
+        return check_forward(config, spec, device, small)
     road = next(road for road, kernels in passes.ROADS.items() if kernel in kernels)
-    configs = {
-        name: variant_named(name).space.default(spec, arch) for name in ("fwd", *passes.ROADS[road])
-    } | {kernel: config}
-    return check_backward(configs, spec, road, device=device, small=small)
+    configs = {name: variant_named(name).space.default(spec, arch) for name in ("fwd", *passes.ROADS[road])} | {
+        kernel: config
+    }
+    return check_backward(configs, spec, road, device, small)

@@ -10,7 +10,7 @@ from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
 DESCRIBED = {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
 BY_POINTER = {64: (32, 128, 4, 2), 128: (32, 64, 4, 2), 256: (64, 64, 8, 2)}
 OLDER = {64: (64, 128, 8, 1), 128: (32, 64, 4, 1), 256: (16, 64, 8, 1)}
-FP32 = {64: (32, 64, 8, 1), 128: (16, 64, 8, 1), 256: (16, 32, 8, 1)}
+FP32 = {64: (32, 64, 8, 1), 128: (16, 64, 8, 1), 256: (16, 16, 4, 1)}
 
 
 def default(spec: Specialization, arch: int) -> Config:
@@ -22,7 +22,7 @@ SPACE = SearchSpace(
     name="bwd_dkdv",
     dimensions={
         "BLOCK_M": (16, 32, 64, 128),
-        "BLOCK_N": (32, 64, 128),
+        "BLOCK_N": (16, 32, 64, 128),
         "LOADS": (POINTER, DESCRIPTOR),
         "MASKED_FIRST": (False, True),
         "HEADS_PER_WAVE": (1, 4, 16),

@@ -6,6 +6,7 @@ from fa2tune.search_spaces.common import (
     REGISTER_CAP_BINDS,
     accumulators_fit,
     default_config,
+    register_cap_holds,
     rows_per_warp,
     tiles_fit,
 )
@@ -41,6 +42,7 @@ SPACE = SearchSpace(
     constraints=(
         DESCRIPTOR_NEEDS_TMA,
         REGISTER_CAP_BINDS,
+        register_cap_holds(lambda d, dv: d),
         rows_per_warp("BLOCK_M"),
         accumulators_fit("dq_s_dp", lambda c, d, dv: c["BLOCK_M"] * (d + 2 * c["BLOCK_N"]), 256),
         tiles_fit(

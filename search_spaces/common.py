@@ -71,3 +71,17 @@ REGISTER_CAP_BINDS = Constraint(
     "with 16 warps a thread has at most 128 registers anyway: a cap at or above what the block size leaves changes nothing",
     lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * 32 * config["num_warps"] < 65536,
 )
+
+
+def register_cap_holds(columns: Callable[[int, int], int]) -> Constraint:
+    """columns(D, DV): of the widest product whose rows are split over all warps."""
+    return Constraint(
+        "register_cap_holds_wgmma",
+        "a Hopper tensor-core instruction holds a 64-row accumulator of up to 256 columns in registers, columns / 2 a "
+        "thread, and ptxas refuses a cap that leaves fewer than 30 beside it",
+        lambda config, spec, arch: (
+            arch != 90
+            or config["maxnreg"] == 0
+            or config["maxnreg"] >= 30 + columns(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) // 2
+        ),
+    )

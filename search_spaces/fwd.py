@@ -6,6 +6,7 @@ from fa2tune.search_spaces.common import (
     REGISTER_CAP_BINDS,
     accumulators_fit,
     default_config,
+    register_cap_holds,
     rows_per_warp,
     tiles_fit,
 )
@@ -41,6 +42,7 @@ SPACE = SearchSpace(
     constraints=(
         DESCRIPTOR_NEEDS_TMA,
         REGISTER_CAP_BINDS,
+        register_cap_holds(lambda d, dv: dv),
         rows_per_warp("BLOCK_M"),
         accumulators_fit("output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),
         tiles_fit(lambda c, d, dv, size: size * c["BLOCK_N"] * (d + dv) * max(1, c["num_stages"] - 1)),

@@ -122,9 +122,11 @@ def test_editable_install(checkout: Path, sources: list[str], tmp_path: Path) ->
     empty.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
     python = venv / "bin" / "python"
-    # the packages of this environment, without its own fa2tune: a .pth file does not follow the .pth files it leads to
-    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
-    (packages / "outer.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    # the packages of this environment, but not its own fa2tune
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    for package in Path(pytest.__file__).parent.parent.iterdir():
+        if not package.name.startswith(("fa2tune", "__editable__")):
+            (site / package.name).symlink_to(package)
     options = ["--editable", checkout, "--no-deps", "--no-build-isolation", "--ignore-installed"]
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, cwd=empty)
     agrees(look(python, empty), checkout, sources)

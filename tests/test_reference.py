@@ -33,7 +33,9 @@ def one_row_at_a_time(q, k, v, causal, scale):
     return o, lse
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "causal"), [(7, 11, True), (11, 7, True), (9, 5, False), (1, 1, True)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal"), [(7, 11, True), (11, 7, True), (9, 5, False), (1, 1, True)]
+)
 def test_oracle_is_the_definition(seqlen_q, seqlen_k, causal):
     case = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     inputs = reference.make_inputs(case, "cpu", seed=3)
@@ -92,7 +94,12 @@ def test_inputs_scale_outlier_and_seed():
 
 @pytest.mark.parametrize(
     ("magnitude", "dtype", "spacing"),
-    [(1.0, torch.float16, 2**-10), (1.99, torch.bfloat16, 2**-7), (5.0, torch.float32, 2**-21), (0.0, torch.float16, 2**-24)],
+    [
+        (1.0, torch.float16, 2**-10),
+        (1.99, torch.bfloat16, 2**-7),
+        (5.0, torch.float32, 2**-21),
+        (0.0, torch.float16, 2**-24),
+    ],
 )
 def test_ulp(magnitude, dtype, spacing):
     assert verify.ulp(magnitude, dtype) == spacing
@@ -107,7 +114,9 @@ def test_the_reference_keeps_its_own_rule_with_room():
     got, oracle, same = results()
     errors = verify.compare(got, oracle, same)
     assert set(errors) == {"o", "lse", "dq", "dk", "dv"}
-    assert all(entry["max"] <= entry["max_allowed"] and entry["rms"] <= entry["rms_allowed"] for entry in errors.values())
+    assert all(
+        entry["max"] <= entry["max_allowed"] and entry["rms"] <= entry["rms_allowed"] for entry in errors.values()
+    )
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 100.0])
@@ -122,7 +131,7 @@ def test_one_wrong_element_fails(poison):
 def test_three_times_the_reference_error_fails():
     got, oracle, same = results("bf16")
     got["o"] = (oracle["o"] + 6 * (same["o"].double() - oracle["o"])).to(torch.bfloat16)
-    with pytest.raises(verify.WrongResult, match="^o: "):
+    with pytest.raises(verify.WrongResult, match=r"^o: "):
         verify.compare(got, oracle, same)
 
 

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -67,11 +66,11 @@ def tools() -> Iterator[Finding]:
 def gpu() -> Iterator[Finding]:
     import torch
 
-    from fa2tune import gpus
+    from fa2tune import fingerprint, gpus
 
-    driver = _driver_version()
+    driver = fingerprint.driver_version()
     if not torch.cuda.is_available():
-        if driver is None:
+        if not driver:
             yield Finding(
                 "gpu", "none: fa2tune can compile for and predict any GPU that `fa2tune gpus` lists, not run on one"
             )
@@ -91,7 +90,7 @@ def gpu() -> Iterator[Finding]:
         found = f"{seen.name}, {seen.multi_processor_count} SMs, sm_{arch}: {known.name}"
         mend = "fa2tune needs compute capability 8.0 (A100) or newer" if arch < 80 else ""
         yield Finding(f"gpu {index}", found, mend)
-    yield Finding("driver", driver or "unknown (no nvidia-smi)")
+    yield Finding("driver", driver or "unknown")
 
 
 def c_compiler(gpu_present: bool) -> Iterator[Finding]:
@@ -135,19 +134,6 @@ class _Skipped(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.reasons.append(record.getMessage())
-
-
-def _driver_version() -> str | None:
-    """As nvidia-smi says it; None where there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    asked = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
 
 
 @click.command()

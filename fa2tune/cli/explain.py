@@ -82,11 +82,11 @@ def explain(
         dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim, causal, precision,
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
-    kernels = ["fwd"] if pass_ != "bwd" else []
+    if pass_ != "bwd":
+        _explain(problem, target, layers, "fwd", True)
     if pass_ != "fwd":
-        kernels += _backward(problem, target, layers, deterministic)
-    for kernel in kernels:
-        _explain(problem, target, layers, kernel, True)
+        for kernel in _backward(problem, target, layers, deterministic):
+            _explain(problem, target, layers, kernel, True)
 
 
 def _backward(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool) -> tuple[str, ...]:
@@ -105,10 +105,9 @@ def _explain(
 ) -> lookup.Answer | None:
     """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
     from fa2tune import dispatch
-    from fa2tune.fingerprint import toolchain
 
     key = dispatch.key_of(problem, kernel, gpu)
-    found = lookup.candidates(key, gpu.silicon, layers, toolchain())
+    found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
     answer, refused = lookup.choose(found, dispatch.refusal(problem, gpu, deterministic))
     click.echo(f"{kernel}: {answer.rung if answer else 'no row serves'}")
     if answer:

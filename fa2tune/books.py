@@ -1,0 +1,125 @@
+"""What every part of a tuning run writes into: the cache file, the record of trials, the report, the watcher's lines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fa2tune import crown, worker
+from fa2tune.plan import Plan
+from fa2tune.problem import BACKWARD, Config, TuningKey
+from fa2tune.row import Row
+from fa2tune.store import Store
+from fa2tune.study import Outcome
+
+if TYPE_CHECKING:
+    from fa2tune.family import Family
+
+
+@dataclass(frozen=True)
+class Hands:
+    """What child processes run, as "module:function" (another module in tests that have no GPU)."""
+
+    judge: str = "fa2tune.judge:judge"
+    race: str = "fa2tune.measure:race"
+    check: str = "fa2tune.verify:check"
+    check_backward: str = "fa2tune.verify:check_backward"
+
+
+class Watcher:
+    """Follows a run; does nothing."""
+
+    def planned(self, plan: Plan, families: Sequence[Family]) -> None:
+        """Before the first compile."""
+
+    def progress(self, done: int, total: int, now: str, fates: Mapping[str, int]) -> None:
+        """Candidates done and to do, the best of what was last heard of, reasons of failures so far."""
+
+    def line(self, text: str) -> None:
+        """Something worth a line: a key is done, a worker was lost."""
+
+
+@dataclass
+class Report:
+    """What a run came to."""
+
+    plan: Plan
+    rows: list[Row] = field(default_factory=list)
+    compiled: int = 0  #: candidates compiled in this run
+    compile_seconds: float = 0.0  #: wall time until the last of them
+    checked: int = 0  #: numerics checks in this run
+    seconds: float = 0.0
+    fates: Counter[str] = field(default_factory=Counter)  #: reason -> candidates without a time, of this run and before
+    interrupted: bool = False
+
+
+@dataclass
+class Books:
+    plan: Plan
+    watcher: Watcher
+    hands: Hands
+    store: Store
+    toolchain: crown.Toolchain
+    report: Report
+    #: what was checked -> its errors, or why it failed
+    checked: dict[Any, Mapping[str, Any] | str] = field(default_factory=dict)
+
+    def put(self, rows: Sequence[Row], title: str) -> None:
+        """File finished rows: they are safe from here on."""
+        if not rows:
+            return
+        self.store.put(rows)
+        self.report.rows += rows
+        best = max(rows, key=lambda row: row.tflops or 0.0)
+        way = f"{best.variant} " if best.key.kernel == BACKWARD else ""
+        gain = "" if best.gain is None else f", {best.gain:.2f} x default"
+        self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}, {way}{describe(best.config)}{gain}")
+
+    def put_kept(self, family: Family) -> bool:
+        """File the rows an earlier run crowned on these very trials; False if it did not."""
+        kept = family.kept()
+        for key, rows in kept or []:
+            self.put(rows, f"{family.title} {key.bucket} (as before)")
+        return kept is not None
+
+    def lost(self, job: worker.Job, what: str) -> None:
+        if job.died:
+            self.watcher.line(f"lost a worker {what}: {job.failure}")
+
+    def record(self, found: Sequence[tuple[TuningKey, Outcome]], stage: str, **more: Any) -> None:
+        """One JSON line per candidate and length, if the request asks for them."""
+        path = self.plan.request.record
+        if path is None:
+            return
+        with path.open("a", encoding="utf-8") as file:
+            for key, outcome in found:
+                entry = {
+                    "stage": stage, **asdict(key), "config": dict(outcome.config), "time_us": outcome.time_us,
+                    "fate": outcome.fate, "why": outcome.why, **outcome.binary, **more,
+                }  # fmt: skip
+                file.write(json.dumps(entry) + "\n")
+
+
+def fate_of(job: worker.Job) -> str:
+    """The short word for a job that failed."""
+    if not job.died:
+        return "failed"
+    return "timeout" if (job.failure or "").startswith("no answer") else "crash"
+
+
+def describe(config: Config) -> str:
+    """A config on half a line: "128x64 pointer w8 s3 hpw4 masked-first"."""
+    parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if "BLOCK_M" in config and "BLOCK_N" in config else []
+    short = {"num_warps": "w", "num_stages": "s", "maxnreg": "r"}
+    for name, value in config.items():
+        if name in ("BLOCK_M", "BLOCK_N") or value is False or (name == "maxnreg" and value == 0):
+            continue
+        if isinstance(value, str):
+            parts.append(value)
+        else:
+            word = name.lower().replace("_", "-")
+            parts.append(word if value is True else f"{short.get(name, word + '=')}{value}")
+    return " ".join(parts)

@@ -1,0 +1,204 @@
+"""``fa2tune tune``: search, and file the winners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
+
+if TYPE_CHECKING:
+    from fa2tune.books import Report
+    from fa2tune.row import Row
+
+WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
+HOW = {
+    "measured": "measured on this GPU",
+    "sibling": "measured here on other silicon of the same design, and marked so",
+    "predicted": "absent: compiled, limit-checked and predicted by the model; winners proved in Triton's interpreter",
+}
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_A_FILE)
+
+
+class _Screen:
+    """Progress bar on a terminal; elsewhere one line per key and a line on progress now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.begun = self.said = time.monotonic()
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"), console=console, transient=True,
+        )  # fmt: skip
+        self.task = self.bar.add_task("candidates", total=None, now="")
+
+    def planned(self, plan: Any, families: Sequence[Any]) -> None:
+        gpu = plan.target.gpu
+        trials = sorted({family.trials for family in families})
+        self.console.print(
+            f"{gpu.name}, {gpu.sm_count} SMs, capability {gpu.arch // 10}.{gpu.arch % 10}: {HOW[plan.target.obtained]}"
+        )
+        self.console.print(
+            f"{len(families)} kernels to tune (kernel x dtype x head dim x mask), {' or '.join(map(str, trials))} candidates "
+            f"each, out of {sum(len(f.legal.configs) for f in families)} legal configs; {len(plan.request.buckets)} lengths; "
+            f"{plan.workers} compiling at a time"
+        )
+
+    def progress(self, done: int, total: int, now: str, fates: Mapping[str, int]) -> None:
+        failed = ", ".join(f"{reason} {count}" for reason, count in fates.items())
+        self.bar.update(self.task, completed=done, total=total, now=f"{now}  {failed}")
+        if not self.console.is_terminal and time.monotonic() - self.said > 30:
+            self.said = time.monotonic()
+            spent = self.said - self.begun
+            left = f", about {spent / done * (total - done):.0f} s left" if done else ""
+            self.line(
+                f"{done} of {total} candidates after {spent:.0f} s{left}"
+                + (f"; without a time: {failed}" if failed else "")
+            )
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    key = row.key
+    kernels = (*KERNELS, BACKWARD)
+    return key.head_dim, DTYPES.index(key.dtype), key.causal, kernels.index(key.kernel), key.bucket, row.time_us or 0.0
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    from fa2tune.books import describe
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("kernel", "dtype", "dim", "mask", "length"):
+        table.add_column(title)
+    table.add_column("config")
+    for title in ("TFLOP/s", "x default", "tried", "pruned"):
+        table.add_column(title, justify="right")
+    table.add_column("obtained, proof")
+    for row in sorted(rows, key=_order):
+        key = row.key
+        dim = f"{key.head_dim}" if key.head_dim == key.head_dim_v else f"{key.head_dim}/{key.head_dim_v}"
+        gain = "" if row.gain is None else f"{row.gain:.2f}"
+        if row.gain_low is not None and row.gain_high is not None:
+            gain += f" [{row.gain_low:.2f}, {row.gain_high:.2f}]"
+        rate = "" if row.tflops is None else f"{row.tflops:.0f}"
+        table.add_row(
+            key.kernel, key.dtype, dim, "causal" if key.causal else "full", str(key.bucket),
+            describe(row.config) or row.variant, rate, gain.replace("[", r"\["), str(row.tried or ""),
+            str(sum(row.pruned.values()) or ""), f"{row.obtained}, {row.proof}",
+        )  # fmt: skip
+    return table
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """Per kernel, how many points fell to which rule: at the most, over the lengths."""
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        mine = found.setdefault(row.key.kernel, {})
+        for reason, count in row.pruned.items():
+            mine[reason] = max(mine.get(reason, 0), count)
+    return [
+        f"{kernel}: "
+        + ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+        for kernel, reasons in found.items()
+        if reasons
+    ]
+
+
+def _close(console: Console, report: Report) -> None:
+    """The final table and what was done."""
+    if report.rows:
+        console.print(_table(report.rows))
+        console.print("points pruned, by reason (arithmetic before, limits after the compile, failures):")
+        for line in _reasons(report.rows):
+            console.print("  " + line, markup=False, soft_wrap=True)
+    rate = f" in {report.compile_seconds:.0f} s" if report.compiled else ""
+    console.print(
+        f"{report.compiled} candidates compiled{rate}, {report.checked} numerics checks, {len(report.rows)} rows, "
+        f"{report.seconds:.0f} s in all"
+        + (f" (time budget {report.plan.time_budget_s:.0f} s)" if report.plan.time_budget_s else "")
+    )
+    console.print(f"cache: {report.plan.cache}", soft_wrap=True, markup=False)
+    if report.interrupted:
+        console.print("interrupted: the same command goes on from here")
+
+
+@click.command()
+@click.option(
+    "--gpu", metavar="NAME", help="GPU to tune for, present or not (see: fa2tune gpus). Default: the one present."
+)
+@click.option(
+    "--headdim", type=int, multiple=True, default=(128,), show_default="128", help="Head dim; may be repeated."
+)
+@click.option("--headdim-v", type=int, help="Head dim of V. Default: as --headdim.")
+@click.option("--dtype", type=click.Choice(DTYPES), multiple=True, default=("bf16", "fp16"), show_default="bf16 and fp16",
+              help="May be repeated.")  # fmt: skip
+@click.option("--causal", "mask", flag_value="causal", help="The causal mask only.")
+@click.option("--full", "mask", flag_value="full", help="No mask only.")
+@click.option("--both", "mask", flag_value="both", default="both", help="Causal and full.  [default]")
+@click.option("--pass", "pass_", type=click.Choice(("fwd", "bwd", "both")), default="both", show_default=True)
+@click.option(
+    "--kernel", type=click.Choice(KERNELS), multiple=True, help="Of the pass, these kernels only; may be repeated."
+)
+@click.option("--seqlen", type=click.Choice([str(bucket) for bucket in BUCKETS]), multiple=True,
+              help="Length bucket; may be repeated. Default: all.")  # fmt: skip
+@click.option("--trials", type=int, help="Candidates compiled per kernel, dtype, head dim and mask. Default: 30, or for an "
+              "absent GPU 5 per core. (fp16 starts from bf16's winners and takes a third.)")  # fmt: skip
+@click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
+              "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
+@click.option(
+    "--sampler", type=click.Choice(("tpe", "random", "grid", "gp", "cmaes")), default="tpe", show_default=True
+)
+@click.option(
+    "--cache", type=click.Path(dir_okay=False, path_type=Path), help="SQLite file for the rows. Default: the user's."
+)
+@click.option("--studies", type=click.Path(dir_okay=False, path_type=Path),
+              help="SQLite file for the Optuna studies. Default: studies.sqlite beside the cache.")  # fmt: skip
+@click.option(
+    "--record", type=click.Path(dir_okay=False, path_type=Path), help="Append every candidate's times, as JSON lines."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--workers", type=int, help="Compiles at a time. Default: one per core.")
+def tune(
+    gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], mask: str, pass_: str,
+    kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, time_budget: float | None, sampler: str,
+    cache: Path | None, studies: Path | None, record: Path | None, seed: int, workers: int | None,
+) -> None:  # fmt: skip
+    """Search the best configs for a GPU, present or not, and file them in the cache.
+
+    Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
+    """
+    from fa2tune.books import Hands
+    from fa2tune.plan import TuneRequest, make_plan
+    from fa2tune.tuner import Run
+
+    request = TuneRequest(
+        gpu=gpu, head_dims=tuple(dict.fromkeys(headdim)), head_dim_v=headdim_v, dtypes=tuple(dict.fromkeys(dtype)),
+        causal={"causal": (True,), "full": (False,), "both": (False, True)}[mask], pass_=pass_, kernels=kernel or None,
+        buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, time_budget_s=time_budget,
+        sampler=sampler, seed=seed, cache=cache, studies=studies, record=record, workers=workers,
+    )  # fmt: skip
+    try:
+        plan = make_plan(request)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    console = _console()
+    screen = _Screen(console)
+    with screen.bar if console.is_terminal else nullcontext():
+        report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
+    _close(console, report)
+    if report.interrupted:
+        raise SystemExit(130)

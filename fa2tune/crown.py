@@ -1,0 +1,108 @@
+"""From outcomes and samples to cache rows: the evidence, filled in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+from fa2tune import fingerprint
+from fa2tune.compiler import variant_named
+from fa2tune.gpus import Gpu
+from fa2tune.problem import BACKWARD, ITEMSIZE, Config, Problem, TuningKey
+from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row
+from fa2tune.samples import Gain, gain_over, quantile
+from fa2tune.study import Outcome
+
+PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
+ROADS = {"split": ("bwd_dq", "bwd_dkdv"), "fused": ("bwd_fused",)}
+MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What every row of a run has in common."""
+
+    obtained: str
+    obtained_on: str = ""
+    driver: str = ""
+
+    def stamp(self) -> dict[str, Any]:
+        return {
+            "obtained": self.obtained, "proof": PROOF[self.obtained], "obtained_on": self.obtained_on, "driver": self.driver,
+            "triton": importlib.metadata.version("triton"), "torch": importlib.metadata.version("torch"),
+            "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }  # fmt: skip
+
+
+def _base(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, time_us: float) -> Row:
+    workload = key.workload()
+    hashes: dict[str, Any] = {}
+    if key.kernel != BACKWARD:
+        kernel = variant_named(key.kernel)
+        hashes = {"kernel_hash": fingerprint.kernel_hash(kernel), "space_hash": fingerprint.space_hash(kernel)}
+    return Row(
+        key=key, variant=variant, config=dict(config), time_us=time_us, batch=workload.batch, heads_q=workload.heads_q,
+        heads_kv=workload.heads_kv, tflops=workload.flops(key.kernel) / time_us * 1e-6, **hashes, **toolchain.stamp(),
+    )  # fmt: skip
+
+
+def predicted(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, time_us: float, default_us: float | None,
+              **evidence: Any) -> Row:  # fmt: skip
+    """A row without a measurement: times by the model, no interval."""
+    row = _base(key, variant, config, toolchain, time_us)
+    return replace(
+        row, default_time_us=default_us, gain=None if default_us is None else default_us / time_us, **evidence
+    )
+
+
+def measured(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, times: Sequence[float],
+             default_times: Sequence[float] | None, **evidence: Any) -> Row:  # fmt: skip
+    """A row from interleaved samples; ``default_times`` None where the default config cannot be launched."""
+    row = _base(key, variant, config, toolchain, median(times))
+    row = replace(
+        row, time_low_us=quantile(times, 0.1), time_high_us=quantile(times, 0.9), samples=len(times), **evidence
+    )
+    if default_times is None:
+        return row
+    gain = gain_over(default_times, times)
+    return replace(row, default_time_us=median(default_times), gain=gain.median, gain_low=gain.low, gain_high=gain.high)
+
+
+def winner(default: Outcome | None, finalists: Sequence[tuple[Outcome, Gain]]) -> int:
+    """Which finalist is crowned: the one with the greatest gain, but the default config where nothing beats it beyond the
+    interval. ``finalists`` include the default, if it can be launched."""
+    best = max(range(len(finalists)), key=lambda index: finalists[index][1].median)
+    if default is None or finalists[best][1].low > 1.0:
+        return best
+    return next(index for index, (outcome, _) in enumerate(finalists) if outcome.config == default.config)
+
+
+def evidence_of(outcome: Outcome) -> dict[str, Any]:
+    """Registers, spills and shared memory of a row."""
+    return {name: outcome.binary.get(name) for name in ("registers", "spills", "shared_bytes")}
+
+
+def streaming_us(problem: Problem, road: str, gpu: Gpu) -> float:
+    """Microseconds of what surrounds the tuned kernels of a backward, all of it bound by memory: delta reads o and dO and
+    writes a float32 a row; the fused road also clears float32 sums of dQ and casts them."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    size = ITEMSIZE[problem.dtype]
+    moved = rows * (2 * problem.head_dim_v * size + 4)
+    if road == "fused":
+        moved += rows * problem.head_dim * (4 + 4 + size)
+    return moved / (gpu.hbm_gbs * MEMORY_SHARE) * 1e-3
+
+
+def worst_errors(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Per tensor, the entry nearest its bound."""
+    worst: dict[str, Any] = {}
+    for errors in found:
+        for name, entry in errors.items():
+            nearness = max(entry["max"] / entry["max_allowed"], entry["rms"] / entry["rms_allowed"])
+            if name not in worst or nearness > worst[name][0]:
+                worst[name] = nearness, entry
+    return {name: entry for name, (_, entry) in worst.items()}

@@ -1,0 +1,282 @@
+"""The way for a GPU that is there: candidates race the default on it, finalists prove their numerics and race again.
+
+One child process owns the GPU. Whatever kills it costs one candidate; the others go on in a fresh one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from fa2tune import crown
+from fa2tune.books import Books, describe, fate_of
+from fa2tune.candidates import Point, point
+from fa2tune.family import Family
+from fa2tune.judge import Verdict
+from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
+from fa2tune.row import Row
+from fa2tune.samples import gain_over
+from fa2tune.study import KeyStudy, Outcome
+from fa2tune.worker import Crew, Job
+
+Task = Generator[Job, Job, Any]
+
+HEAT = 8  #: candidates timed against each other at a time
+FINALISTS = 3
+DEADLINE = 60.0  #: seconds without a word from the GPU's process, before it counts as hung
+
+
+class Measured:
+    """Files measured times, crowns by final races. The GPU does one thing at a time."""
+
+    def __init__(self, books: Books) -> None:
+        self.books = books
+        self.crew = Crew(1)
+        self.tasks_at_once = 1
+        self.anchors: dict[Family, Config] = {}
+
+    def reserve(self, open_families: int) -> float:
+        """Seconds to leave for the finals of so many families."""
+        return 5.0 * open_families
+
+    def problems(self, family: Family) -> list[Problem]:
+        """Nothing is predicted."""
+        return []
+
+    def judged(self, family: Family, config: Config, verdict: Verdict) -> None:
+        """A config compiled, and its limits hold: it may race."""
+        family.ready.append((config, verdict))
+
+    def search(self, families: Sequence[Family]) -> Task | None:
+        """The next heat: of the family with most candidates waiting, once it is known whether its default can run."""
+        waiting = [f for f in families if f.ready and (f in self.anchors or point(f.default) not in f.in_flight or
+                                                       any(c == f.default for c, _ in f.ready))]  # fmt: skip
+        return self._heat(max(waiting, key=lambda f: len(f.ready))) if waiting else None
+
+    # ---- the search
+
+    def _anchor(self, family: Family, batch: Sequence[Config]) -> Config:
+        """What every candidate races against: the default, or where that cannot run the best known."""
+        if family not in self.anchors:
+            runs = any(config == family.default for config in batch) or all(
+                (o := study.outcomes.get(point(family.default))) and o.time_us for study in family.studies.values()
+            )
+            self.anchors[family] = family.default if runs else next(iter(family.best_configs()), batch[0])
+        return self.anchors[family]
+
+    def _heat(self, family: Family) -> Task:
+        """Race a batch of candidates at every length, then file what came of them."""
+        batch, family.ready = dict_of(family.ready[:HEAT]), family.ready[HEAT:]
+        configs = [config for config, _ in batch.values()]
+        dead: dict[Point, tuple[str, str]] = {}
+        times: dict[tuple[TuningKey, Point], float] = {}
+        for key, study in family.studies.items():
+            todo = [c for c in configs if point(c) not in study.outcomes and point(c) not in dead]
+            if todo:
+                found = yield from self._timed(family, key, study, todo, dead)
+                times |= {(key, where): time_us for where, time_us in found.items()}
+        for where, (config, verdict) in batch.items():
+            if where in dead:
+                family.refuse(config, *dead[where], verdict.binary)
+                continue
+            outcomes = [(key, Outcome(config, times[key, where], binary=verdict.binary)) for key in family.keys
+                        if (key, where) in times]  # fmt: skip
+            family.file(config, outcomes)
+            self.books.record(outcomes, "screen")
+
+    def _timed(
+        self, family: Family, key: TuningKey, study: KeyStudy, todo: Sequence[Config], dead: dict[Point, tuple[str, str]]
+    ) -> Generator[Job, Job, dict[Point, float]]:  # fmt: skip
+        """Microseconds of each candidate at one length, as a multiple of the anchor's first time: clocks drift, ratios
+        between neighbours do not. Whoever cannot run goes to ``dead``."""
+        found: dict[Point, float] = {}
+        groups = [list(todo)]
+        while groups:
+            group = [config for config in groups.pop(0) if point(config) not in dead]
+            anchor = self._anchor(family, group or todo)
+            if point(anchor) in dead:
+                anchor = self.anchors[family] = next((c for c in group), anchor)
+            if not group:
+                continue
+            contenders = [anchor, *(config for config in group if config != anchor)]
+            known = study.outcomes.get(point(anchor))
+            reference = (known.time_us if known else None) or found.get(point(anchor))
+            ranked = study.ranked()
+            best = (ranked[0].time_us or reference) / reference if ranked and reference else 1.0
+            job = yield Job(self.books.hands.race, (key, contenders, "screen", best), DEADLINE)
+            if job.failure is not None:
+                groups = self._after_failure(family, key, job, contenders, group, dead) + groups
+                continue
+            race = job.result
+            reference = reference or median(race.times[0])
+            found[point(anchor)] = reference
+            for config, samples, index in zip(contenders, race.times, range(len(contenders)), strict=True):
+                if index in race.failures:
+                    dead[point(config)] = "launch_error", race.failures[index]
+                elif index:
+                    found[point(config)] = reference / gain_over(race.times[0], samples).median
+        return {where: time_us for where, time_us in found.items() if any(point(c) == where for c in todo)}
+
+    def _after_failure(
+        self, family: Family, key: TuningKey, job: Job, contenders: Sequence[Config], group: Sequence[Config],
+        dead: dict[Point, tuple[str, str]],
+    ) -> list[list[Config]]:  # fmt: skip
+        """A race failed as a whole. The groups to race again: without the culprit if it is known, else one by one."""
+        self.books.lost(job, f"racing {family.title} {key.bucket}")
+        reason = fate_of(job), job.failure or ""
+        last = job.notes[-1] if job.notes else -1
+        if last >= 0:
+            dead[point(contenders[last])] = reason
+        elif len(group) == 1:
+            dead[point(group[0])] = reason
+        else:
+            return [[config] for config in group]
+        rest = [config for config in group if point(config) not in dead]
+        return [rest] if rest else []
+
+    # ---- the finals
+
+    def crown(self, family: Family) -> Task:
+        """Per length: the finalists prove their numerics, race again at leisure, and the best is crowned."""
+        if not self.books.put_kept(family):
+            for key, study in family.studies.items():
+                rows = yield from self._final(family, key, study)
+                study.keep("crowned", str(len(study.outcomes)), rows)
+                self.books.put(rows, f"{family.title} {key.bucket}")
+        family.crowned = True
+
+    def _final(self, family: Family, key: TuningKey, study: KeyStudy) -> Generator[Job, Job, list[Row]]:
+        while True:
+            finalists = yield from self._proved_finalists(family, study)
+            if not finalists:
+                self.books.watcher.line(f"{family.title} {key.bucket}: no candidate ran and was right")
+                return []
+            contenders = [outcome.config for outcome, _ in finalists]
+            job = yield Job(self.books.hands.race, (key, contenders, "final"), DEADLINE)
+            if job.failure is None and not job.result.failures:
+                return self._rows(family, key, study, finalists, job.result)
+            self.books.lost(job, f"in the final of {family.title} {key.bucket}")
+            culprits = list(job.result.failures) if job.failure is None else [job.notes[-1] if job.notes else -1]
+            for index in culprits if culprits != [-1] else range(len(contenders)):
+                study.disqualify(contenders[index], job.failure or job.result.failures[index])
+
+    def _proved_finalists(
+        self, family: Family, study: KeyStudy
+    ) -> Generator[Job, Job, list[tuple[Outcome, Mapping[str, Any]]]]:
+        """The default first, then the fastest and the fastest of each load variant; all of them right."""
+        while True:
+            ranked = study.ranked()
+            default = [outcome for outcome in ranked if outcome.config == family.default]
+            of_each = [best for loads in family.loads_variants() for best in study.ranked(loads)[:1]]
+            chosen = {point(o.config): o for o in [*default, *ranked[:FINALISTS], *of_each]}
+            wrong = False
+            proved = []
+            for outcome in chosen.values():
+                errors = yield from self._proved(family, outcome.config)
+                if isinstance(errors, str):
+                    study.disqualify(outcome.config, errors)
+                    wrong = True
+                else:
+                    proved.append((outcome, errors))
+            if not wrong:
+                return proved
+
+    def _proved(self, family: Family, config: Config) -> Generator[Job, Job, Mapping[str, Any] | str]:
+        """Errors of a config on the target, or why it failed; once per family."""
+        arguments = (family.kernel, config, family.spec, family.plan.target.gpu.arch, "cuda")
+        what = f"checking {family.title} {describe(config)}"
+        return (
+            yield from self._check(self.books.hands.check, arguments, (family.kernel, family.spec, point(config)), what)
+        )
+
+    def _check(
+        self, function: str, arguments: tuple[Any, ...], key: Any, what: str
+    ) -> Generator[Job, Job, Mapping[str, Any] | str]:
+        if key not in self.books.checked:
+            job = yield Job(function, arguments, DEADLINE)
+            self.books.report.checked += 1
+            if job.failure:
+                self.books.watcher.line(f"{what}: {job.failure}")
+            self.books.checked[key] = f"{fate_of(job)}: {job.failure}" if job.failure else job.result
+        return self.books.checked[key]
+
+    def _rows(
+        self, family: Family, key: TuningKey, study: KeyStudy, finalists: Sequence[tuple[Outcome, Mapping[str, Any]]], race: Any
+    ) -> list[Row]:  # fmt: skip
+        """The best finalist of each load variant."""
+        default_times = race.times[0] if finalists[0][0].config == family.default else None
+        rows = []
+        timed = []
+        for (outcome, errors), samples in zip(finalists, race.times, strict=True):
+            timed.append((outcome, errors, samples, gain_over(race.times[0], samples)))
+            again = replace(outcome, time_us=median(samples))
+            self.books.record([(key, again)], "final", samples_us=[round(sample, 2) for sample in samples])
+        for loads in family.loads_variants():
+            group = [entry for entry in timed if entry[0].loads == loads]
+            if not group:
+                continue
+            default = next((o for o, *_ in group if o.config == family.default), None)
+            outcome, errors, samples, _ = group[crown.winner(default, [(o, gain) for o, _, _, gain in group])]
+            rows.append(
+                crown.measured(
+                    key, loads, outcome.config, self.books.toolchain, samples, default_times, errors=errors,
+                    tried=len(study.outcomes), pruned=family.pruned(key), clock_mhz=race.clock_mhz,
+                    power_limit_w=race.power_limit_w, **crown.evidence_of(outcome),
+                )
+            )  # fmt: skip
+        return rows
+
+    # ---- the whole backward
+
+    def whole(self, members: Sequence[Family]) -> Task:
+        """Split against fused, each with its winners, and the split road of default configs beside them."""
+        by_name = {family.kernel: family for family in members}
+        spec, arch = members[0].spec, self.books.plan.target.gpu.arch
+        forward = members[0].forward_default()
+        for key in members[0].keys:
+            best = {name: family.best_row(self.books.report.rows, key) for name, family in by_name.items()}
+            defaults: dict[str, Config] = {name: by_name[name].default for name in crown.ROADS["split"]}
+            roads: list[tuple[str, dict[str, Config], Any]] = []
+            for road, kernels in crown.ROADS.items():
+                configs = {name: row.config for name in kernels if (row := best[name])}
+                if len(configs) < len(kernels):
+                    continue
+                what = (road, spec, *(point(config) for config in configs.values()))
+                arguments = ({"fwd": forward, **configs}, spec, road, "cuda")
+                errors = yield from self._check(
+                    self.books.hands.check_backward, arguments, what, f"checking {road} backward"
+                )
+                if not isinstance(errors, str):
+                    roads.append((road, configs, errors))
+            token = repr([arch, [(road, sorted(map(point, chosen.values()))) for road, chosen, _ in roads]])
+            study = by_name["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
+            rows = study.kept("whole", token)
+            if rows is None and roads:
+                rows = yield from self._whole_rows(key.with_(kernel=BACKWARD), roads, defaults)
+                study.keep("whole", token, rows)
+            self.books.put(rows or [], f"{BACKWARD} {members[0].short} {key.bucket}")
+
+    def _whole_rows(
+        self, key: TuningKey, roads: Sequence[tuple[str, dict[str, Config], Any]], defaults: dict[str, Config]
+    ) -> Generator[Job, Job, list[Row]]:
+        contenders = [{"road": "split", "configs": defaults}]
+        contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
+        job = yield Job(self.books.hands.race, (key, contenders, "final"), DEADLINE)
+        if job.failure is not None:
+            self.books.watcher.line(f"whole backward {key.dtype} {key.head_dim} {key.bucket}: {job.failure}")
+            return []
+        race = job.result
+        return [
+            crown.measured(
+                key, road, {}, self.books.toolchain, samples, race.times[0], errors=errors, clock_mhz=race.clock_mhz,
+                power_limit_w=race.power_limit_w,
+            )
+            for (road, _, errors), samples in zip(roads, race.times[1:], strict=True)
+            if samples
+        ]  # fmt: skip
+
+
+def dict_of(ready: Sequence[tuple[Config, Verdict]]) -> dict[Point, tuple[Config, Verdict]]:
+    return {point(config): (config, verdict) for config, verdict in ready}

@@ -1,0 +1,217 @@
+"""The tuner: asks studies for configs, has them compiled ahead in parallel, times or predicts them, crowns the winners.
+
+Child processes do the work (``worker.py``): one crew compiles and judges, another launches, on the GPU (``measured.py``)
+or, for a GPU that is not there, in Triton's interpreter (``predicted.py``). This process only keeps the books.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fa2tune import crown, fingerprint, reader, worker
+from fa2tune.books import Books, Hands, Report, Watcher, describe, fate_of
+from fa2tune.candidates import point
+from fa2tune.family import Family
+from fa2tune.judge import Verdict
+from fa2tune.measured import Measured, Task
+from fa2tune.plan import Plan, TuneRequest, make_plan
+from fa2tune.predicted import Predicted
+from fa2tune.problem import Config, Specialization
+from fa2tune.row import PREDICTED, Row
+from fa2tune.store import Store
+from fa2tune.study import Shelf
+from fa2tune.worker import Crew, Job
+
+COMPILE_DEADLINE = 120.0  #: seconds; a compile that takes longer costs its candidate
+LOOKAHEAD = 2  #: configs proposed ahead per compiling core: more waste cores less, but know less when they are proposed
+NEIGHBOUR_SEEDS = 4  #: winners for other GPUs and lengths, out of cache files, that a family starts from
+LEADERS_SHARE = 0.7  #: of a time budget, when other dtypes wait for the winners
+
+
+def tune(request: TuneRequest, watcher: Watcher | None = None, hands: Hands | None = None) -> Report:
+    """Tune what ``request`` asks and put the rows into its cache file. Ctrl-C ends early and keeps what was done.
+
+    ValueError: a bad request, before anything is compiled."""
+    return Run(make_plan(request), watcher or Watcher(), hands or Hands()).go()
+
+
+def _model_hash() -> str:
+    """Of what predictions come from: they are worth nothing when it changes."""
+    folder = Path(__file__).parent
+    text = b"".join((folder / name).read_bytes() for name in ("model.py", "sass.py", "gpus.py"))
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+class Run:
+    """One run of the tuner."""
+
+    def __init__(self, plan: Plan, watcher: Watcher, hands: Hands) -> None:
+        self.plan = plan
+        self.begun = time.monotonic()
+        obtained = plan.target.obtained
+        toolchain = crown.Toolchain(obtained)
+        if obtained != PREDICTED:
+            import torch
+
+            toolchain = crown.Toolchain(obtained, torch.cuda.get_device_name(), fingerprint.driver_version())
+        self.books = Books(plan, watcher, hands, Store(plan.cache), toolchain, Report(plan))
+        self.shelf = Shelf(plan.studies)
+        self.families = self._families()
+        self.compilers = Crew(plan.workers, {"OMP_NUM_THREADS": "1"})
+        self.way = Predicted(self.books) if obtained == PREDICTED else Measured(self.books)
+        self.tasks: list[Task] = []
+        self.whole_begun: set[Specialization] = set()
+        self.now = ""
+
+    def _families(self) -> list[Family]:
+        toolchain = self.books.toolchain
+        stamp = f"{toolchain.obtained} triton={toolchain.stamp()['triton']}"
+        if toolchain.obtained == PREDICTED:
+            stamp += f" model={_model_hash()}"
+        known = [row for layer in reader.layers() for row in layer.rows]
+        families = []
+        for spec in self.plan.specializations():
+            for kernel in self.plan.kernels:
+                family = Family(kernel, spec, self.plan, self.shelf, stamp)
+                family.seeds.extend(self._from_caches(family, known))
+                if family.legal.configs:
+                    families.append(family)
+                else:
+                    reasons = ", ".join(f"{rule} {count}" for rule, count in family.legal.refused.items())
+                    self.books.watcher.line(f"{family.title}: no legal config ({reasons})")
+        for family in families:
+            spec = family.spec
+            alike = [f for f in families if f.kernel == family.kernel and f.spec.head_dim == spec.head_dim]
+            # the other mask, or the other dtype; not both
+            family.neighbours = [f for f in alike if (f.spec.dtype != spec.dtype) != (f.spec.causal != spec.causal)]
+            leader = self.plan.leader_of(spec)
+            family.leader = next((f for f in alike if f.spec.dtype == leader and f.spec.causal == spec.causal), None)
+        return families
+
+    def _from_caches(self, family: Family, known: Sequence[Row]) -> list[Config]:
+        """What won elsewhere: for this kernel, head dim and mask, on the most similar architecture first."""
+        spec = family.spec
+        wanted = (family.kernel, spec.causal, spec.head_dim, spec.head_dim_v)
+        near = [
+            row for row in known if (row.key.kernel, row.key.causal, row.key.head_dim, row.key.head_dim_v) == wanted
+        ]
+        near.sort(key=lambda row: (abs(row.key.arch - self.plan.target.gpu.arch), -(row.gain or 0.0)))
+        return list({point(row.config): row.config for row in near}.values())[:NEIGHBOUR_SEEDS]
+
+    def go(self) -> Report:
+        """Until everything is crowned, or Ctrl-C."""
+        report = self.books.report
+        self.books.watcher.planned(self.plan, self.families)
+        try:
+            while self._busy():
+                for job in worker.wait([self.compilers, self.way.crew], 0.5):
+                    job.tag(job)
+                self._progress()
+        except KeyboardInterrupt:
+            report.interrupted = True
+        finally:
+            self.compilers.close()
+            self.way.crew.close()
+            self.shelf.close()
+        for family in self.families:
+            report.fates.update(family.fates())
+        report.seconds = time.monotonic() - self.begun
+        return report
+
+    def _busy(self) -> bool:
+        self._propose()
+        while len(self.tasks) < self.way.tasks_at_once and (task := self._next_task()) is not None:
+            self.tasks.append(task)
+            self._advance(task, None)
+        return bool(self.compilers.load or self.tasks)
+
+    def _progress(self) -> None:
+        done = sum(len(family.tried()) for family in self.families)
+        total = sum(max(len(f.tried()), min(f.trials, len(f.legal.configs))) for f in self.families)
+        fates = Counter[str]()
+        for family in self.families:
+            fates.update(family.fates())
+        self.books.watcher.progress(done, total, self.now, fates)
+
+    # ---- proposing and compiling
+
+    def _time_is_up(self, family: Family) -> bool:
+        """Whether the time budget leaves no room for another candidate of this family."""
+        budget = self.plan.time_budget_s
+        if budget is None:
+            return False
+        reserve = self.way.reserve(sum(not f.crowned for f in self.families))
+        leads = any(f.leader is family for f in self.families)
+        return time.monotonic() - self.begun > max(0.0, budget - reserve) * (LEADERS_SHARE if leads else 1.0)
+
+    def _propose(self) -> None:
+        """Keep the compilers busy: the families furthest from their number of trials first."""
+        open_ = [f for f in self.families if not f.crowning and not self._time_is_up(f)]
+        while open_ and self.compilers.load < LOOKAHEAD * self.plan.workers:
+            family = min(open_, key=lambda f: (len(f.tried()) + len(f.in_flight)) / f.trials)
+            config = family.propose()
+            if config is None:
+                open_.remove(family)
+                continue
+            arguments = (family.kernel, family.spec, config, self.plan.target.gpu, self.way.problems(family))
+            tag = partial(self._judged, family, config)
+            self.compilers.submit(Job(self.books.hands.judge, arguments, COMPILE_DEADLINE, tag=tag))
+
+    def _judged(self, family: Family, config: Config, job: Job) -> None:
+        report = self.books.report
+        report.compiled += 1
+        report.compile_seconds = time.monotonic() - self.begun
+        if job.failure is not None:
+            self.books.lost(job, f"compiling {family.title} {describe(config)}")
+            family.refuse(config, fate_of(job), job.failure, {})
+            return
+        verdict: Verdict = job.result
+        if verdict.fate:
+            family.refuse(config, verdict.fate, verdict.why, verdict.binary)
+        else:
+            self.way.judged(family, config, verdict)
+
+    # ---- launching
+
+    def _next_task(self) -> Task | None:
+        for family in self.families:
+            done = family.exhausted or (self._time_is_up(family) and not family.in_flight)
+            if done and not family.crowning and (family.leader is None or family.leader.crowned):
+                family.crowning = True
+                return self.way.crown(family)
+        for members in self._whole_backwards():
+            self.whole_begun.add(members[0].spec)
+            return self.way.whole(members)
+        return self.way.search(self.families)
+
+    def _whole_backwards(self) -> list[list[Family]]:
+        """Specializations whose backward kernels are all crowned, and not yet put together."""
+        kernels = {kernel for road in crown.ROADS.values() for kernel in road}
+        by_spec: dict[Specialization, list[Family]] = {}
+        for family in self.families:
+            if family.kernel in kernels and family.crowned and family.spec not in self.whole_begun:
+                by_spec.setdefault(family.spec, []).append(family)
+        return [members for members in by_spec.values() if len(members) == len(kernels)]
+
+    def _advance(self, task: Task, job: Job | None) -> None:
+        """Run a task up to its next job, or to its end."""
+        try:
+            following: Any = next(task) if job is None else task.send(job)
+        except StopIteration:
+            self.tasks.remove(task)
+            self._hear()
+            return
+        following.tag = partial(self._advance, task)
+        self.way.crew.submit(following)
+
+    def _hear(self) -> None:
+        """What the progress line says: the last row."""
+        if self.books.report.rows:
+            row = self.books.report.rows[-1]
+            self.now = f"{row.key.kernel} {row.key.bucket}: {row.tflops:.0f} TFLOP/s"

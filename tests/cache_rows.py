@@ -1,0 +1,36 @@
+"""Rows for the tests of store, reader, lookup and their commands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fa2tune.problem import TuningKey
+from fa2tune.row import MEASURED, PREDICTED, Row
+
+KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 4096)
+
+CONFIG = {
+    "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 4,
+    "num_warps": 8, "num_stages": 3, "maxnreg": 0,
+}  # fmt: skip
+
+#: Every field differs from its default.
+FULL = Row(
+    key=KEY, variant="pointer", config=CONFIG, obtained=MEASURED, proof="target", obtained_on="NVIDIA H200",
+    time_us=812.25, time_low_us=810.5, time_high_us=820.125, samples=200, default_time_us=900.0, gain=1.108, gain_low=1.1,
+    gain_high=1.12, tflops=640.5, batch=4, heads_q=16, heads_kv=16,
+    errors={"o": {"max": 0.0039, "max_allowed": 0.0086, "rms": 1e-4, "rms_allowed": 2.5e-4}},
+    registers=255, spills=8, shared_bytes=98304, tried=120, pruned={"shared_memory": 31, "rows_per_warp_block_m": 7},
+    clock_mhz=1980, power_limit_w=700, driver="580.159.04", triton="3.6.0", torch="2.11.0",
+    kernel_hash="0123456789abcdef", space_hash="fedcba9876543210", created="2026-01-31T12:00:00Z",
+)  # fmt: skip
+
+#: Only what a row cannot do without.
+BARE = Row(key=replace(KEY, gpu="a100-sxm-80gb", sm_count=108, arch=80), variant="pointer", config={}, obtained=PREDICTED,
+           proof="interpreter")  # fmt: skip
+
+
+def row(key: dict[str, Any] | None = None, **changes: Any) -> Row:
+    """FULL with other fields; ``key`` holds those of its key."""
+    return replace(FULL, key=replace(KEY, **(key or {})), **changes)

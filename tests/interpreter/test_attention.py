@@ -1,0 +1,139 @@
+"""The public call's manners: errors, operators, autograd, compile, autocast. In the interpreter, on CPU tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fa2tune
+
+
+def qkv(*shape, dtype=torch.float16, **options):
+    shape = shape or (1, 2, 20, 16)
+    return [torch.randn(shape, dtype=dtype, **options) for _ in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"q": "text"}, TypeError, "q: got str"),
+        ({"k": torch.zeros(1, 2, 20, 16, dtype=torch.bfloat16)}, TypeError, "k: got dtype torch.bfloat16, q has"),
+        ({"q": torch.zeros(1, 2, 20, 16, dtype=torch.int32)}, TypeError, "q: got dtype torch.int32, allowed are"),
+        ({"q": torch.zeros(2, 20, 16, dtype=torch.float16)}, ValueError, "q: got shape .* 4 dimensions"),
+        ({"k": torch.zeros(2, 2, 20, 16, dtype=torch.float16)}, ValueError, "k: got batch 2, q has 1"),
+        ({"k": torch.zeros(1, 2, 20, 24, dtype=torch.float16)}, ValueError, "k: got head dim 24, q has 16"),
+        ({"v": torch.zeros(1, 2, 21, 16, dtype=torch.float16)}, ValueError, "v: got sequence length 21, k has 20"),
+        ({"v": torch.zeros(1, 1, 20, 16, dtype=torch.float16)}, ValueError, "v: got 1 heads, k has 2"),
+        ({"q": torch.zeros(1, 3, 20, 16, dtype=torch.float16)}, ValueError, "q: got 3 heads, must be a multiple of the 2"),
+        ({"v": torch.zeros(1, 2, 20, 264, dtype=torch.float16)}, ValueError, "v: got head dim 264"),
+        ({"v": torch.zeros(1, 2, 20, 20, dtype=torch.float16)}, ValueError, "v: got head dim 20, must be a multiple of 8"),
+        ({"q": torch.zeros(1, 2, 20, 32, dtype=torch.float16)[..., ::2]}, ValueError, "q: got strides .* contiguous"),
+        ({"layout": "sbhd"}, ValueError, "layout: got 'sbhd', allowed are 'bhsd' and 'bshd'"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan"),
+        ({"softmax_scale": "big"}, ValueError, "softmax_scale: got 'big'"),
+        ({"q": torch.zeros(1, 2, 20, 16, dtype=torch.float16, device="meta")}, ValueError, "q: got device meta"),
+    ],
+)
+def test_bad_arguments_are_named(changes, error, words):
+    q, k, v = qkv()
+    arguments = {"q": q, "k": k, "v": v, **changes}
+    with pytest.raises(error, match=words):
+        fa2tune.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="q: got device cpu, must be a CUDA device"):
+        fa2tune.attention(*qkv(1, 2, 31, 16))
+
+
+def test_vmap_is_refused():
+    q, k, v = qkv(3, 1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match="vmap is not supported"):
+        torch.vmap(fa2tune.attention)(q, k, v)
+
+
+@pytest.mark.parametrize("through_operator", [False, True])
+def test_differentiating_twice_is_refused(through_operator):
+    q, k, v = qkv(dtype=torch.float32, requires_grad=True)
+    if through_operator:
+        o, _ = torch.ops.fa2tune.attention(q, k, v, False, 0.25, True)
+    else:
+        o = fa2tune.attention(q, k, v)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiating twice is not supported"):
+        dq.sum().backward()
+
+
+def test_create_graph_alone_is_fine():
+    q, k, v = qkv(dtype=torch.float32, requires_grad=True)
+    plain = torch.autograd.grad(fa2tune.attention(q, k, v).sum(), q)[0]
+    kept = torch.autograd.grad(fa2tune.attention(q, k, v).sum(), q, create_graph=True)[0]
+    assert torch.equal(plain, kept)
+
+
+@pytest.mark.parametrize("bshd", [False, True])
+def test_fake_tensors_have_the_real_strides(bshd):
+    layout = "bshd" if bshd else "bhsd"
+    q, k, v = qkv(2, 20, 20, 16)
+    o, lse = fa2tune.attention(q, k, v, layout=layout, return_lse=True)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (q, k, v)]
+        fake_o, fake_lse = fa2tune.attention(*fakes, layout=layout, return_lse=True)
+    assert (fake_o.shape, fake_o.stride(), fake_o.dtype) == (o.shape, o.stride(), o.dtype)
+    assert (fake_lse.shape, fake_lse.stride(), fake_lse.dtype) == (lse.shape, lse.stride(), lse.dtype)
+
+
+@pytest.mark.parametrize("bshd", [False, True])
+def test_opcheck(bshd):
+    q, k, v = qkv(1, 4, 12, 16, dtype=torch.float32)
+    if bshd:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, True, 0.25, True))
+    with_grad = [t.detach().requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(torch.ops.fa2tune.attention.default, (*with_grad, True, 0.25, True))
+    o, lse = torch.ops.fa2tune.attention(q, k, v, True, 0.25, True)
+    call = (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, True, 0.25, True)
+    torch.library.opcheck(torch.ops.fa2tune.attention_backward.default, call)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_torch_compile_full_graph(layout):
+    def loss(q, k, v):
+        o, lse = fa2tune.attention(q, k, v, causal=True, layout=layout, return_lse=True)
+        return (o * o).sum() + lse.sum()
+
+    eager = qkv(1, 8, 8, 16, dtype=torch.float32, requires_grad=True)
+    compiled = [t.detach().clone().requires_grad_() for t in eager]
+    loss(*eager).backward()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled).backward()
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_parameters_and_modules():
+    q = torch.nn.Parameter(torch.randn(1, 2, 20, 16))
+    fa2tune.attention(q, q, q).sum().backward()
+    assert q.grad is not None and q.grad.abs().sum() > 0
+
+
+def test_deterministic_follows_torch():
+    q, k, v = qkv(dtype=torch.float32, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        o = fa2tune.attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert o.grad_fn.deterministic is True
+    assert fa2tune.attention(q, k, v).grad_fn.deterministic is False
+
+
+def test_plans_are_remembered():
+    from fa2tune import dispatch
+
+    q, k, v = qkv(1, 2, 23, 16)
+    fa2tune.attention(q, k, v)
+    made = len(dispatch.FORWARD_PLANS)
+    fa2tune.attention(q.clone(), k.clone(), v.clone())
+    assert len(dispatch.FORWARD_PLANS) == made

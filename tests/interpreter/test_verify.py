@@ -1,0 +1,65 @@
+"""The numerics gate over real kernels, in Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 from the start of the process", allow_module_level=True)
+
+import torch
+
+from fa2tune import passes, verify
+from fa2tune.compiler import variant_named
+from fa2tune.problem import KERNELS, Specialization
+
+SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 1,
+         "num_warps": 4, "num_stages": 1, "maxnreg": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_default_configs_pass(kernel, causal, dtype):
+    spec = Specialization(dtype, 24, 16, causal)
+    errors = verify.check(kernel, variant_named(kernel).space.default(spec, 80), spec, 80, "cpu", True)
+    assert set(errors) == ({"o", "lse"} if kernel == "fwd" else {"dq", "dk", "dv"})
+    assert all(entry["max"] <= entry["max_allowed"] for entry in errors.values())
+
+
+def test_a_kernel_that_leaves_rows_unwritten_is_caught(monkeypatch):
+    """Outputs start as NaN, so what a kernel skips shows."""
+    variant = variant_named("fwd")
+    grid = variant.grid
+    object.__setattr__(variant, "grid", lambda problem, config: grid(problem, config) - 1)
+    try:
+        with pytest.raises(verify.WrongResult, match="NaN"):
+            verify.check_forward(SMALL, Specialization("fp16", 16, 16, False), "cpu", True)
+    finally:
+        object.__setattr__(variant, "grid", grid)
+
+
+def test_a_wrong_scale_is_caught(monkeypatch):
+    forward = passes.forward
+    monkeypatch.setattr(
+        passes, "forward", lambda *a, softmax_scale, **k: forward(*a, softmax_scale=softmax_scale * 1.02, **k)
+    )
+    with pytest.raises(verify.WrongResult):
+        verify.check_forward(SMALL, Specialization("fp16", 16, 16, True), "cpu", True)
+
+
+def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
+    backward = passes.backward
+
+    def swapped(*arguments, **options):
+        dq, dk, dv = backward(*arguments, **options)
+        return dq.flip(1), dk, dv
+
+    monkeypatch.setattr(passes, "backward", swapped)
+    with pytest.raises(verify.WrongResult, match="dq"):
+        verify.check("bwd_dq", SMALL, Specialization("fp16", 16, 16, False), 80, "cpu", True)
+
+
+def test_torch_is_left_as_it_was():
+    verify.check_forward(SMALL, Specialization("fp32", 16, 16, False), "cpu", True)
+    assert not torch.are_deterministic_algorithms_enabled()

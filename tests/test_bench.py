@@ -1,0 +1,327 @@
+"""fa2tune bench: selection, correctness, records, resuming, budget; with fake peers and a fake card, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fa2tune import bench, bench_card
+from fa2tune.cli.bench import bench as command
+from fa2tune.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
+from fa2tune.problem import Problem
+
+STANDARD = PEERS["standard"]
+
+
+def problem(causal: bool = True, seqlen: int = 100, heads: int = 3) -> Problem:
+    return Problem("bf16", 2, heads, heads, seqlen, seqlen, 16, 16, causal)
+
+
+def bshd(of: Problem) -> Any:
+    inner = STANDARD.make(of)
+    return lambda q, k, v: inner(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+def broken(of: Problem) -> Any:
+    raise RuntimeError("no kernel\nfor this")
+
+
+#: The subject and three peers: right in another layout, wrong (it forgets the mask), failing.
+FAKES: Mapping[str, Peer] = {
+    SUBJECT: replace(STANDARD, name=SUBJECT),
+    "turned": Peer("turned", "Turned", bshd, layout="bshd"),
+    "maskless": Peer("maskless", "Maskless", lambda of: STANDARD.make(replace(of, causal=False))),
+    "broken": Peer("broken", "Broken", broken),
+    "huge": replace(STANDARD, name="huge", unfit=lambda problem, pass_, free: f"{free} bytes are too few"),
+}
+
+
+class FakeCard:
+    """A CPU that takes 2 ms for the subject, 3 ms for everyone else."""
+
+    device = "cpu"
+    alive = True
+
+    def environment(self) -> dict[str, Any]:
+        return {"gpu": "fake", "sm_count": 1, "torch": "2", "triton": "3", "cudnn": None, "date": "2026-01-01T00:00:00"}
+
+    def healthy(self) -> bool:
+        return self.alive
+
+    def free_bytes(self) -> int:
+        return 7 << 30
+
+    def release(self) -> None: ...
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        call()
+        return 1 << 20
+
+    def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
+        return {name: [2.0, 2.0, 2.2] if name == SUBJECT else [3.0, 3.0, 3.3] for name in calls}
+
+
+def cells(*passes: str, seqlens: tuple[int, ...] = (64, 100)) -> list[bench.Cell]:
+    return [bench.Cell("time", problem(seqlen=length), pass_) for length in seqlens for pass_ in passes]
+
+
+# ---- what is measured
+
+
+def test_the_grid_is_the_papers() -> None:
+    grid = bench.Grid().cells()
+    timed = [cell for cell in grid if cell.kind == "time"]
+    assert len(timed) == 3 * 2 * 6 * 3
+    assert {cell.problem.batch * cell.problem.seqlen_q for cell in timed} == {16384}
+    assert {cell.problem.heads_q * cell.problem.head_dim for cell in grid} == {2048}
+    memory = [cell for cell in grid if cell.kind == "memory"]
+    assert max(cell.problem.seqlen_q for cell in memory) == 131072
+    assert {(cell.problem.batch, cell.problem.head_dim, cell.pass_) for cell in memory} == {
+        (1, 128, "fwd"),
+        (1, 128, "both"),
+    }
+    assert len({tuple(cell.identity.values()) for cell in grid}) == len(grid)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dtypes": ["fp8"]}, "dtype: got 'fp8', allowed are bf16, fp16"),
+        ({"head_dims": [63]}, "headdim: got 63"),
+        ({"seqlens": [0]}, "seqlen: got 0"),
+        ({"passes": ["fwd", "sideways"]}, "pass: got 'sideways'"),
+    ],
+)
+def test_a_bad_grid_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        bench.Grid(**wrong)
+
+
+def test_flops_are_the_papers() -> None:
+    of = problem(causal=False, seqlen=128)
+    forward = 4 * 2 * 3 * 128 * 128 * 16
+    assert bench.flops(of, "fwd") == forward
+    assert bench.flops(of, "both") == 3.5 * forward
+
+
+# ---- peers
+
+
+def test_selecting_peers() -> None:
+    absent = replace(STANDARD, name="absent", missing=lambda: "it is not installed")
+    known = {**FAKES, "absent": absent}
+    chosen, notes = select(None, known)
+    assert list(chosen) == list(FAKES)
+    assert notes == {"absent": "it is not installed"}
+    assert list(select(["turned"], known)[0]) == [SUBJECT, "turned"]
+    with pytest.raises(ValueError, match="absent cannot run: it is not installed"):
+        select(["absent"], known)
+    with pytest.raises(ValueError, match="got 'flash', known are fa2tune, turned"):
+        select(["flash"], known)
+
+
+def test_the_plain_configs_are_complete() -> None:
+    from fa2tune.compiler import variant_named
+
+    for kernel, config in PLAIN_CONFIGS.items():
+        assert set(config) == set(variant_named(kernel).space.dimensions), kernel
+
+
+def test_standard_attention_is_left_out_where_it_does_not_fit() -> None:
+    large = Problem("bf16", 1, 16, 16, 65536, 65536, 128, 128, True)
+    why = STANDARD.unfit(large, "fwd", 80 << 30)
+    assert why is not None and "384 GiB" in why
+    assert STANDARD.unfit(large, "fwd", 500 << 30) is None
+
+
+# ---- whether it is right
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_reference_is_attention(causal: bool) -> None:
+    of = replace(problem(causal, seqlen=130), batch=1, heads_q=1, heads_kv=1)
+    q, k, v, do = torch.randn(4, 1, 1, 130, 16, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = STANDARD.make(of)(*leaves)
+    wanted = dict(zip(("o", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
+    got = bench.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), causal)
+    for name, want in wanted.items():
+        torch.testing.assert_close(got[name], want[0, 0].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_late_tile_is_seen() -> None:
+    want = torch.cat([torch.ones(960, 16), torch.full((64, 16), 0.03)])  # early rows large, as under a causal mask
+    got = want.clone()
+    got[-64:] *= 1.5
+    assert bench.tile_error(got, want) == pytest.approx(0.5)
+    assert (got - want).square().mean().sqrt() / want.square().mean().sqrt() < 0.01  # over all rows, it hides
+
+
+def test_a_nan_is_wrong() -> None:
+    stand = bench.Stand(problem(), FAKES, "cpu")
+    (out,) = stand.call(SUBJECT, "fwd")()
+    assert stand.error(SUBJECT, "fwd", (out,)) < 0.02
+    out[0, 1, 2, 3] = float("nan")
+    assert stand.error(SUBJECT, "fwd", (out,)) == float("inf")
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("pass_", bench.PASSES)
+def test_only_what_is_right_is_timed(pass_: str) -> None:
+    cell = bench.Cell("time", problem(), pass_)
+    record = bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    entries = record["peers"]
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        SUBJECT: "ok", "turned": "ok", "maskless": "wrong", "broken": "failed", "huge": "skipped",
+    }  # fmt: skip
+    assert entries["broken"]["why"] == "RuntimeError: no kernel"
+    assert entries["huge"]["why"] == f"{7 << 30} bytes are too few"
+    assert "ms" not in entries["maskless"] and "float32 reference" in entries["maskless"]["why"]
+    assert entries["turned"]["ms"] == 3.0 and entries["turned"]["ratio"] == pytest.approx(1.5)
+    assert entries[SUBJECT]["tflops"] == pytest.approx(bench.flops(cell.problem, pass_) / 2e-3 / 1e12)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # a card that slows down in the run: ratios of medians would say 2.0
+    summary = bench.summarise({SUBJECT: [1.0, 2.0, 4.0], "other": [3.0, 4.0, 12.0]}, 1.0)
+    assert summary["other"]["ratio"] == 3.0
+    assert summary["other"]["low_ms"] == pytest.approx(3.2)
+    assert "ratio" not in bench.summarise({"other": [3.0, 4.0]}, 1.0)["other"]  # the subject was wrong
+
+
+def test_a_broken_cuda_context_ends_the_run_with_advice() -> None:
+    card = FakeCard()
+    card.alive = False
+    cell = cells("fwd")[0]
+    with pytest.raises(bench.BenchError, match="--peers without broken"):
+        bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), card, cell, 0.1)
+
+
+def test_memory_cells() -> None:
+    cell = bench.Cell("memory", problem(), "both")
+    record = bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    assert record["peers"]["turned"]["peak_bytes"] == 1 << 20
+    assert record["kind"] == "memory"
+
+
+# ---- the results file
+
+
+def test_run_writes_after_each_cell_and_resumes(tmp_path: Path) -> None:
+    path, card = tmp_path / "bench.json", FakeCard()
+    two = {name: FAKES[name] for name in (SUBJECT, "turned")}
+    seen: list[int] = []
+
+    def interrupt(done: int, total: int, record: Mapping[str, Any]) -> None:
+        seen.append(len(json.loads(path.read_text())["cells"]))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        results = bench.Results(path, card.environment(), resume=False)
+        bench.run(cells("fwd", "bwd"), two, card, results, progress=interrupt)
+    assert seen == [1, 2]
+
+    with pytest.raises(ValueError, match="--resume"):
+        bench.Results(path, card.environment(), resume=False)
+    results = bench.Results(path, card.environment(), resume=True)
+    finished: list[int] = []
+    assert bench.run(cells("fwd", "bwd"), two, card, results, progress=lambda done, *_: finished.append(done))
+    assert finished == [3, 4]
+    data = bench.load(path)
+    assert data["complete"] and [cell["run"] for cell in data["cells"]] == [0, 0, 1, 1]
+
+    # another peer: its cells are measured again, with everyone in them
+    results = bench.Results(path, card.environment(), resume=True)
+    assert not results.data["complete"]
+    assert bench.run(cells("fwd"), FAKES, card, results)
+    assert len(results.data["cells"]) == 4
+    assert sum(set(cell["peers"]) == set(FAKES) for cell in results.data["cells"]) == 2
+
+
+def test_a_file_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
+    path, card = tmp_path / "bench.json", FakeCard()
+    bench.Results(path, card.environment(), resume=False).save()
+    with pytest.raises(ValueError, match="gpu 'fake', here it is 'other'"):
+        bench.Results(path, card.environment() | {"gpu": "other"}, resume=True)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="no results file"):
+        bench.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        bench.load(path)
+
+
+def test_the_time_budget_stops_before_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))  # every look at the clock is 10 s later
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
+    results = bench.Results(tmp_path / "bench.json", FakeCard().environment(), resume=False)
+    one = {SUBJECT: FAKES[SUBJECT]}
+    assert not bench.run(cells("fwd", "bwd", "both"), one, FakeCard(), results, time_budget=45)
+    assert len(results.data["cells"]) == 2
+    assert not results.data["complete"]
+
+
+# ---- the card and the command
+
+
+def test_cudnn_version_is_readable() -> None:
+    assert bench_card._cudnn(91900) == "9.19.0"
+    assert bench_card._cudnn(None) is None
+
+
+def test_nvidia_smi_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert set(bench_card._smi("GPU-0").values()) == {None}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu_is_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "needs a CUDA GPU" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peers", "nobody"], "known are fa2tune, fa4, sdpa-cudnn"),
+        (["--headdim", "64,x"], "'64,x', expected numbers"),
+        (["--seqlen", "-5"], "seqlen: got -5"),
+        (["--time-budget", "0"], "--time-budget"),
+    ],
+)
+def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_card, "Card", FakeCard)
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({
+        SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash"),
+    }, {"fa4": "it is not installed"}))  # fmt: skip
+    monkeypatch.setattr(bench, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(bench, "WORKLOAD_HIDDEN", 32)
+    arguments = ["--headdim", "16", "--seqlen", "64", "--memory-seqlen", "64,128", "--causal", "--out", str(tmp_path)]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    assert "fa4 is left out: it is not installed" in result.output
+    assert "[1/7] time fwd bf16 head dim 16 causal length 64" in result.output
+    assert "1.50 x the best peer (sdpa-flash)" in result.output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json", "forward_bf16.png", "backward_bf16.png", "forward_backward_bf16.png", "memory.png",
+    }  # fmt: skip
+    again = CliRunner().invoke(command, arguments)
+    assert again.exit_code == 2 and "--resume" in again.output
+    assert CliRunner().invoke(command, [*arguments, "--resume"]).exit_code == 0

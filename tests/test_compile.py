@@ -1,0 +1,101 @@
+"""Every kernel compiles for every architecture, with no GPU present, within the limits, and does the products it should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from fa2tune import compiler, gpus, limits, model, sass
+from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_head_dim
+
+GPUS = {80: "a100", 86: "rtx-3090", 89: "rtx-4090", 90: "h200", 100: "b200", 120: "rtx-5090"}
+bf16 = partial(Specialization, "bf16")
+
+
+class Case(NamedTuple):
+    kernel: str
+    arch: int
+    spec: Specialization
+    changes: dict[str, Any]
+
+    def __str__(self) -> str:
+        spec = self.spec
+        loads = self.changes.get("LOADS", "")
+        mask = "causal" if spec.causal else "full"
+        return f"{self.kernel}-sm_{self.arch}-{spec.dtype}-{spec.head_dim}x{spec.head_dim_v}-{mask}{loads and '-' + loads}"
+
+
+def cases() -> Iterator[Case]:
+    descriptor = {"LOADS": "descriptor"}
+    # the mask alternates: both machine codes hold a masked loop
+    for number, kernel in enumerate(KERNELS):
+        mask = number % 2 == 0
+        for arch in (80, 90):
+            for dim in (64, 128, 256):
+                yield Case(kernel, arch, bf16(dim, dim, causal=mask ^ (dim == 128)), {})
+        yield Case(kernel, 90, bf16(128, 128, causal=mask), descriptor)
+        yield Case(kernel, 80 if mask else 90, bf16(72, 40, causal=True), {})  # not a power of two, V apart
+        for arch in (86, 89, 100, 120):
+            yield Case(kernel, arch, bf16(64, 64, causal=True), {})
+    yield Case("fwd", 90, bf16(64, 64, causal=True, aligned=False, wide=True), {})
+    yield Case("fwd", 90, bf16(96, 64, causal=True, negate=True), descriptor)
+    yield Case("fwd", 80, Specialization("fp16", 128, 128, causal=True), {})
+    yield Case("fwd", 80, Specialization("fp32", 64, 64, causal=False), {})
+    yield Case("fwd", 90, Specialization("fp32", 64, 64, causal=True, precision="tf32"), {})
+    yield Case("bwd_dq", 90, Specialization("fp32", 64, 64, causal=False), {})
+    yield Case("bwd_dkdv", 80, Specialization("fp32", 64, 64, causal=True, precision="tf32"), {})
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_compiles_within_the_limits(case: Case) -> None:
+    gpu = gpus.named(GPUS[case.arch])
+    variant = compiler.variant_named(case.kernel)
+    config = {**variant.space.default(case.spec, case.arch), **case.changes}
+    assert limits.before_compile(variant, case.spec, config, gpu) is None
+    binary = compiler.build(variant, case.spec, config, case.arch)
+
+    assert limits.after_compile(binary, gpu) is None, binary
+    assert limits.blocks_per_sm(binary, gpu) >= 1
+    assert 16 <= binary.registers <= 255
+    assert binary.shared_bytes >= limits.shared_lower_bound(variant, case.spec, config)
+
+    loops = sass.counts(binary.cubin_path)
+    assert len(loops) == 2, "one unmasked and one masked loop"
+    d, dv = padded_head_dim(case.spec.head_dim), padded_head_dim(case.spec.head_dim_v)
+    tile = Problem(case.spec.dtype, 1, 1, 1, config["BLOCK_M"], config["BLOCK_N"], d, dv, causal=False)
+    for loop in loops:
+        assert loop.mufu > 0
+        if loop.mma == "UTCHMMA":  # its shape is not in the mnemonic
+            continue
+        # What a loop runs, by its instructions, against what it should, by its block sizes. More where warps repeat each
+        # other's products: mma.sync with more warps than the scores have tiles of 16 x 8.
+        run = binary.num_warps * (loop.tensor_flops or loop.ffma * 2 * sass.WARP_THREADS)
+        assert 0.99 <= run / tile.flops(case.kernel) <= 3, loop
+
+    spec = case.spec
+    key = TuningKey(
+        gpu.name, gpu.sm_count, gpu.arch, case.kernel, spec.dtype, spec.precision, spec.head_dim, spec.head_dim_v,
+        spec.causal, 2048,
+    )  # fmt: skip
+    problem = key.workload()
+    predicted = model.predict(binary, problem, gpu)
+    # no faster than the tensor cores, no slower than a hundredth of them
+    ideal = problem.flops(case.kernel) / (gpu.peak(spec.dtype, spec.precision) * 1e12)
+    assert ideal < predicted < 100 * ideal
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_pre_pass_compiles(arch: int) -> None:
+    variant = compiler.variant_named("bwd_delta")
+    spec = bf16(128, 128, causal=False)
+    config = {**variant.space.default(spec, arch), "HAS_DLSE": True}
+    binary = compiler.build(variant, spec, config, arch)
+    gpu = gpus.named(GPUS[arch])
+    assert limits.before_compile(variant, spec, config, gpu) is None
+    assert limits.after_compile(binary, gpu) is None
+    assert sass.counts(binary.cubin_path) == ()
+    problem = Problem("bf16", 1, 16, 16, 16384, 16384, 128, 128, causal=False)
+    assert model.predict(binary, problem, gpu) > 2 * 16 * 16384 * 128 * 2 / (gpu.hbm_gbs * 1e9)

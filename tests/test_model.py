@@ -1,0 +1,178 @@
+"""SASS counting on a written listing, trip counts against the mask itself, and how predictions must move."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa2tune import gpus, model, sass
+from fa2tune.compiler import Binary
+from fa2tune.problem import Problem, Specialization
+
+H200 = gpus.named("h200")
+
+# An outer loop (.L_x_0) around an inner one (.L_x_1) with products; cold code behind EXIT spins on a barrier and jumps back.
+LISTING = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_1:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+        /*0030*/              @!P1 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R88, R112, gdesc[UR12].tnspB, R88 ;
+        /*0060*/                   MUFU.EX2 R5, R5 ;
+        /*0070*/                   FFMA R5, R5, R6, R7 ;
+        /*0080*/                   ISETP.GE.AND P0, PT, R2, R9, PT ;
+        /*0090*/                   FSEL R5, R5, -INF , P0 ;
+        /*00a0*/                   LDS.128 R12, [R13] ;
+        /*00b0*/                   LDSM.16.M88.4 R12, [R13] ;
+        /*00c0*/                   STL.64 [R1+0x8], R20 ;
+        /*00d0*/                   LDGSTS.E.BYPASS.LTC128B.128 [R11], desc[UR6][R8.64] ;
+        /*00e0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00f0*/               @P0 BRA `(.L_x_1) ;
+        /*0100*/               @P2 BRA `(.L_x_0) ;
+        /*0110*/                   EXIT ;
+.L_x_3:
+        /*0120*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+        /*0130*/              @!P1 BRA `(.L_x_3) ;
+        /*0140*/                   BRA `(.L_x_2) ;
+.L_x_4:
+        /*0150*/                   BRA `(.L_x_4);
+"""
+
+
+def test_sass_of_the_innermost_loop() -> None:
+    (loop,) = sass.loops(LISTING)
+    assert loop.mma == "HGMMA"
+    assert loop.tensor_flops == 2 * 64 * (128 + 64) * 16 / 4
+    assert (loop.mufu, loop.fp32, loop.ffma, loop.compares, loop.copies, loop.blocking_loads) == (1, 1, 1, 2, 1, 0)
+    # the first product reads A and B, the second B alone; LDS, LDSM and the copy's write move 16 bytes a thread
+    assert loop.shared_bytes == 2 * 16 * (64 + 128 + 64) / 4 + 3 * 512
+    assert loop.local_bytes == 256
+    assert loop.barriers == 3  # BAR, and SYNCS here and in the cold code
+
+
+def test_sass_of_mma_sync_and_of_plain_fma() -> None:
+    body = "\n.L_1:\n /*0000*/ {} ;\n /*0010*/ @P0 BRA `(.L_1) ;\n /*0020*/ EXIT ;\n"
+    assert sass.loops(body.format("HMMA.16816.F32.BF16 R4, R8, R12, R4"))[0].tensor_flops == 4096
+    assert sass.loops(body.format("HMMA.1688.F32.TF32 R4, R8, R12, R4"))[0].tensor_flops == 2048
+    assert sass.loops(body.format("FFMA R4, R8, R12, R4"))[0].ffma == 1
+    assert sass.loops(body.format("MOV R4, R8")) == ()
+
+
+def visible(p: Problem, row: int, column: int) -> bool:
+    inside = row < p.seqlen_q and column < p.seqlen_k
+    return inside and (not p.causal or column <= row + p.seqlen_k - p.seqlen_q)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("sq", "sk"), [(64, 64), (50, 50), (33, 90), (90, 33), (1, 70), (70, 1)])
+@pytest.mark.parametrize(("m", "n"), [(16, 32), (32, 16)])
+def test_trips_cover_the_mask(sq: int, sk: int, causal: bool, m: int, n: int) -> None:
+    p = Problem("bf16", 1, 2, 1, sq, sk, 64, 64, causal)
+    cells = [
+        [[visible(p, r, c) for r in range(i, i + m) for c in range(j, j + n)] for j in range(0, sk, n)]
+        for i in range(0, sq, m)
+    ]
+    by_queries = model._query_tiles(p, m, n)
+    by_keys = model._key_tiles(p, m, n)
+    for tile, (plain, masked) in zip(cells, by_queries, strict=True):
+        assert plain <= sum(any(cell) for cell in tile) <= plain + masked
+    for column, (plain, masked) in zip(zip(*cells, strict=True), by_keys, strict=True):
+        assert plain + masked >= p.group * sum(any(cell) for cell in column)
+        # without the mask only rows past the end may be met, and they are zero anyway
+        assert plain <= p.group * len(column)
+
+
+LOOP = sass.Loop(
+    tensor_flops=2.0 * 128 * 64 * 256 / 8, mma="HGMMA", mufu=34, fp32=136, alu=60, compares=20, issue=320, shared_bytes=9000,
+    copies=8, barriers=2,
+)  # fmt: skip
+CONFIG = {"BLOCK_M": 128, "BLOCK_N": 64, "HEADS_PER_WAVE": 4}
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[sass.Loop, ...]]:
+    """What the disassembler is made to say: cubin path -> loops."""
+    known = {"": (replace(LOOP, compares=60, alu=120, issue=420), LOOP)}
+    monkeypatch.setattr(sass, "counts", known.__getitem__)
+    return known
+
+
+def seconds(gpu: gpus.Gpu = H200, problem: dict[str, Any] | None = None, **binary: Any) -> float:
+    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, causal=False)
+    whole = Binary("fwd", Specialization("bf16", 128, 128, False), CONFIG, gpu.arch, 98304, 8, 168, 0, "")
+    return model.predict(replace(whole, **binary), replace(p, **(problem or {})), gpu)
+
+
+@pytest.mark.usefixtures("loops")
+def test_predictions_scale_with_the_work() -> None:
+    base = seconds()
+    assert 0.5e-3 < base < 4.4e-3  # 1.1 PFLOP: between peak and a quarter of it
+    assert seconds(problem={"batch": 4}) == pytest.approx(2 * base, rel=0.1)
+    assert seconds(problem={"seqlen_q": 16384, "seqlen_k": 16384}) == pytest.approx(4 * base, rel=0.1)
+    assert seconds(problem={"causal": True}) == pytest.approx(base / 2, rel=0.2)
+    assert seconds(problem={"batch": 0}) == 0.0
+
+
+@pytest.mark.usefixtures("loops")
+def test_predictions_follow_the_gpu() -> None:
+    assert seconds(gpus.named("h100-pcie")) > seconds()
+    assert seconds(gpus.named("h200@66sm")) == pytest.approx(2 * seconds(), rel=0.1)
+
+
+def test_predictions_follow_the_machine_code(loops: dict[str, tuple[sass.Loop, ...]]) -> None:
+    base = seconds()
+    loops["spills"] = tuple(replace(loop, local_bytes=20_000) for loop in loops[""])
+    loops["waits"] = tuple(replace(loop, blocking_loads=8) for loop in loops[""])
+    loops["half"] = tuple(replace(loop, tensor_flops=loop.tensor_flops / 2) for loop in loops[""])
+    assert seconds(cubin_path="spills") > base
+    assert seconds(cubin_path="waits") > base
+    assert seconds(cubin_path="half") < base
+    assert seconds(shared_bytes=200_000, num_warps=4) > seconds(shared_bytes=100_000, num_warps=4)  # occupancy
+
+
+@pytest.mark.usefixtures("loops")
+def test_causal_tail_depends_on_the_order_of_heads() -> None:
+    together = seconds(problem={"causal": True, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 16})
+    apart = seconds(problem={"causal": True, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 1})
+    assert together < apart
+
+
+@pytest.mark.usefixtures("loops")
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit on rtx-4090"):
+        seconds(gpus.named("rtx-4090"), shared_bytes=110_000)
+
+
+@pytest.mark.usefixtures("loops")
+def test_explain_names_the_pipes() -> None:
+    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, causal=False)
+    whole = Binary("fwd", Specialization("bf16", 128, 128, False), CONFIG, 90, 98304, 8, 168, 0, "")
+    parts = model.explain(whole, p, H200)
+    assert set(parts.pipes) == {"tensor", "mufu", "fp32", "alu", "issue", "shared", "l2"}
+    assert max(parts.pipes.values()) <= parts.trip_cycles
+    assert parts.hbm_seconds < parts.seconds
+
+
+def test_figures_of_quality() -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "model_quality.py"
+    spec = importlib.util.spec_from_file_location("model_quality", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.ranks([3.0, 1.0, 3.0]) == [2.5, 1.0, 2.5]
+    assert module.spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert module.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert math.isnan(module.spearman([1, 2, 3], [5, 5, 5]))
+    figures = module.quality([10, 11, 12, 20], [2, 1, 3, 4])
+    assert figures["regret_1"] == pytest.approx(0.1)
+    assert figures["regret_5"] == 0

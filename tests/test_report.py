@@ -1,0 +1,174 @@
+"""Tables, Markdown and plots from results, and the scripts under benchmarks/ that build on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fa2tune import report
+from fa2tune.peers import PEERS
+from fa2tune.problem import TuningKey
+from fa2tune.row import Row
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ok(tflops: float, ratio: float | None = None) -> dict[str, Any]:
+    entry = {"status": "ok", "ms": 1.0, "low_ms": 0.9, "high_ms": 1.2, "tflops": tflops}
+    return entry if ratio is None else {**entry, "ratio": ratio}
+
+
+def timed(seqlen: int, causal: bool, pass_: str, **peers: Any) -> dict[str, Any]:
+    return {
+        "kind": "time", "dtype": "bf16", "head_dim": 64, "causal": causal, "seqlen": seqlen, "batch": 1, "heads": 32,
+        "pass": pass_, "peers": peers, "run": 0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    cells = [
+        timed(seqlen, causal, pass_, fa2tune=ok(400, 1.0), **{
+            "sdpa-flash": ok(200, 2.0), "sdpa-cudnn": ok(500, 0.8),
+            "flex": {"status": "failed", "why": "E: no"}, "standard": {"status": "skipped", "why": "large"},
+        })
+        for seqlen, causal, pass_ in itertools.product((4096, 512), (True, False), ("fwd", "bwd"))
+    ]  # fmt: skip
+    memory = [
+        {
+            **timed(length, False, pass_, fa2tune={"status": "ok", "peak_bytes": length << 12}, standard=standard),
+            "kind": "memory",
+        }
+        for pass_ in ("fwd", "both")
+        for length, standard in (
+            (512, {"status": "ok", "peak_bytes": 3 << 30}),
+            (1024, {"status": "skipped", "why": "large"}),
+        )
+    ]
+    run = {
+        "gpu": "NVIDIA X",
+        "driver": "1.2",
+        "torch": "2.11",
+        "triton": "3.6",
+        "cudnn": None,
+        "date": "2026-01-02T03:04:05",
+    }
+    return {"schema": 1, "complete": True, "runs": [run], "cells": cells + memory}
+
+
+def test_every_peer_has_a_colour_of_its_own() -> None:
+    assert set(report.COLOURS) == set(PEERS)
+    assert len(set(report.COLOURS.values())) == len(PEERS)
+
+
+def test_markdown_has_every_cell(data: dict[str, Any]) -> None:
+    lines = report.markdown(data, "bf16", "fwd").splitlines()
+    assert lines[0].startswith(
+        "| head dim | mask | length | fa2tune | SDPA cuDNN | SDPA FlashAttention-2 | FlexAttention"
+    )
+    assert lines[2] == "| 64 | full | 512 | 400 | **500** | 200 | failed | skipped | 2.00 | 0.80 |"
+    assert [line.split(" | ")[1:3] for line in lines[2:]] == [
+        ["full", "512"],
+        ["full", "4k"],
+        ["causal", "512"],
+        ["causal", "4k"],
+    ]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(report.markdown(data, "bf16", "fwd", seqlens=[4096]).splitlines()) == 4
+
+
+def test_averages_are_over_long_lengths_only(data: dict[str, Any]) -> None:
+    for cell in data["cells"]:
+        if cell["seqlen"] < report.LONG and cell["kind"] == "time":
+            cell["peers"]["sdpa-flash"]["ratio"] = 100.0
+    data["cells"][0]["peers"]["sdpa-flash"]["ratio"] = 8.0
+    means = report.averages(report.records(data, "time", **{"pass": "fwd"}))
+    assert means == pytest.approx({"best": 0.8, "sdpa-flash": 4.0, "sdpa-cudnn": 0.8})
+    assert report.sentence([]) == ""
+
+
+def test_a_row_without_our_figure_has_no_ratio(data: dict[str, Any]) -> None:
+    cell = timed(4096, False, "fwd", fa2tune={"status": "wrong", "why": "w"}, **{"sdpa-flash": ok(200)})
+    assert report.ratio_to_best(cell) is None
+    row = report.markdown({**data, "cells": [cell]}, "bf16", "fwd").splitlines()[2]
+    assert row == "| 64 | full | 4k | wrong | **200** | - | - |"
+
+
+def test_tables_on_screen(data: dict[str, Any]) -> None:
+    console = Console(width=160, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    shown = report.tables(data)
+    for table in shown:
+        console.print(table)
+    text = " ".join(console.export_text().split())  # captions wrap
+    assert len(shown) == 3  # forward, backward, memory
+    assert "0.80 x the best peer of each cell" in text
+    assert "3.00" in text and "skipped" in text
+    assert report.objections(data) == ["flex failed in 8 cells: E: no"]
+
+
+def test_plots_are_written(data: dict[str, Any], tmp_path: Path) -> None:
+    written = report.plots(data, tmp_path)
+    assert [path.name for path in written] == ["forward_bf16.png", "backward_bf16.png", "memory.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in written)
+
+
+def test_readme_section(data: dict[str, Any], tmp_path: Path) -> None:
+    readme_table = script("readme_table")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# title\n{readme_table.BEGIN}\nold\n{readme_table.END}\ntail\n")
+    results = tmp_path / "bench.json"
+    results.write_text(json.dumps(data))
+    readme_table.main.callback(results=results, plots=tmp_path / "docs", readme=readme)
+    text = readme.read_text()
+    assert text.startswith("# title\n") and text.endswith("\ntail\n") and "old" not in text
+    assert "![Forward, bfloat16" in text and "](docs/forward_bf16.png)" in text and "](docs/memory.png)" in text
+    assert "NVIDIA X, driver 1.2, torch 2.11, Triton 3.6, 2026-01-02" in text
+    with pytest.raises(ValueError, match="needs the lines"):
+        readme_table.replaced("nothing here", "text")
+
+
+def test_default_vs_tuned_takes_the_row_that_serves() -> None:
+    compare = script("default_vs_tuned")
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 64, 64, True, 512)
+
+    def row(
+        variant: str, time_us: float | None, gain: float | None, obtained: str = "measured", of: TuningKey = key
+    ) -> Row:
+        return Row(of, variant, {}, obtained, "target", time_us=time_us, gain=gain)
+
+    other = key.with_(bucket=1024)
+    rows = compare.fastest([
+        row("pointer", 3.0, 1.0), row("descriptor", 2.0, 1.25), row("pointer", 1.0, 9.0, "predicted"),
+        row("pointer", 5.0, 2.0, of=other),
+    ])  # fmt: skip
+    assert [(r.key, r.variant) for r in rows] == [(key, "descriptor"), (other, "pointer")]
+    assert compare.share_by_evidence(rows[0]) == 0.8
+    text = compare.table({r.key: compare.share_by_evidence(r) for r in rows})
+    assert "fwd: geometric mean 0.632 over 2 keys, worst 0.500" in text
+
+
+def test_host_time_is_per_call() -> None:
+    host_time = script("host_time")
+    counted: dict[str, int] = {"a": 0, "b": 0}
+
+    def call(name: str) -> Any:
+        counted[name] += 1
+
+    times = host_time.host_microseconds({name: lambda name=name: call(name) for name in counted}, lambda: None, 3, 5)
+    assert counted == {"a": 20, "b": 20}
+    assert set(times) == {"a", "b"} and all(0 < us < 1000 for us in times.values())

@@ -1,0 +1,225 @@
+"""Writing cache files: schema, upsert, merge, export, several processes at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from cache_rows import BARE, FULL, row
+
+from fa2tune import reader, record, store
+from fa2tune.problem import TuningKey
+from fa2tune.row import Row
+from fa2tune.store import Store
+
+FIXTURES = Path(__file__).parent / "fixtures"
+#: The rows of both fixtures.
+KEPT = [BARE, row({"causal": False}, variant="descriptor", obtained="sibling"), FULL]
+
+
+def test_reader_and_sqlalchemy_hold_one_schema(tmp_path: Path) -> None:
+    Store(tmp_path / "c.sqlite").put([FULL, BARE])
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'c.sqlite'}")
+    with engine.connect() as connection:
+        assert [c["name"] for c in sa.inspect(engine).get_columns("rows")] == list(
+            record.columns(record.SCHEMA_VERSION)
+        )
+        written = [tuple(values) for values in connection.execute(store.TABLE.select())]
+    engine.dispose()
+    read = reader.read(tmp_path / "c.sqlite")
+    assert read == [BARE, FULL]
+    assert [tuple(record.encode(r).values()) for r in read] == written
+
+
+def test_every_field_of_a_row_is_a_column() -> None:
+    names = [f.name for f in fields(TuningKey)] + [f.name for f in fields(Row) if f.name != "key"]
+    assert sorted(names) == sorted(column.name for column in record.COLUMNS)
+    defaults = Row(FULL.key, FULL.variant, {}, FULL.obtained, FULL.proof)
+    same = [f.name for f in fields(Row)[5:] if getattr(FULL, f.name) == getattr(defaults, f.name)]
+    assert not same, "the round trip proves nothing about these"
+
+
+def test_put_replaces_the_row_of_the_same_key_variant_and_evidence(tmp_path: Path) -> None:
+    cache = Store(tmp_path / "deep" / "c.sqlite")
+    assert cache.rows() == []
+    cache.put([FULL, replace(FULL, variant="descriptor"), replace(FULL, obtained="predicted")])
+    cache.put([replace(FULL, time_us=1.5)])
+    assert len(cache.rows()) == 3
+    assert [r.time_us for r in cache.rows() if (r.variant, r.obtained) == ("pointer", "measured")] == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (replace(FULL, time_us=float("nan")), "time_us"),
+        (replace(FULL, registers=2.5), "registers"),
+        (replace(FULL, obtained="guessed"), "obtained"),
+        (replace(FULL, config={"BLOCK_M": (1, 2)}), "config"),
+        (replace(FULL, config={"BLOCK M": 1}), "config"),
+        (replace(FULL, pruned={1: 2}), "pruned"),
+        (replace(FULL, driver=None), "driver"),
+        (replace(FULL, created="yesterday"), "created"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_put_refuses_what_no_file_may_hold(bad: Row, said: str, tmp_path: Path) -> None:
+    cache = Store(tmp_path / "c.sqlite")
+    cache.put([BARE])
+    with pytest.raises(ValueError, match=said):
+        cache.put([FULL, bad])
+    assert cache.rows() == [BARE]
+
+
+def test_numpy_scalars_become_plain(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    cache = Store(tmp_path / "c.sqlite")
+    cache.put([replace(FULL, registers=np.int64(200), time_us=np.float64(2.5), gain=np.float32(0.5))])
+    [read] = cache.rows()
+    assert (read.registers, read.time_us, read.gain) == (200, 2.5, 0.5)
+    assert (type(read.registers), type(read.time_us)) == (int, float)
+
+
+def test_merge_keeps_the_later_made(tmp_path: Path) -> None:
+    ours, theirs = Store(tmp_path / "ours.sqlite"), Store(tmp_path / "theirs.sqlite")
+    later = "2026-01-31T12:00:01+00:00"
+    stale, fresh = row({"bucket": 512}), row({"bucket": 1024})
+    ours.put([FULL, stale, replace(fresh, created=later)])
+    theirs.put([replace(FULL, samples=7), replace(stale, samples=7, created=later), replace(fresh, samples=7), BARE])
+    assert ours.merge(theirs.path) == (1, 1, 2)
+    assert {r.key.bucket: r.samples for r in ours.rows() if r.key.gpu == "h200"} == {512: 7, 1024: 200, 4096: 200}
+    assert BARE in ours.rows()
+    assert ours.merge(theirs.path) == (0, 0, 4)
+
+
+def test_export_gives_the_same_bytes_whatever_the_history(tmp_path: Path) -> None:
+    many = [row({"bucket": bucket}) for bucket in (512, 1024, 2048)]
+    one, other = Store(tmp_path / "one.sqlite"), Store(tmp_path / "other.sqlite")
+    one.put(many)
+    for r in reversed(many):
+        other.put([replace(r, config={"x" * 60: 1})])
+        other.put([replace(r, config=dict(reversed(r.config.items())))])
+    for kind in store.KINDS:
+        one.export(tmp_path / f"1.{kind}", kind)
+        other.export(tmp_path / f"2.{kind}", kind)
+        assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"2.{kind}").read_bytes()
+    header = (tmp_path / "1.sqlite").read_bytes()[:100]
+    assert header[18:20] == b"\1\1", "rollback journal, not WAL"
+    assert header[36:40] == bytes(4), "no free pages: vacuumed"
+    with pytest.raises(ValueError, match="the cache file itself"):
+        one.export(one.path)
+    with pytest.raises(ValueError, match="allowed are sqlite, json"):
+        one.export(tmp_path / "x", "yaml")
+
+
+def test_json_twin_says_what_the_rows_say(tmp_path: Path) -> None:
+    store.export([FULL, BARE], tmp_path / "c.json", "json")
+    twin = json.loads((tmp_path / "c.json").read_text())
+    assert twin["schema"] == record.SCHEMA_VERSION
+    assert [entry["gpu"] for entry in twin["rows"]] == ["a100-sxm-80gb", "h200"]
+    full = twin["rows"][1]
+    assert full["config"] == FULL.config
+    assert full["errors"] == FULL.errors
+    assert full["causal"] is True
+    assert set(full) == {column.name for column in record.COLUMNS}
+
+
+def test_shipped_files_equal_their_twins_byte_for_byte() -> None:
+    for path in reader.shipped_paths():
+        assert record.to_json(reader.read(path)) == path.with_suffix(".json").read_text(encoding="utf-8"), path
+
+
+@pytest.mark.parametrize("version", range(record.SCHEMA_VERSION + 1))
+def test_every_schema_is_read_and_upgraded_by_the_next_write(version: int, tmp_path: Path) -> None:
+    old = FIXTURES / f"schema_{version}.sqlite"
+    assert reader.read(old) == KEPT
+    path = tmp_path / "c.sqlite"
+    path.write_bytes(old.read_bytes())
+    Store(path).put([row({"bucket": 512})])
+    assert int.from_bytes(path.read_bytes()[60:64], "big") == record.SCHEMA_VERSION
+    assert sorted(reader.read(path), key=record.identity) == sorted([*KEPT, row({"bucket": 512})], key=record.identity)
+
+
+def test_a_file_that_is_no_cache_is_not_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "c.sqlite"
+    path.write_text("notes")
+    with pytest.raises(reader.CacheFileError, match="not an SQLite database"):
+        Store(path)
+    assert path.read_text() == "notes"
+
+
+def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Store(tmp_path / "file" / "c.sqlite")
+    if os.geteuid():  # root may write anywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(OSError, match="cannot be written"):
+            Store(tmp_path / "locked" / "c.sqlite")
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    Store(tmp_path / "real.sqlite").put([BARE])
+    (tmp_path / "link.sqlite").symlink_to(tmp_path / "real.sqlite")
+    Store(tmp_path / "link.sqlite").put([FULL])
+    assert (tmp_path / "link.sqlite").is_symlink()
+    assert reader.read(tmp_path / "real.sqlite") == [BARE, FULL]
+
+
+def _put_some(path: Path, writer: int, count: int) -> None:
+    cache = Store(path)
+    for number in range(count):
+        cache.put([row({"bucket": 1 + number, "head_dim": 1 + writer}), row(samples=writer)])
+
+
+def test_processes_write_at_once_and_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "c.sqlite"
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_put_some, args=(path, writer, 6)) for writer in range(3)]
+    for process in writers:
+        process.start()
+    while any(process.is_alive() for process in writers):
+        if path.exists():
+            reader.read(path)  # never torn
+    assert [process.exitcode for process in writers] == [0, 0, 0]
+    assert len(reader.read(path)) == 3 * 6 + 1
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+def _put_for_ever(path: Path) -> None:
+    cache = Store(path)
+    while True:
+        cache.put([row({"bucket": bucket}) for bucket in range(1, 50)])
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
+def test_a_writer_killed_half_way_leaves_a_whole_file_and_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "c.sqlite"
+    Store(path).put([BARE])
+    process = multiprocessing.get_context("spawn").Process(target=_put_for_ever, args=(path,))
+    process.start()
+    while len(reader.read(path)) == 1 and process.is_alive():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert len(reader.read(path)) == 50
+    Store(path).put([FULL])
+    assert FULL in reader.read(path)
+
+
+def test_a_lock_that_is_not_let_go_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.05)
+    cache = Store(tmp_path / "c.sqlite")
+    holder = sqlite3.connect(tmp_path / ".c.sqlite.lock", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(OSError, match="locked"):
+        cache.put([FULL])
+    holder.close()
+    cache.put([FULL])

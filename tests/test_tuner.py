@@ -1,0 +1,373 @@
+"""The tuner's bookkeeping, with fake hands in real child processes: no GPU, no compiler."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tuner_fakes import true_time
+
+from fa2tune import gpus, measured, plan, reader, tuner
+from fa2tune.books import Hands, Watcher, describe
+from fa2tune.candidates import SAMPLERS, UnseenSampler, distributions, legal, point
+from fa2tune.compiler import variant_named
+from fa2tune.plan import Target, TuneRequest, make_plan, resolve_target
+from fa2tune.problem import Specialization, TuningKey
+from fa2tune.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.study import KeyStudy, Outcome, Shelf
+
+FAKES = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
+H200, H100, A100 = gpus.named("h200"), gpus.named("h100"), gpus.named("a100")
+SPEC = Specialization("bf16", 128, 128, True)
+
+
+class Listener(Watcher):
+    def __init__(self):
+        self.lines = []
+
+    def line(self, text):
+        self.lines.append(text)
+
+
+class Bench:
+    """Runs the tuner with fake hands and tells what they did."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.log = folder / "log.jsonl"
+        self.lines = []
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        monkeypatch.setenv("FA2TUNE_FAKE_LOG", str(self.log))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "nobody"))
+        monkeypatch.setattr(reader, "shipped_paths", list)
+
+    def tune(self, target, **request):
+        values = {
+            "trials": 12,
+            "buckets": (512, 4096),
+            "dtypes": ("bf16",),
+            "causal": (True,),
+            "pass_": "fwd",
+            "workers": 2,
+        }
+        self.monkeypatch.setattr(plan, "resolve_target", lambda name: target)
+        self.monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+        listener = Listener()
+        report = tuner.tune(TuneRequest(cache=self.folder / "cache.sqlite", **{**values, **request}), listener, FAKES)
+        self.lines = listener.lines
+        return report
+
+    def did(self, kind):
+        entries = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [entry[1:] for entry in entries if entry[0] == kind]
+
+    def forget(self):
+        self.log.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    return Bench(tmp_path, monkeypatch)
+
+
+HERE = Target(H200, MEASURED, H200)
+
+
+def test_measured_run_crowns_the_best_it_tried_and_files_the_evidence(bench):
+    report = bench.tune(HERE, trials=20, record=bench.folder / "record.jsonl")
+    compiled = [config for *_, config in bench.did("compile")]
+    assert len(compiled) == 20 and len({point(config) for config in compiled}) == 20
+    assert compiled[0] == variant_named("fwd").space.default(SPEC, 90)
+    rows = reader.read(bench.folder / "cache.sqlite")
+    assert {(row.key.bucket, row.variant) for row in rows} == {
+        (b, v) for b in (512, 4096) for v in ("pointer", "descriptor")
+    }
+    for row in rows:
+        runnable = [c for c in compiled if c["num_stages"] != 4 and c["LOADS"] == row.variant]
+        assert dict(row.config) == min(runnable, key=lambda c: true_time(c, row.key.bucket))
+        assert (row.obtained, row.proof, row.obtained_on) == ("measured", "target", "NVIDIA H200")
+        assert row.tried == 20 and row.samples == 9 and row.clock_mhz == 1980 and row.power_limit_w == 700
+        default = true_time(variant_named("fwd").space.default(SPEC, 90), row.key.bucket)
+        assert row.gain == pytest.approx(default / true_time(row.config, row.key.bucket))
+        assert row.gain_low <= row.gain <= row.gain_high and row.errors["o"]["max"] == 0.1
+        assert row.registers == 128 and row.kernel_hash and row.space_hash and row.triton and row.created
+        assert row.pruned.get("shared_memory", 0) == sum(c["num_stages"] == 4 for c in compiled)
+    recorded = [json.loads(line) for line in (bench.folder / "record.jsonl").read_text().splitlines()]
+    assert {entry["stage"] for entry in recorded} == {"screen", "final"}
+    assert report.compiled == 20 and not report.interrupted
+
+
+def test_the_same_command_does_nothing_twice_and_more_trials_go_on(bench):
+    first = bench.tune(HERE)
+    bench.forget()
+    again = bench.tune(HERE)
+    assert again.compiled == 0 and not bench.did("screen") and not bench.did("final") and not bench.did("check")
+    assert sorted(again.rows, key=repr) == sorted(first.rows, key=repr)
+    more = bench.tune(HERE, trials=15)
+    assert more.compiled == 3 and all(row.tried == 15 for row in more.rows)
+
+
+def test_a_new_length_takes_the_trials_of_the_others(bench):
+    bench.tune(HERE, buckets=(512,))
+    compiled = {point(config) for *_, config in bench.did("compile")}
+    bench.forget()
+    report = bench.tune(HERE, buckets=(512, 1024))
+    assert {point(config) for *_, config in bench.did("compile")} == compiled
+    assert {bucket for _, bucket, _ in bench.did("screen")} == {1024}
+    assert {row.key.bucket for row in report.rows} == {512, 1024}
+
+
+def test_crashes_hangs_and_lies_cost_candidates_not_the_run(bench, monkeypatch):
+    monkeypatch.setattr(measured, "DEADLINE", 4.0)
+    monkeypatch.setenv("FA2TUNE_FAKE_POISON", "crash hang wrong")
+    report = bench.tune(HERE, trials=14, buckets=(512,), sampler="random", seed=1)
+    compiled = [config for *_, config in bench.did("compile")]
+    good = [c for c in compiled if c["num_stages"] != 4 and c["BLOCK_N"] != 128 and c["BLOCK_M"] != 256
+            and c["HEADS_PER_WAVE"] != 1]  # fmt: skip
+    best = min(report.rows, key=lambda row: row.time_us)
+    assert true_time(best.config, 512) == min(true_time(c, 512) for c in good)
+    for row in report.rows:
+        assert row.config["HEADS_PER_WAVE"] != 1
+        assert row.pruned["crash"] == sum(
+            c["BLOCK_N"] == 128 and c["num_stages"] != 4 and c["BLOCK_M"] != 256 for c in compiled
+        )
+        assert row.pruned["timeout"] == sum(c["BLOCK_M"] == 256 and c["num_stages"] != 4 for c in compiled)
+    assert any("lost a worker" in line and "SIGSEGV" in line for line in bench.lines)
+
+
+def test_a_compiler_that_aborts_costs_one_candidate(bench, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_ABORT", "1")
+    report = bench.tune(HERE, trials=10, buckets=(512,), sampler="grid")
+    compiled = [config for *_, config in bench.did("compile")]
+    aborted = sum(c["BLOCK_N"] == 16 and c["num_stages"] != 4 for c in compiled)
+    assert aborted and report.fates["crash"] == aborted and report.rows
+
+
+def test_a_default_that_crashes_leaves_rows_without_a_gain(bench, monkeypatch):
+    space = variant_named("fwd").space
+    bad = {**space.default(SPEC, 90), "BLOCK_M": 128, "BLOCK_N": 128, "num_stages": 2, "num_warps": 8}
+    object.__setattr__(variant_named("fwd"), "space", replace(space, default=lambda spec, arch: bad))
+    try:
+        monkeypatch.setenv("FA2TUNE_FAKE_POISON", "crash")
+        report = bench.tune(HERE, trials=12, buckets=(512,))
+    finally:
+        object.__setattr__(variant_named("fwd"), "space", space)
+    assert report.rows and all(row.gain is None and row.default_time_us is None for row in report.rows)
+    assert all(row.config["BLOCK_N"] != 128 for row in report.rows)
+
+
+def test_backward_ends_in_split_and_fused_rows(bench):
+    report = bench.tune(HERE, pass_="bwd", trials=5, buckets=(1024,))
+    whole = {row.variant: row for row in report.rows if row.key.kernel == "bwd"}
+    assert set(whole) == {"split", "fused"} and all(row.config == {} for row in whole.values())
+    best = {
+        k: min((r for r in report.rows if r.key.kernel == k), key=lambda r: r.time_us)
+        for k in ("bwd_dq", "bwd_dkdv", "bwd_fused")
+    }
+    defaults = sum(true_time(variant_named(k).space.default(SPEC, 90), 1024) for k in ("bwd_dq", "bwd_dkdv"))
+    winners = sum(true_time(best[k].config, 1024) for k in ("bwd_dq", "bwd_dkdv"))
+    assert whole["split"].gain == pytest.approx(defaults / winners)
+    assert whole["fused"].gain == pytest.approx(defaults / true_time(best["bwd_fused"].config, 1024))
+    bench.forget()
+    bench.tune(HERE, pass_="bwd", trials=5, buckets=(1024,))
+    assert not bench.did("final")
+
+
+def test_absent_gpu_predicts_and_proves_in_the_interpreter(bench):
+    report = bench.tune(Target(A100, PREDICTED, None), pass_="both", trials=8, dtypes=("bf16", "fp16"))
+    assert not bench.did("screen") and not bench.did("final")
+    assert {row.obtained for row in report.rows} == {"predicted"} and {row.proof for row in report.rows} == {
+        "interpreter"
+    }
+    assert {row.variant for row in report.rows} == {"pointer", "split", "fused"}  # no TMA on an A100
+    assert len(report.rows) == 2 * 2 * (4 + 2)  # dtypes, lengths, kernels and roads
+    by_dtype = {
+        d: [c for k, dtype, _, c in bench.did("compile") if dtype == d and k == "fwd"] for d in ("bf16", "fp16")
+    }
+    assert len(by_dtype["bf16"]) == 8 and len(by_dtype["fp16"]) == 4
+    best = min((c for c in by_dtype["bf16"] if c["num_stages"] != 4), key=lambda c: true_time(c, 512))
+    assert best in by_dtype["fp16"][:2]
+    checked = [(k, d, point({n: v for n, v in c.items() if n not in ("num_warps", "num_stages", "maxnreg")}))
+               for k, d, _, c in bench.did("check")]  # fmt: skip
+    assert len(checked) == len(set(checked))
+    split = next(r for r in report.rows if (r.variant, r.key.bucket, r.key.dtype) == ("split", 4096, "bf16"))
+    parts = [
+        r.time_us
+        for r in report.rows
+        if r.key == split.key.with_(kernel=r.key.kernel) and r.key.kernel in ("bwd_dq", "bwd_dkdv")
+    ]
+    assert sum(parts) < split.time_us < sum(parts) + 200
+
+
+def test_a_wrong_prediction_winner_is_passed_over(bench, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_POISON", "wrong")
+    report = bench.tune(Target(A100, PREDICTED, None), trials=14)
+    assert report.rows and all(row.config["HEADS_PER_WAVE"] != 1 for row in report.rows)
+
+
+def test_sibling_rows_say_so(bench):
+    report = bench.tune(Target(H100, SIBLING, H200), trials=3, buckets=(512,))
+    assert {(r.key.gpu, r.obtained, r.proof, r.obtained_on) for r in report.rows} == {
+        ("h100-sxm", "sibling", "sibling", "NVIDIA H200")
+    }
+
+
+def test_ctrl_c_keeps_what_was_done(bench):
+    class Impatient(Listener):
+        def progress(self, done, total, now, fates):
+            if done >= 4:
+                raise KeyboardInterrupt
+
+    monkey = bench.monkeypatch
+    monkey.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
+    request = TuneRequest(cache=bench.folder / "cache.sqlite", trials=10, buckets=(512,), dtypes=("bf16",), causal=(True,),
+                          pass_="fwd", workers=1)  # fmt: skip
+    report = tuner.tune(request, Impatient(), FAKES)
+    assert report.interrupted
+    before = {point(config) for *_, config in bench.did("compile")}
+    bench.forget()
+    report = tuner.tune(request, Listener(), FAKES)
+    after = {point(config) for *_, config in bench.did("compile")}
+    assert not report.interrupted and report.rows
+    assert len(before & after) <= 2  # at most what was under way
+    assert report.compiled <= 10 - 4
+
+
+def test_time_budget_ends_the_search_and_still_crowns(bench):
+    report = bench.tune(Target(A100, PREDICTED, None), trials=1000, buckets=(512,), time_budget_s=14.0, workers=1)
+    assert report.rows and report.seconds < 40 and report.compiled < 1000
+
+
+# ---- candidates and studies
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_propose_unseen_legal_points_only(name):
+    variant = variant_named("fwd")
+    configs = legal(variant, SPEC, A100).configs[::7]
+    sampler = UnseenSampler(name, variant.space, configs, seed=1, trials=6)
+    key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "bf16", "ieee", 128, 128, True, 512)
+    study = KeyStudy(key, "stamp", distributions(variant.space), sampler, Shelf(None))
+    count = 5
+    proposed = []
+    for _ in range(count):
+        proposed.append(study.ask(set()))
+        study.tell(Outcome(proposed[-1], true_time(proposed[-1], 512)))
+    assert len({point(config) for config in proposed}) == count
+    assert {point(config) for config in proposed} <= {point(config) for config in configs}
+    if name != "gp":  # slow
+        while (config := study.ask(set())) is not None:
+            study.tell(Outcome(config, None, "spills", "why"))
+            proposed.append(config)
+        assert len(proposed) == len(configs)
+
+
+def test_tpe_learns():
+    variant = variant_named("fwd")
+    configs = legal(variant, SPEC, H200).configs
+    ranks = sorted(true_time(config, 512) for config in configs)
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 512)
+    best = []
+    for seed in range(3):
+        sampler = UnseenSampler("tpe", variant.space, configs, seed, trials=40)
+        study = KeyStudy(key, "", distributions(variant.space), sampler, Shelf(None))
+        for _ in range(40):
+            config = study.ask(set())
+            study.tell(Outcome(config, true_time(config, 512)))
+        best.append(ranks.index(study.ranked()[0].time_us) / len(ranks))
+    assert max(best) < 0.01
+
+
+def test_legal_points_keep_every_limit_and_the_rest_have_a_reason():
+    variant = variant_named("fwd")
+    found = legal(variant, SPEC, A100)
+    total = sum(1 for _ in variant.space.points())
+    assert len(found.configs) + sum(found.refused.values()) == total and len(found.configs) > 100
+    assert all(config["LOADS"] == "pointer" for config in found.configs)
+
+
+def test_a_study_survives_on_disk(tmp_path):
+    variant = variant_named("fwd")
+    configs = legal(variant, SPEC, A100).configs
+    key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "bf16", "ieee", 128, 128, True, 512)
+
+    def opened(stamp="one"):
+        shelf = Shelf(tmp_path / "studies.sqlite")
+        return KeyStudy(
+            key, stamp, distributions(variant.space), UnseenSampler("tpe", variant.space, configs, 0, 20), shelf
+        )
+
+    study = opened()
+    study.tell(Outcome(configs[0], 12.5, binary={"registers": 1}))
+    study.tell(Outcome(configs[1], None, "crash", "SIGSEGV"))
+    study.disqualify(configs[0], "NaN")
+    study.shelf.close()
+    again = opened()
+    assert (
+        again.outcomes == study.outcomes and again.ranked() == [] and again.fates() == {"crash": 1, "wrong_result": 1}
+    )
+    assert opened("two").outcomes == {}
+
+
+# ---- the request
+
+
+def test_targets(monkeypatch):
+    monkeypatch.setattr(gpus, "present", lambda: None)
+    assert resolve_target("a100") == Target(A100, PREDICTED, None)
+    with pytest.raises(ValueError, match=r"none is present.*a100-sxm-80gb.*h200"):
+        resolve_target(None)
+    monkeypatch.setattr(gpus, "present", lambda: H200)
+    assert resolve_target(None) == resolve_target("h200") == Target(H200, MEASURED, H200)
+    assert resolve_target("h100") == Target(H100, SIBLING, H200)
+    assert resolve_target("a100") == Target(A100, PREDICTED, H200)
+    small = gpus.named("a100-pcie-40gb")
+    monkeypatch.setattr(gpus, "present", lambda: small)
+    assert resolve_target("a100") == Target(small, MEASURED, small)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": "a1000"}, "gpu: got 'a1000', known are"),
+        ({"head_dims": (20,)}, "headdim: got 20, allowed are 16 to 256 in steps of 8"),
+        ({"head_dims": (264,)}, "headdim: got 264"),
+        ({"head_dim_v": 8}, "headdim-v: got 8"),
+        ({"trials": 0}, "trials: got 0"),
+        ({"time_budget_s": 0.0}, "time-budget: got 0.0"),
+        ({"dtypes": ("fp8",)}, "dtype: got 'fp8', allowed are bf16, fp16, fp32"),
+        ({"buckets": (1000,)}, "seqlen: got 1000"),
+        ({"sampler": "best"}, "sampler: got 'best'"),
+        ({"pass_": "fwd", "kernels": ("bwd_dq",)}, "kernel: got 'bwd_dq', allowed are fwd"),
+        ({"cache": Path("/proc/none/cache.sqlite")}, "cache: /proc/none/cache.sqlite cannot be written"),
+        ({"record": Path("/proc/none/record")}, "record: /proc/none/record cannot be written"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(tmp_path, monkeypatch, change, says):
+    monkeypatch.setattr(gpus, "present", lambda: None)
+    monkeypatch.setattr(os, "environ", {**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+    with pytest.raises(ValueError) as caught:
+        make_plan(TuneRequest(**{"gpu": "a100", "cache": tmp_path / "cache.sqlite", **change}))
+    assert says in str(caught.value)
+
+
+def test_a_cache_that_is_no_cache_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "present", lambda: None)
+    (tmp_path / "cache.sqlite").write_text("poem")
+    with pytest.raises(reader.CacheFileError):
+        make_plan(TuneRequest(gpu="a100", cache=tmp_path / "cache.sqlite"))
+
+
+def test_describe():
+    config = {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "LOADS": "pointer",
+        "MASKED_FIRST": True,
+        "num_warps": 8,
+        "num_stages": 2,
+        "maxnreg": 0,
+    }
+    assert describe(config) == "128x64 pointer masked-first w8 s2"
+    assert describe({}) == ""

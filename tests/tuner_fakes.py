@@ -1,0 +1,67 @@
+"""What child processes run in tests of the tuner: a GPU made of arithmetic, with candidates that crash, hang and lie."""
+
+import json
+import os
+import time
+
+from fa2tune import worker
+from fa2tune.judge import Verdict
+from fa2tune.samples import Race
+
+ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
+
+
+def _log(kind, *what):
+    """What was done, for the test to read."""
+    with open(os.environ["FA2TUNE_FAKE_LOG"], "a") as file:
+        file.write(json.dumps([kind, *what], default=repr) + "\n")
+
+
+def true_time(config, bucket):
+    """Microseconds. Best at BLOCK_M 128, BLOCK_N 64, 8 warps, 3 stages."""
+    off = abs(config["BLOCK_M"] - 128) / 64 + abs(config["BLOCK_N"] - 64) / 64 + (config["num_warps"] == 4)
+    off += 0.3 * abs(config["num_stages"] - 3) + 0.1 * config["MASKED_FIRST"] + (0.2 if config["maxnreg"] else 0.0)
+    off += 0.01 * config["HEADS_PER_WAVE"] + (0.05 if config["LOADS"] == "pointer" else 0.0)
+    return bucket / 10 * (1 + off)
+
+
+def judge(kernel, spec, config, gpu, problems):
+    _log("compile", kernel, spec.dtype, spec.causal, config)
+    binary = {"registers": 128, "spills": 0, "shared_bytes": 1000}
+    if config["num_stages"] == 4:
+        return Verdict("shared_memory", "too much", binary)
+    if os.environ.get("FA2TUNE_FAKE_ABORT") and config["BLOCK_N"] == 16:
+        os.abort()
+    return Verdict(binary=binary, predicted_us=tuple(true_time(config, problem.bucket) for problem in problems))
+
+
+def _kernel_time(key, contender):
+    if key.kernel != "bwd":
+        return true_time(contender, key.bucket)
+    return sum(true_time(config, key.bucket) for config in contender["configs"].values())
+
+
+def race(key, contenders, effort, best_ratio=1.0):
+    _log(effort, key.kernel, key.bucket, list(contenders))
+    poison = os.environ.get("FA2TUNE_FAKE_POISON", "")
+    for index, config in enumerate(contenders):
+        worker.report(index)
+        if "crash" in poison and config.get("BLOCK_N") == 128:
+            os.kill(os.getpid(), 11)
+        if "hang" in poison and config.get("BLOCK_M") == 256:
+            time.sleep(3600)
+    drift = 1 + 0.3 * (os.getpid() % 7)  # every process has clocks of its own: only ratios may count
+    times = [[drift * _kernel_time(key, c) * (1 + 0.001 * r) for r in range(9)] for c in contenders]
+    return Race(times, {}, 1980, 700)
+
+
+def check(kernel, config, spec, arch, device, small=False):
+    _log("check", kernel, spec.dtype, spec.causal, config)
+    if "wrong" in os.environ.get("FA2TUNE_FAKE_POISON", "") and config["HEADS_PER_WAVE"] == 1:
+        raise ArithmeticError("o: NaN in 3 of 9 elements")
+    return ERRORS
+
+
+def check_backward(configs, spec, road, device, small=False):
+    _log("check", road, spec.dtype, spec.causal, configs)
+    return ERRORS
