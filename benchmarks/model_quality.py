@@ -3,10 +3,10 @@
     python benchmarks/model_quality.py measured.json [--gpu h200] [--pairs pairs.json]
 
 measured.json: a list of {"kernel", "dtype", "head_dim", "causal", "config", "bucket", "time_us"}, with "head_dim_v" and
-"precision" where they differ from the head dim and "ieee"; the specialization may also stand under "spec". Needs no GPU: binaries
-are rebuilt (or taken from Triton's cache). Per key and in all: Spearman's rank correlation over all configs and over the
-measured best quarter, and regret: how much slower than the best measured config the model's first choice is, and the best of its
-first five.
+"precision" where they differ from the head dim and "ieee"; the specialization may also stand under "spec". Needs no GPU:
+binaries are rebuilt (or taken from Triton's cache). Per key and in all: Spearman's rank correlation over all configs and
+over the measured best quarter, and regret: how much slower than the best measured config the model's first choice is, and
+the best of its first five; scale: median of predicted / measured time.
 """
 
 from __future__ import annotations

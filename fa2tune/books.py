@@ -14,6 +14,7 @@ from fa2tune.problem import BACKWARD, Config, TuningKey
 from fa2tune.row import Row
 from fa2tune.store import Store
 from fa2tune.study import Outcome
+from fa2tune.variant import OPTIONS
 
 if TYPE_CHECKING:
     from fa2tune.family import Family
@@ -74,9 +75,9 @@ class Books:
         self.store.put(rows)
         self.report.rows += rows
         best = max(rows, key=lambda row: row.tflops or 0.0)
-        way = f"{best.variant} " if best.key.kernel == BACKWARD else ""
+        what = best.variant if best.key.kernel == BACKWARD else describe(best.config)
         gain = "" if best.gain is None else f", {best.gain:.2f} x default"
-        self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}, {way}{describe(best.config)}{gain}")
+        self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}, {what}{gain}")
 
     def put_kept(self, family: Family) -> bool:
         """File the rows an earlier run crowned on these very trials; False if it did not."""
@@ -111,15 +112,12 @@ def fate_of(job: worker.Job) -> str:
 
 
 def describe(config: Config) -> str:
-    """A config on half a line: "128x64 pointer w8 s3 hpw4 masked-first"."""
+    """A config on half a line: "128x64 pointer w8 s3 r168 masked-first heads-per-wave=4"."""
     parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if "BLOCK_M" in config and "BLOCK_N" in config else []
-    short = {"num_warps": "w", "num_stages": "s", "maxnreg": "r"}
-    for name, value in config.items():
-        if name in ("BLOCK_M", "BLOCK_N") or value is False or (name == "maxnreg" and value == 0):
-            continue
-        if isinstance(value, str):
-            parts.append(value)
-        else:
+    parts += [value for value in config.values() if isinstance(value, str)]
+    parts += [short + str(config[name]) for name, short in zip(OPTIONS, "wsr", strict=True) if config.get(name)]
+    for name, value in sorted(config.items(), reverse=True):
+        if name not in (*OPTIONS, "BLOCK_M", "BLOCK_N") and not isinstance(value, str) and value is not False:
             word = name.lower().replace("_", "-")
-            parts.append(word if value is True else f"{short.get(name, word + '=')}{value}")
+            parts.append(word if value is True else f"{word}={value}")
     return " ".join(parts)

@@ -68,28 +68,34 @@ def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
     return found
 
 
-class _Places:
-    """Points as vectors, so that the nearest one can be found."""
+class Field:
+    """The legal points of a space, as dictionary keys, and as vectors, so that the nearest one can be found."""
 
     def __init__(self, space: SearchSpace, configs: Sequence[Config]) -> None:
-        self.space = space
         self.configs = configs
-        self.vectors = np.array([self.vector(config) for config in configs])
+        self.points = [point(config) for config in configs]
+        self.distributions = distributions(space)
+        #: dimension -> value -> its coordinates: on a logarithmic scale of length 1, or any two values 1 apart
+        self._coordinates: dict[str, dict[Any, list[float]]] = {}
+        for name, distribution in self.distributions.items():
+            if isinstance(distribution, CategoricalDistribution):
+                values = {
+                    value: [0.5 * (value == other) for other in distribution.choices] for value in distribution.choices
+                }
+            else:
+                assert isinstance(distribution, IntDistribution)
+                low, high = math.log2(distribution.low), math.log2(distribution.high)
+                numbers = range(distribution.low, distribution.high + 1)
+                values = {value: [(math.log2(value) - low) / (high - low)] for value in numbers}
+            self._coordinates[name] = values
+        self.vectors = np.array([self._vector(config) for config in configs])
 
-    def vector(self, config: Config) -> list[float]:
-        places: list[float] = []
-        for name, distribution in distributions(self.space).items():
-            if isinstance(distribution, IntDistribution):
-                places.append(
-                    math.log2(config[name] / distribution.low) / math.log2(distribution.high / distribution.low)
-                )
-            else:  # any two values of an unordered dimension lie 1 apart
-                assert isinstance(distribution, CategoricalDistribution)
-                places += [0.5 * (config[name] == value) for value in distribution.choices]
-        return places
+    def _vector(self, config: Config) -> list[float]:
+        return [place for name, values in self._coordinates.items() for place in values[config[name]]]
 
     def nearest(self, wanted: Config, allowed: Sequence[int], rng: random.Random) -> Config:
-        distances = np.abs(self.vectors[allowed] - self.vector(wanted)).sum(axis=1)
+        """Of the points with these indices; among equally near ones, any."""
+        distances = np.abs(self.vectors[allowed] - self._vector(wanted)).sum(axis=1)
         closest = np.flatnonzero(distances <= distances.min() + 1e-9)
         return self.configs[allowed[rng.choice(list(closest))]]
 
@@ -110,15 +116,12 @@ class UnseenSampler(BaseSampler):
     """Proposes legal points that are not in ``seen``, each at most once: what the inner sampler wants, moved to the nearest of
     them. (Asked alone, TPE repeats itself and none of Optuna's samplers knows constraints between dimensions.)"""
 
-    def __init__(self, name: str, space: SearchSpace, configs: Sequence[Config], seed: int, trials: int) -> None:
+    def __init__(self, name: str, field: Field, seed: int, trials: int) -> None:
         """``trials``: about how many will be asked for."""
         if name not in SAMPLERS:
             raise ValueError(f"sampler: got {name!r}, allowed are {', '.join(SAMPLERS)}")
         self.name = name
-        self.space = space
-        self.distributions = distributions(space)
-        self.places = _Places(space, configs)
-        self.points = [point(config) for config in configs]
+        self.field = field
         self.rng = random.Random(seed)
         self.seen: Collection[Point] = ()
         with warnings.catch_warnings():
@@ -126,23 +129,23 @@ class UnseenSampler(BaseSampler):
             self.inner = _inner(name, seed, trials)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return self.distributions
+        return self.field.distributions
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        unseen = [index for index, candidate in enumerate(self.points) if candidate not in self.seen]
+        unseen = [index for index, candidate in enumerate(self.field.points) if candidate not in self.seen]
         if not unseen:
             raise LookupError("every legal point has been proposed")
         if self.name == "grid":
-            return dict(self.places.configs[unseen[0]])
+            return dict(self.field.configs[unseen[0]])
         if self.inner is None:
-            return dict(self.places.configs[self.rng.choice(unseen)])
+            return dict(self.field.configs[self.rng.choice(unseen)])
         wanted = self.inner.sample_relative(study, trial, self.inner.infer_relative_search_space(study, trial))
-        for name, distribution in self.distributions.items():
+        for name, distribution in self.field.distributions.items():
             if name not in wanted:
                 wanted[name] = self.inner.sample_independent(study, trial, name, distribution)
-        return dict(self.places.nearest(wanted, unseen, self.rng))
+        return dict(self.field.nearest(wanted, unseen, self.rng))
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

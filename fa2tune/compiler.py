@@ -85,9 +85,7 @@ def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[
         "BLOCK_D": padded_head_dim(spec.head_dim),
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
         "IS_CAUSAL": spec.causal,
-        # Triton cuts the operands of a TF32 product off instead of rounding them, which costs 2.4 times the error of the
-        # same product in cuBLAS; three such products keep the error rule, at a third of the rate
-        "PRECISION": "tf32x3" if spec.precision == "tf32" else "ieee",
+        "PRECISION": spec.precision,
         **variant.constants(spec),
         **{name: value for name, value in config.items() if name not in OPTIONS},
     }

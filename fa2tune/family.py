@@ -6,11 +6,11 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fa2tune import compiler, fingerprint
-from fa2tune.candidates import Point, UnseenSampler, distributions, legal, point
+from fa2tune.candidates import Field, Point, UnseenSampler, legal, point
 from fa2tune.judge import Verdict
 from fa2tune.problem import Config, Specialization, TuningKey
 from fa2tune.row import Row
@@ -20,7 +20,7 @@ from fa2tune.variant import DESCRIPTOR
 if TYPE_CHECKING:
     from fa2tune.plan import Plan
 
-#: Every third proposal is a neighbour's winner, while there are any.
+#: Every third proposal is a neighbour's winner, or the best so far with the other load variant, while there are any.
 NEIGHBOUR_EVERY = 3
 
 
@@ -54,18 +54,19 @@ class Family:
                       self.spec.head_dim, self.spec.head_dim_v, self.spec.causal, bucket)
             for bucket in self.plan.request.buckets
         ]  # fmt: skip
-        space, request = self.variant.space, self.plan.request
+        request = self.plan.request
         seed = zlib.crc32(
             f"{request.seed} {self.title}".encode()
         )  # families explore different points, and share winners
+        points = Field(self.variant.space, self.legal.configs)
         self.studies = {
             key: KeyStudy(
-                key, stamp, distributions(space),
-                UnseenSampler(request.sampler, space, self.legal.configs, (seed + number) % (1 << 31), self.trials), self.shelf,
+                key, stamp, UnseenSampler(request.sampler, points, (seed + number) % (1 << 31), self.trials), self.shelf
             )
             for number, key in enumerate(self.keys)
         }  # fmt: skip
-        self.seeds.appendleft(self.default)
+        by_pointer = dict(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
+        self.seeds.extendleft([*self._twins([self.default]), by_pointer, self.default])
         self.proposed = len(self.tried())
         #: tried by an earlier run at some lengths only: costs no trial
         self.backfill = deque(
@@ -140,10 +141,15 @@ class Family:
             return None
         config = self._first_new(self.seeds, taken)
         if config is None and self.proposed % NEIGHBOUR_EVERY == 0:
-            config = self._first_new(deque(c for family in self.neighbours for c in family.best_configs()), taken)
+            elsewhere = [config for family in self.neighbours for config in family.best_configs()]
+            config = self._first_new(deque([*self._twins(self.best_configs()), *elsewhere]), taken)
         if config is None:
             config = self.studies[self.keys[self.proposed % len(self.keys)]].ask(taken)
         return config
+
+    def _twins(self, configs: Iterable[Config]) -> list[Config]:
+        """The same configs with the other way of loading: each way has a row of its own."""
+        return [{**c, "LOADS": loads} for c in configs for loads in self.loads_variants() if loads != c["LOADS"]]
 
     def _first_new(self, configs: deque[Config], taken: set[Point]) -> Config | None:
         while configs:

@@ -119,7 +119,8 @@ def _values(variant: Variant, problem: Problem, config: Config, strides: Strides
     spec = problem.specialization
     values = compiler.constexprs(variant, spec, config)
     values |= {
-        "qk_scale": (-softmax_scale if spec.negate else softmax_scale) * LOG2E, "softmax_scale": softmax_scale,
+        # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
+        "qk_scale": (-softmax_scale if spec.negate else softmax_scale) * LOG2E or 1e-30, "softmax_scale": softmax_scale,
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
     }  # fmt: skip
@@ -142,17 +143,20 @@ def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str, str]
     return variant.descriptors if compiler.uses_descriptors(config) else {}
 
 
-class _Slot:
-    """Where a tensor goes among the arguments; ``maps``, if a descriptor reads it: base address -> encoded descriptor."""
+class _Maps(dict[int, Any]):
+    """Base address -> encoded descriptor, for one tensor of one bound launch. Keeps as many as the caching allocator is
+    likely to hand out in turn."""
 
-    __slots__ = ("index", "maps", "metadata", "shape", "strides")
+    KEPT = 256
 
-    def __init__(self, index: int, metadata: Any, shape: list[int], strides: list[int]) -> None:
-        self.index, self.metadata, self.shape, self.strides = index, metadata, shape, strides
-        self.maps: dict[int, Any] | None = None if metadata is None else {}
+    def __init__(self, metadata: Any, shape: list[int], strides: list[int]) -> None:
+        self.metadata, self.shape, self.strides = metadata, shape, strides
 
-
-MAPS_KEPT = 256  #: encoded descriptors kept per tensor: the addresses that the caching allocator hands out in turn
+    def encode(self, tensor: torch.Tensor) -> Any:
+        if len(self) >= self.KEPT:
+            self.clear()
+        encoded = self[tensor.data_ptr()] = _encode(self.metadata, tensor, self.shape, self.strides)
+        return encoded
 
 
 class BoundLaunch:
@@ -169,14 +173,14 @@ class BoundLaunch:
         self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
         metadata = iter(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
         self.arguments: list[Any] = []  # as the C launcher takes them: a descriptor is followed by its shape and strides
-        slots: dict[str, _Slot] = {}
+        slots: dict[str, tuple[int, _Maps | None]] = {}  # where each tensor goes
         for name in compiler.parameters(variant):
             if name in described:
                 shape, steps = _shape(name, problem), [*strides[name], 1]
-                slots[name] = _Slot(len(self.arguments), next(metadata), shape, steps)
+                slots[name] = len(self.arguments), _Maps(next(metadata), shape, steps)
                 self.arguments += [None, *shape, *steps]
             elif name in variant.tensors:
-                slots[name] = _Slot(len(self.arguments), None, [], [])
+                slots[name] = len(self.arguments), None
                 self.arguments.append(0)
             else:
                 self.arguments.append(values[name])
@@ -187,17 +191,9 @@ class BoundLaunch:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         arguments = self.arguments.copy()
-        for slot, tensor in zip(self.slots, tensors, strict=True):
+        for (index, maps), tensor in zip(self.slots, tensors):  # noqa: B905  # strict costs here; bind() fixed the count
             address = tensor.data_ptr()
-            if slot.maps is not None:
-                encoded = slot.maps.get(address)
-                if encoded is None:
-                    if len(slot.maps) >= MAPS_KEPT:
-                        slot.maps.clear()
-                    encoded = slot.maps[address] = _encode(slot.metadata, tensor, slot.shape, slot.strides)
-                arguments[slot.index] = encoded
-            else:
-                arguments[slot.index] = address
+            arguments[index] = address if maps is None else maps.get(address) or maps.encode(tensor)
         self.call(self.grid, torch._C._cuda_getCurrentRawStream(self.device_index), arguments)
 
 

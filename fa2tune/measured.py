@@ -26,6 +26,11 @@ Task = Generator[Job, Job, Any]
 HEAT = 8  #: candidates timed against each other at a time
 FINALISTS = 3
 DEADLINE = 60.0  #: seconds without a word from the GPU's process, before it counts as hung
+STARTS = 3  #: failures before the first candidate, in a row, until the GPU is given up
+
+
+class GpuLost(RuntimeError):
+    """The GPU's process fails before it comes to a candidate: nothing can be said of any candidate."""
 
 
 class Measured:
@@ -55,6 +60,14 @@ class Measured:
                                                        any(c == f.default for c, _ in f.ready))]  # fmt: skip
         return self._heat(max(waiting, key=lambda f: len(f.ready))) if waiting else None
 
+    def _run(self, function: str, arguments: tuple[Any, ...]) -> Generator[Job, Job, Job]:
+        """A job on the GPU; tried again where it failed before its first note, which is no candidate's fault."""
+        for _ in range(STARTS):
+            job = yield Job(function, arguments, DEADLINE)
+            if job.failure is None or job.notes:
+                return job
+        raise GpuLost(f"{function} failed {STARTS} times before it launched anything: {job.failure}")
+
     # ---- the search
 
     def _anchor(self, family: Family, batch: Sequence[Config]) -> Config:
@@ -68,7 +81,9 @@ class Measured:
 
     def _heat(self, family: Family) -> Task:
         """Race a batch of candidates at every length, then file what came of them."""
-        batch, family.ready = dict_of(family.ready[:HEAT]), family.ready[HEAT:]
+        family.ready.sort(key=lambda entry: entry[0] != family.default)  # the first heat must hold the default
+        batch = {point(config): (config, verdict) for config, verdict in family.ready[:HEAT]}
+        family.ready = family.ready[HEAT:]
         configs = [config for config, _ in batch.values()]
         dead: dict[Point, tuple[str, str]] = {}
         times: dict[tuple[TuningKey, Point], float] = {}
@@ -105,7 +120,7 @@ class Measured:
             reference = (known.time_us if known else None) or found.get(point(anchor))
             ranked = study.ranked()
             best = (ranked[0].time_us or reference) / reference if ranked and reference else 1.0
-            job = yield Job(self.books.hands.race, (key, contenders, "screen", best), DEADLINE)
+            job = yield from self._run(self.books.hands.race, (key, contenders, "screen", best))
             if job.failure is not None:
                 groups = self._after_failure(family, key, job, contenders, group, dead) + groups
                 continue
@@ -140,11 +155,12 @@ class Measured:
 
     def crown(self, family: Family) -> Task:
         """Per length: the finalists prove their numerics, race again at leisure, and the best is crowned."""
-        if not self.books.put_kept(family):
-            for key, study in family.studies.items():
+        for key, study in family.studies.items():
+            rows = study.kept("crowned", str(len(study.outcomes)))
+            if rows is None:
                 rows = yield from self._final(family, key, study)
                 study.keep("crowned", str(len(study.outcomes)), rows)
-                self.books.put(rows, f"{family.title} {key.bucket}")
+            self.books.put(rows, f"{family.title} {key.bucket}")
         family.crowned = True
 
     def _final(self, family: Family, key: TuningKey, study: KeyStudy) -> Generator[Job, Job, list[Row]]:
@@ -154,7 +170,7 @@ class Measured:
                 self.books.watcher.line(f"{family.title} {key.bucket}: no candidate ran and was right")
                 return []
             contenders = [outcome.config for outcome, _ in finalists]
-            job = yield Job(self.books.hands.race, (key, contenders, "final"), DEADLINE)
+            job = yield from self._run(self.books.hands.race, (key, contenders, "final"))
             if job.failure is None and not job.result.failures:
                 return self._rows(family, key, study, finalists, job.result)
             self.books.lost(job, f"in the final of {family.title} {key.bucket}")
@@ -195,7 +211,7 @@ class Measured:
         self, function: str, arguments: tuple[Any, ...], key: Any, what: str
     ) -> Generator[Job, Job, Mapping[str, Any] | str]:
         if key not in self.books.checked:
-            job = yield Job(function, arguments, DEADLINE)
+            job = yield from self._run(function, arguments)
             self.books.report.checked += 1
             if job.failure:
                 self.books.watcher.line(f"{what}: {job.failure}")
@@ -233,37 +249,40 @@ class Measured:
     def whole(self, members: Sequence[Family]) -> Task:
         """Split against fused, each with its winners, and the split road of default configs beside them."""
         by_name = {family.kernel: family for family in members}
-        spec, arch = members[0].spec, self.books.plan.target.gpu.arch
+        spec = members[0].spec
         forward = members[0].forward_default()
         for key in members[0].keys:
             best = {name: family.best_row(self.books.report.rows, key) for name, family in by_name.items()}
             defaults: dict[str, Config] = {name: by_name[name].default for name in crown.ROADS["split"]}
-            roads: list[tuple[str, dict[str, Config], Any]] = []
-            for road, kernels in crown.ROADS.items():
-                configs = {name: row.config for name in kernels if (row := best[name])}
-                if len(configs) < len(kernels):
-                    continue
-                what = (road, spec, *(point(config) for config in configs.values()))
-                arguments = ({"fwd": forward, **configs}, spec, road, "cuda")
-                errors = yield from self._check(
-                    self.books.hands.check_backward, arguments, what, f"checking {road} backward"
-                )
-                if not isinstance(errors, str):
-                    roads.append((road, configs, errors))
-            token = repr([arch, [(road, sorted(map(point, chosen.values()))) for road, chosen, _ in roads]])
+            roads = {
+                road: {name: row.config for name in kernels if (row := best[name])}
+                for road, kernels in crown.ROADS.items()
+                if all(best[name] for name in kernels)
+            }
+            token = repr([(road, sorted(map(point, configs.values()))) for road, configs in roads.items()])
             study = by_name["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
             rows = study.kept("whole", token)
-            if rows is None and roads:
-                rows = yield from self._whole_rows(key.with_(kernel=BACKWARD), roads, defaults)
+            if rows is None:
+                proved = []
+                for road, configs in roads.items():
+                    what = f"checking the {road} backward {members[0].short}"
+                    arguments = ({"fwd": forward, **configs}, spec, road, "cuda")
+                    memo = (road, spec, *(point(config) for config in configs.values()))
+                    errors = yield from self._check(self.books.hands.check_backward, arguments, memo, what)
+                    if not isinstance(errors, str):
+                        proved.append((road, configs, errors))
+                rows = yield from self._whole_rows(key.with_(kernel=BACKWARD), proved, defaults)
                 study.keep("whole", token, rows)
-            self.books.put(rows or [], f"{BACKWARD} {members[0].short} {key.bucket}")
+            self.books.put(rows, f"{BACKWARD} {members[0].short} {key.bucket}")
 
     def _whole_rows(
         self, key: TuningKey, roads: Sequence[tuple[str, dict[str, Config], Any]], defaults: dict[str, Config]
     ) -> Generator[Job, Job, list[Row]]:
+        if not roads:
+            return []
         contenders = [{"road": "split", "configs": defaults}]
         contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
-        job = yield Job(self.books.hands.race, (key, contenders, "final"), DEADLINE)
+        job = yield from self._run(self.books.hands.race, (key, contenders, "final"))
         if job.failure is not None:
             self.books.watcher.line(f"whole backward {key.dtype} {key.head_dim} {key.bucket}: {job.failure}")
             return []
@@ -276,7 +295,3 @@ class Measured:
             for (road, _, errors), samples in zip(roads, race.times[1:], strict=True)
             if samples
         ]  # fmt: skip
-
-
-def dict_of(ready: Sequence[tuple[Config, Verdict]]) -> dict[Point, tuple[Config, Verdict]]:
-    return {point(config): (config, verdict) for config, verdict in ready}

@@ -6,7 +6,7 @@ views of any strides with a contiguous last dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -19,18 +19,9 @@ SPLIT, FUSED = "split", "fused"
 ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
 
 
-#: Shared memory a block can have on the data-centre GPUs; TF32 products by threes do not fit their tiles into 99 KiB.
-TF32_NEEDS_BYTES = 160 * 1024
-
-
-def float32_precision(device_index: int) -> str:
-    """How float32 products are made: "ieee", or "tf32" where torch's setting allows it and the GPU has the room."""
-    if not torch.backends.cuda.matmul.allow_tf32:
-        return "ieee"
-    if device_index < 0:
-        return "tf32"
-    room = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
-    return "tf32" if room >= TF32_NEEDS_BYTES else "ieee"
+def float32_precision() -> str:
+    """How torch is set to multiply float32 matrices: "ieee" or "tf32"."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def device_index_of(tensor: torch.Tensor) -> int:
@@ -49,7 +40,7 @@ def describe(
     aligned, wide, tma = addressing(read, {name: strides_of(tensor) for name, tensor in read.items()})
     return Problem(
         dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal,
-        precision=float32_precision(q.get_device()) if dtype == "fp32" else "ieee",
+        precision=float32_precision() if dtype == "fp32" else "ieee",
         aligned=aligned, wide=wide, negate=do is None and softmax_scale < 0, tma=tma,
     )  # fmt: skip
 
@@ -62,6 +53,15 @@ def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     return like.new_empty((batch, heads, rows, dim))
 
 
+def _allocator(tensor: torch.Tensor, like: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How to allocate another ``tensor``: by empty_like(like) where that gives the same strides, as it is fastest."""
+    twin = torch.empty_like(like)
+    if (twin.shape, twin.stride()) == (tensor.shape, tensor.stride()):
+        return torch.empty_like
+    shape, stride = tensor.shape, tensor.stride()
+    return lambda q: q.new_empty_strided(shape, stride)
+
+
 class ForwardPlan:
     """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension."""
 
@@ -70,13 +70,13 @@ class ForwardPlan:
         self.causal, self.softmax_scale = problem.causal, softmax_scale
         self.lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         o = empty_ordered(q, problem.head_dim_v)
-        self.o_shape, self.o_stride = o.shape, o.stride()
+        self.new_o = _allocator(o, q)
         strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
         names = ("q", "k", "v", "o", "lse")
         self.launch = bind(variant_named("fwd"), problem, config, strides, softmax_scale, names, device_index_of(q))
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        o = torch.empty_strided(self.o_shape, self.o_stride, dtype=q.dtype, device=q.device)
+        o = self.new_o(q)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         self.launch(q, k, v, o, lse)
         return o, lse
@@ -92,7 +92,7 @@ class BackwardPlan:
         self.road = road
         self.rows_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         dq, dk, dv = (empty_ordered(t, t.shape[3]) for t in (q, k, v))
-        self.layouts = [(t.shape, t.stride()) for t in (dq, dk, dv)]
+        self.new_dq, self.new_dk, self.new_dv = _allocator(dq, q), _allocator(dk, k), _allocator(dv, v)
         self.has_dlse = dlse is not None
         strides = {name: strides_of(t) for name, t in
                    (("q", q), ("k", k), ("v", v), ("do", do), ("o", o), ("dq", dq), ("dk", dk), ("dv", dv))}  # fmt: skip
@@ -116,10 +116,7 @@ class BackwardPlan:
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        dq, dk, dv = (
-            torch.empty_strided(shape, stride, dtype=q.dtype, device=q.device) for shape, stride in self.layouts
-        )
-        delta = torch.empty(self.rows_shape, dtype=torch.float32, device=q.device)
+        dq, dk, dv, delta = self.new_dq(q), self.new_dk(k), self.new_dv(v), torch.empty_like(lse)
         if dlse is None:
             self.delta(o, do, delta)
         else:

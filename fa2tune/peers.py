@@ -24,7 +24,7 @@ SUBJECT = "fa2tune"
 
 #: What people copy when they do not search (the tile sizes of the Triton tutorial on fused attention), at two stages, so
 #: that it fits at head dim 256 too. One config for every GPU, head dim, mask and length: that is the point of it.
-_PLAIN = {"LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0}
+_PLAIN = {"LOADS": "pointer", "MASKED": "last", "HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0}
 PLAIN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "fwd": {"BLOCK_M": 128, "BLOCK_N": 64, **_PLAIN},
     "bwd_dkdv": {"BLOCK_M": 32, "BLOCK_N": 128, **_PLAIN},

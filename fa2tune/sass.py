@@ -17,11 +17,12 @@ from fa2tune.compiler import tool
 
 WARP_THREADS = 32
 WARP_GROUP = 4  #: warps that issue one HGMMA together
+LEAST_MASK = 4  #: compares and selects a thread runs for its share of the smallest tile, 16 x 32 by 128 threads
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One innermost loop that runs products."""
+    """One way round an innermost loop that runs products."""
 
     tensor_flops: float = 0.0  #: of HMMA and HGMMA; 0 for UTCHMMA, whose shape is not in its mnemonic
     mma: str = ""  #: "HGMMA", "HMMA", "UTCHMMA"; "" where products run as FFMA
@@ -52,6 +53,7 @@ _NOT_ALU = {
     "S2R", "S2UR", "CS2R", "R2UR", "LDC", "MEMBAR", "FENCE", "ERRBAR", "CCTL", "RET", "CALL", "YIELD", "KILL", "LDTM", "STTM",
     "R2P",
 }  # fmt: skip
+_ATOMICS = {"RED", "REDG", "ATOM", "ATOMG"}
 _BARRIERS = {"BAR", "SYNCS", "WARPGROUP"}
 
 
@@ -109,7 +111,7 @@ def _tally(body: list[_Instruction]) -> Loop:
             pipes["copies"] += 1
             if base == "LDGSTS":
                 shared += _width(opcode)
-        elif base in ("RED", "REDG", "ATOM", "ATOMG"):
+        elif base in _ATOMICS:
             pipes["atomics"] += 1
         elif base in _BARRIERS:
             pipes["barriers"] += base != "WARPGROUP"
@@ -131,9 +133,22 @@ def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
     return instructions, labels
 
 
-def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> Iterator[set[int]]:
-    """Instruction indices of each natural loop: a back edge counts only if its target dominates it, which leaves out the
-    jumps back from cold code (spinning on a TMA barrier) laid out behind the kernel."""
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """Instruction indices of a natural loop."""
+
+    all: frozenset[int]
+    plain: frozenset[int]  #: without blocks that a way round can avoid
+
+
+def _works(instruction: _Instruction) -> bool:
+    base = instruction.opcode.partition(".")[0]
+    return base in _ATOMICS or base == "FFMA" or "MMA" in base
+
+
+def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> Iterator[_Body]:
+    """A back edge makes a loop only if its target dominates it, which leaves out the jumps back from cold code (spinning on a
+    TMA barrier) laid out behind the kernel."""
     targets: dict[int, int] = {}
     ends: set[int] = set()
     for index, instruction in enumerate(instructions):
@@ -175,35 +190,48 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
             if new != dominators[number]:
                 dominators[number], changed = new, True
     bodies: dict[int, set[int]] = {}
+    always: dict[int, set[int]] = {}
     for number, follows in enumerate(successors):
         for header in follows & dominators[number]:
+            always[header] = always.get(header, dominators[number]) & dominators[number]
             body, stack = bodies.setdefault(header, {header}), [number]
             while stack:
                 block = stack.pop()
                 if block not in body:
                     body.add(block)
                     stack.extend(predecessors[block])
-    for body in bodies.values():
-        yield {index for block in body for index in range(*spans[block])}
+
+    def indices(blocks: set[int]) -> frozenset[int]:
+        return frozenset(index for block in blocks for index in range(*spans[block]))
+
+    for header, body in bodies.items():
+        # branches around atomic adds and products guard the end of a tensor: as good as always taken
+        worked = {block for block in body if any(_works(instructions[index]) for index in range(*spans[block]))}
+        yield _Body(indices(body), indices(body & always[header] | worked))
+
+
+def _ways(body: _Body, instructions: list[_Instruction]) -> list[Loop]:
+    """The plain way round a loop, and, where it branches around a mask, the masked one. Other branches guard rare things: a
+    spin on a barrier."""
+    plain, whole = (_tally([instructions[index] for index in sorted(way)]) for way in (body.plain, body.all))
+    return [plain, whole] if whole.compares - plain.compares >= LEAST_MASK else [plain]
 
 
 def loops(listing: str) -> tuple[Loop, ...]:
-    """The innermost loops of a disassembly that run products, in the order of their addresses: those with matrix
-    instructions, or, in a kernel without any, those with at least half as many FFMAs as the richest."""
+    """The innermost loops of a disassembly that run products, in the order of their addresses, a loop with a mask behind a
+    branch as two: those with matrix instructions, or, in a kernel without any, those with at least half as many FFMAs as the
+    richest."""
     instructions, labels = _parse(listing)
-    found = sorted(_natural_loops(instructions, labels), key=min)
-    tallies = [_tally([instructions[index] for index in sorted(body)]) for body in found]
+    found = sorted(_natural_loops(instructions, labels), key=lambda body: min(body.all))
+    tallies = [_tally([instructions[index] for index in sorted(body.all)]) for body in found]
     if any(tally.mma for tally in tallies):
         holds = [bool(tally.mma) for tally in tallies]
     else:
         richest = max((tally.ffma for tally in tallies), default=0)
         holds = [tally.ffma > 0 and 2 * tally.ffma >= richest for tally in tallies]
     rich = [body for body, keep in zip(found, holds, strict=True) if keep]
-    return tuple(
-        tally
-        for body, tally, keep in zip(found, tallies, holds, strict=True)
-        if keep and not any(other < body for other in rich)
-    )
+    innermost = [body for body in rich if not any(other.all < body.all for other in rich)]
+    return tuple(way for body in innermost for way in _ways(body, instructions))
 
 
 @lru_cache(maxsize=4096)

@@ -10,12 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.trial import TrialState, create_trial
 
 from fa2tune.candidates import Point, UnseenSampler, point
@@ -73,7 +72,7 @@ class KeyStudy:
     model, compiler version, how times are obtained); part of the study's name."""
 
     def __init__(
-        self, key: TuningKey, stamp: str, dimensions: dict[str, BaseDistribution], sampler: UnseenSampler, shelf: Shelf
+        self, key: TuningKey, stamp: str, sampler: UnseenSampler, shelf: Shelf
     ) -> None:  # fmt: skip
         self.key = key
         self.shelf = shelf
@@ -82,13 +81,12 @@ class KeyStudy:
             storage=shelf.storage, study_name=self.name, load_if_exists=True, direction="minimize"
         )
         self._sampler = sampler
-        self._dimensions = dimensions
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
         self._asked: dict[Point, optuna.Trial] = {}
         self.outcomes: dict[Point, Outcome] = {}
         self.disqualified: dict[Point, str] = {}  #: wrong results, found after they were timed
         for trial in self._stored.get_trials(deepcopy=False):
-            outcome = Outcome(**{f.name: trial.user_attrs[f.name] for f in fields(Outcome)})
+            outcome = Outcome(trial.params, trial.value, **trial.user_attrs["outcome"])
             if point(outcome.config) not in self.outcomes:  # two processes may have tried the same
                 self.outcomes[point(outcome.config)] = outcome
                 self._study.add_trial(trial)
@@ -99,7 +97,7 @@ class KeyStudy:
         """A legal config that is neither in ``taken`` nor tried here; None when there is none left."""
         self._sampler.seen = taken | self.outcomes.keys()
         try:
-            trial = self._study.ask(self._dimensions)
+            trial = self._study.ask(self._sampler.field.distributions)
         except LookupError:
             return None
         self._asked[point(trial.params)] = trial
@@ -113,16 +111,15 @@ class KeyStudy:
         self.outcomes[where] = outcome
         state = TrialState.COMPLETE if outcome.time_us is not None else TrialState.PRUNED
         trial = self._asked.pop(where, None)
-        attributes = asdict(outcome)
+        about = {"fate": outcome.fate, "why": outcome.why, "binary": dict(outcome.binary)}
         if trial is None:
             frozen = create_trial(
                 state=state, value=outcome.time_us, params=dict(outcome.config),
-                distributions=self._dimensions, user_attrs=attributes,
+                distributions=self._sampler.field.distributions, user_attrs={"outcome": about},
             )  # fmt: skip
             self._study.add_trial(frozen)
         else:
-            for name, value in attributes.items():
-                trial.set_user_attr(name, value)
+            trial.set_user_attr("outcome", about)
             frozen = self._study.tell(trial, outcome.time_us, state=state)
         self.shelf.later(self._stored.add_trial, frozen)
 

@@ -31,7 +31,7 @@ from fa2tune.worker import Crew, Job
 COMPILE_DEADLINE = 120.0  #: seconds; a compile that takes longer costs its candidate
 LOOKAHEAD = 2  #: configs proposed ahead per compiling core: more waste cores less, but know less when they are proposed
 NEIGHBOUR_SEEDS = 4  #: winners for other GPUs and lengths, out of cache files, that a family starts from
-LEADERS_SHARE = 0.7  #: of a time budget, when other dtypes wait for the winners
+LEADERS_SHARE = 0.75  #: of a time budget, when other dtypes wait for the winners
 
 
 def tune(request: TuneRequest, watcher: Watcher | None = None, hands: Hands | None = None) -> Report:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from fa2tune import passes, reference
+from fa2tune import passes, reference, worker
 from fa2tune.compiler import variant_named
 from fa2tune.problem import Config, Problem, Specialization
 
@@ -156,6 +156,7 @@ def check_forward(config: Config, spec: Specialization, device: str, small: bool
     for case in cases(spec, small=small):
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, False)
+            worker.report("launch")
             o, lse = passes.forward(
                 inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=config
             )
@@ -174,6 +175,7 @@ def check_backward(
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+            worker.report("launch")
             o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
             gradients = passes.backward(do, None, q, k, v, o, lse, **options, road=road, configs=configs)
         found.append(compare(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), oracle, same))

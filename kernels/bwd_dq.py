@@ -3,28 +3,28 @@
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head
+from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
 from fa2tune.search_spaces.bwd_dq import SPACE
 from fa2tune.variant import Variant
 
 
 @triton.jit
 def _over_keys(
-    acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, begin, end, rows, offset, qk_scale, stride_kn, stride_vn,
+    acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
     seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Keys [begin, end) into acc [M, D]."""
+    """Keys [begin, end) into acc [M, D]. MASK as in the forward: "never", "always" or "past_full"."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, LOADS)  # [N, D]
-        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, LOADS)  # [N, DV]
+        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS)  # [N, D]
+        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS)  # [N, DV]
         p = tl.math.exp2(dot(q_tile, tl.trans(k_tile), PRECISION) * qk_scale - lse_row[:, None])  # [M, N]
-        if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < seqlen_k)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (columns[None, :] <= rows[:, None] + offset)
-            p = tl.where(visible, p, 0.0)
+        columns = n + tl.arange(0, BLOCK_N)
+        if MASK == "always":
+            p = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), p, 0.0)
+        elif MASK == "past_full":
+            if n + BLOCK_N > full:
+                p = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), p, 0.0)
         ds = p * (dot(do_tile, tl.trans(v_tile), PRECISION) - delta_row[:, None])
         acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, PRECISION)
     return acc
@@ -37,7 +37,7 @@ def bwd_dq_kernel(
     stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
     HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, do as the forward's; lse and delta [B, Hq, Sq] float32 -> dq [B, Hq, Sq, D]. Sk >= 1."""
@@ -67,20 +67,26 @@ def bwd_dq_kernel(
         end = seqlen_k
         full = seqlen_k // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if MASKED_FIRST:
+    if MASKED == "inside":
         acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn,
-            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, end, full, rows, offset, qk_scale, stride_kn,
+            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "past_full",
         )  # fmt: skip
-    acc = _over_keys(
-        acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, full, rows, offset, qk_scale, stride_kn,
-        stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, False,
-    )  # fmt: skip
-    if not MASKED_FIRST:
+    else:
+        if MASKED == "first":
+            acc = _over_keys(
+                acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
+                stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
         acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn,
-            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn,
+            stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "never",
         )  # fmt: skip
+        if MASKED == "last":
+            acc = _over_keys(
+                acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
+                stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
     store_tile(
         dq + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh, acc * softmax_scale, start_m, stride_dqm,
         seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D,

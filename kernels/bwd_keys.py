@@ -6,20 +6,21 @@ Scores are computed transposed, [keys, queries], so that P^T and dS^T are the re
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head
+from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
 from fa2tune.search_spaces import bwd_dkdv, bwd_fused
 from fa2tune.variant import Variant
 
 
 @triton.jit
 def _over_queries(
-    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, dq, b, h, begin, end, columns, offset, qk_scale,
+    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, dq, b, h, begin, end, full, columns, offset, qk_scale,
     stride_qm, stride_dom, seqlen_q, seqlen_k,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr,
-    WITH_DQ: tl.constexpr, MASKED: tl.constexpr,
+    WITH_DQ: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Queries [begin, end) of one head into dk_acc [N, D] and dv_acc [N, DV]; WITH_DQ: dS K into dq as well."""
+    """Queries [begin, end) of one head into dk_acc [N, D] and dv_acc [N, DV]; WITH_DQ: dS K into dq as well. MASK: "never",
+    "always", or "below_full": of queries below ``full``, decided at run time."""
     for m in tl.range(begin, end, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
         inside = rows < seqlen_q
@@ -27,11 +28,11 @@ def _over_queries(
         # past the end lse is +inf: p = exp2(s - inf) = 0
         lse_row = tl.load(lse + rows, mask=inside, other=float("inf")) * LOG2E  # [M]
         p = tl.math.exp2(dot(k_tile, tl.trans(q_tile), PRECISION) * qk_scale - lse_row[None, :])  # [N, M]
-        if MASKED:
-            visible = (columns < seqlen_k)[:, None]
-            if IS_CAUSAL:
-                visible = visible & (columns[:, None] <= rows[None, :] + offset)
-            p = tl.where(visible, p, 0.0)
+        if MASK == "always":
+            p = tl.where(visible(rows[None, :], columns[:, None], offset, seqlen_k, IS_CAUSAL), p, 0.0)
+        elif MASK == "below_full":
+            if m < full:
+                p = tl.where(visible(rows[None, :], columns[:, None], offset, seqlen_k, IS_CAUSAL), p, 0.0)
         do_tile = load_tile(do, b, h, m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
         dv_acc = dot_add(p.to(do_tile.dtype), do_tile, dv_acc, PRECISION)
         delta_row = tl.load(delta + rows, mask=inside, other=0.0)
@@ -53,7 +54,7 @@ def bwd_keys_kernel(
     batch, heads_q, group, seqlen_q, seqlen_k,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
     HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, do as the forward's; lse and delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
@@ -95,23 +96,30 @@ def bwd_keys_kernel(
         head_dq = dq
         if WITH_DQ:
             head_dq = dq + first_row * HEAD_DIM
-        if MASKED_FIRST:
+        if MASKED == "inside":
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, True,
+                begin, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "below_full",
             )  # fmt: skip
-        dk_acc, dv_acc = _over_queries(
-            dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-            full, seqlen_q, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, False,
-        )  # fmt: skip
-        if not MASKED_FIRST:
+        else:
+            if MASKED == "first":
+                dk_acc, dv_acc = _over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
+                )  # fmt: skip
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, True,
+                full, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "never",
             )  # fmt: skip
+            if MASKED == "last":
+                dk_acc, dv_acc = _over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
+                )  # fmt: skip
 
     store_tile(
         dk + b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh, dk_acc * softmax_scale, start_n, stride_dkn,

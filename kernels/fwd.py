@@ -3,40 +3,37 @@
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LN2, LOWEST, dot, dot_add, head_base, load_tile, store_tile, tile_and_head
+from fa2tune.kernels.common import LN2, LOWEST, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
 from fa2tune.search_spaces.fwd import SPACE
 from fa2tune.variant import Variant
 
 
 @triton.jit
 def _over_keys(
-    acc, total, peak, q_tile, k, v, b, h_kv, begin, end, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
+    acc, total, peak, q_tile, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, NEGATE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Keys [begin, end) into acc [M, DV], total [M] and peak [M] (log2 domain). MASKED: apply the mask and the end of K."""
+    """Keys [begin, end) into acc [M, DV], total [M] and peak [M] (log2 domain). MASK: "never", "always", or "past_full": of
+    tiles that are not below ``full``, decided at run time."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, LOADS)  # [N, D]
+        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS)  # [N, D]
         scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
         if NEGATE:
             scores = -scores
-        if MASKED:
-            columns = n + tl.arange(0, BLOCK_N)
-            visible = (columns < seqlen_k)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (columns[None, :] <= rows[:, None] + offset)
-            # scaled before it is masked: -inf * 0 would be NaN
-            scores = tl.where(visible, scores * qk_scale, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            p = tl.math.exp2(scores - new_peak[:, None])
-        else:
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
-            p = tl.math.exp2(scores * qk_scale - new_peak[:, None])
+        columns = n + tl.arange(0, BLOCK_N)
+        if MASK == "always":
+            scores = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf"))
+        elif MASK == "past_full":
+            if n + BLOCK_N > full:
+                scores = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
+        p = tl.math.exp2(scores * qk_scale - new_peak[:, None])
         shrink = tl.math.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASKED, LOADS)  # [N, DV]
+        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS)  # [N, DV]
         acc = dot_add(p.to(v_tile.dtype), v_tile, acc, PRECISION)
         peak = new_peak
     return acc, total, peak
@@ -49,12 +46,12 @@ def fwd_kernel(
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
     HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
-    qk_scale is |softmax_scale| * log2(e). Sk >= 1. Rows that see no key: o = 0, lse = -inf.
+    qk_scale is |softmax_scale| * log2(e), and not 0: -inf * 0 would be NaN. Sk >= 1. Rows that see no key: o = 0, lse = -inf.
     """
     tile, head = tile_and_head(tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
     b = head // heads_q
@@ -80,20 +77,26 @@ def fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
-    if MASKED_FIRST:
+    if MASKED == "inside":
         acc, total, peak = _over_keys(
-            acc, total, peak, q_tile, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+            acc, total, peak, q_tile, k, v, b, h_kv, 0, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
+            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "past_full",
         )  # fmt: skip
-    acc, total, peak = _over_keys(
-        acc, total, peak, q_tile, k, v, b, h_kv, 0, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-        HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, False,
-    )  # fmt: skip
-    if not MASKED_FIRST:
+    else:
+        if MASKED == "first":
+            acc, total, peak = _over_keys(
+                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
+                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
         acc, total, peak = _over_keys(
-            acc, total, peak, q_tile, k, v, b, h_kv, full, end, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, True,
+            acc, total, peak, q_tile, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
+            HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "never",
         )  # fmt: skip
+        if MASKED == "last":
+            acc, total, peak = _over_keys(
+                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
+                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     out = acc / total[:, None]

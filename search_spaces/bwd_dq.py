@@ -24,7 +24,7 @@ FP32 = {64: (64, 32, 8, 1), 128: (64, 16, 8, 1), 256: (32, 16, 8, 1)}
 
 def default(spec: Specialization, arch: int) -> Config:
     """The config that serves when no row does."""
-    return default_config(spec, arch, DESCRIBED_CAUSAL if spec.causal else DESCRIBED, BY_POINTER, OLDER, FP32, MASKED_FIRST=False)
+    return default_config(spec, arch, DESCRIBED_CAUSAL if spec.causal else DESCRIBED, BY_POINTER, OLDER, FP32, MASKED="inside")
 
 
 SPACE = SearchSpace(
@@ -33,7 +33,7 @@ SPACE = SearchSpace(
         "BLOCK_M": (32, 64, 128, 256),  # 32: float32 only
         "BLOCK_N": (16, 32, 64, 128),
         "LOADS": (POINTER, DESCRIPTOR),
-        "MASKED_FIRST": (False, True),
+        "MASKED": ("last", "first", "inside"),  # tiles under the mask: a loop of their own, or a branch
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3),

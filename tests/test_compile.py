@@ -25,7 +25,9 @@ class Case(NamedTuple):
         spec = self.spec
         loads = self.changes.get("LOADS", "")
         mask = "causal" if spec.causal else "full"
-        return f"{self.kernel}-sm_{self.arch}-{spec.dtype}-{spec.head_dim}x{spec.head_dim_v}-{mask}{loads and '-' + loads}"
+        return (
+            f"{self.kernel}-sm_{self.arch}-{spec.dtype}-{spec.head_dim}x{spec.head_dim_v}-{mask}{loads and '-' + loads}"
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -63,7 +65,8 @@ def test_compiles_within_the_limits(case: Case) -> None:
     assert binary.shared_bytes >= limits.shared_lower_bound(variant, case.spec, config)
 
     loops = sass.counts(binary.cubin_path)
-    assert len(loops) == 2, "one unmasked and one masked loop"
+    # a way round without the mask and one with it; one in all where a small mask is predicated instead of branched around
+    assert len(loops) == 2 or (len(loops) == 1 and config["MASKED"] == "inside")
     d, dv = padded_head_dim(case.spec.head_dim), padded_head_dim(case.spec.head_dim_v)
     tile = Problem(case.spec.dtype, 1, 1, 1, config["BLOCK_M"], config["BLOCK_N"], d, dv, causal=False)
     for loop in loops:

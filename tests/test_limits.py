@@ -14,7 +14,7 @@ from fa2tune.problem import Specialization
 A100, H200 = gpus.named("a100"), gpus.named("h200")
 SPEC = Specialization("bf16", 128, 128, causal=False)
 FWD = {
-    "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 4,
+    "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED": "last", "HEADS_PER_WAVE": 4,
     "num_warps": 8, "num_stages": 3, "maxnreg": 0,
 }  # fmt: skip
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from tuner_fakes import true_time
 
 from fa2tune import gpus, measured, plan, reader, tuner
 from fa2tune.books import Hands, Watcher, describe
-from fa2tune.candidates import SAMPLERS, UnseenSampler, distributions, legal, point
+from fa2tune.candidates import SAMPLERS, Field, UnseenSampler, legal, point
+from fa2tune.cli.tune import tune as tune_command
 from fa2tune.compiler import variant_named
 from fa2tune.plan import Target, TuneRequest, make_plan, resolve_target
 from fa2tune.problem import Specialization, TuningKey
@@ -78,7 +80,7 @@ def test_measured_run_crowns_the_best_it_tried_and_files_the_evidence(bench):
     report = bench.tune(HERE, trials=20, record=bench.folder / "record.jsonl")
     compiled = [config for *_, config in bench.did("compile")]
     assert len(compiled) == 20 and len({point(config) for config in compiled}) == 20
-    assert compiled[0] == variant_named("fwd").space.default(SPEC, 90)
+    assert variant_named("fwd").space.default(SPEC, 90) in compiled
     rows = reader.read(bench.folder / "cache.sqlite")
     assert {(row.key.bucket, row.variant) for row in rows} == {
         (b, v) for b in (512, 4096) for v in ("pointer", "descriptor")
@@ -136,6 +138,15 @@ def test_crashes_hangs_and_lies_cost_candidates_not_the_run(bench, monkeypatch):
     assert any("lost a worker" in line and "SIGSEGV" in line for line in bench.lines)
 
 
+def test_a_gpu_that_is_gone_ends_the_run_and_blames_no_candidate(bench, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_POISON", "lost")
+    with pytest.raises(measured.GpuLost, match="no CUDA-capable device"):
+        bench.tune(HERE, trials=4, buckets=(512,))
+    monkeypatch.setenv("FA2TUNE_FAKE_POISON", "")
+    report = bench.tune(HERE, trials=4, buckets=(512,))
+    assert report.rows and "failed" not in report.fates
+
+
 def test_a_compiler_that_aborts_costs_one_candidate(bench, monkeypatch):
     monkeypatch.setenv("FA2TUNE_FAKE_ABORT", "1")
     report = bench.tune(HERE, trials=10, buckets=(512,), sampler="grid")
@@ -171,7 +182,7 @@ def test_backward_ends_in_split_and_fused_rows(bench):
     assert whole["fused"].gain == pytest.approx(defaults / true_time(best["bwd_fused"].config, 1024))
     bench.forget()
     bench.tune(HERE, pass_="bwd", trials=5, buckets=(1024,))
-    assert not bench.did("final")
+    assert not bench.log.exists()
 
 
 def test_absent_gpu_predicts_and_proves_in_the_interpreter(bench):
@@ -235,8 +246,34 @@ def test_ctrl_c_keeps_what_was_done(bench):
 
 
 def test_time_budget_ends_the_search_and_still_crowns(bench):
-    report = bench.tune(Target(A100, PREDICTED, None), trials=1000, buckets=(512,), time_budget_s=14.0, workers=1)
+    report = bench.tune(Target(A100, PREDICTED, None), trials=1000, buckets=(512,), time_budget_s=9.0, workers=1)
     assert report.rows and report.seconds < 40 and report.compiled < 1000
+
+
+def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatch):
+    monkeypatch.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
+    monkeypatch.setattr("fa2tune.books.Hands", lambda: FAKES)
+    path = bench.folder / "cache.sqlite"
+    arguments = ["--gpu", "a100", "--dtype", "bf16", "--causal", "--pass", "fwd", "--seqlen", "512", "--seqlen", "2048"]
+    result = CliRunner().invoke(tune_command, [*arguments, "--trials", "5", "--cache", str(path)])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert "absent: compiled, limit-checked and predicted" in lines[0]
+    assert sum(line.startswith("fwd bf16 128 causal") and "x default" in line for line in lines) == 2
+    table = [line.split() for line in lines if line.startswith("fwd        ") or line.split()[:2] == ["fwd", "bf16"]]
+    assert any(row[-2:] == ["predicted,", "interpreter"] and row[4] == "2048" for row in table)
+    assert any("descriptor_needs_tma " in line for line in lines) and lines[-1] == f"cache: {path}"
+
+
+def test_the_command_refuses_before_it_compiles(bench):
+    for arguments, says in [
+        (["--gpu", "a1000"], "known are a100-sxm-40gb"),
+        (["--gpu", "a100", "--headdim", "12"], "headdim: got 12"),
+        (["--gpu", "a100", "--trials", "0"], "trials: got 0"),
+        (["--gpu", "a100", "--cache", "/proc/none/c.sqlite"], "cannot be written"),
+    ]:
+        result = CliRunner().invoke(tune_command, arguments)
+        assert result.exit_code == 2 and says in result.output
 
 
 # ---- candidates and studies
@@ -246,9 +283,9 @@ def test_time_budget_ends_the_search_and_still_crowns(bench):
 def test_samplers_propose_unseen_legal_points_only(name):
     variant = variant_named("fwd")
     configs = legal(variant, SPEC, A100).configs[::7]
-    sampler = UnseenSampler(name, variant.space, configs, seed=1, trials=6)
+    sampler = UnseenSampler(name, Field(variant.space, configs), seed=1, trials=6)
     key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "bf16", "ieee", 128, 128, True, 512)
-    study = KeyStudy(key, "stamp", distributions(variant.space), sampler, Shelf(None))
+    study = KeyStudy(key, "stamp", sampler, Shelf(None))
     count = 5
     proposed = []
     for _ in range(count):
@@ -270,8 +307,8 @@ def test_tpe_learns():
     key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 512)
     best = []
     for seed in range(3):
-        sampler = UnseenSampler("tpe", variant.space, configs, seed, trials=40)
-        study = KeyStudy(key, "", distributions(variant.space), sampler, Shelf(None))
+        sampler = UnseenSampler("tpe", Field(variant.space, configs), seed, trials=40)
+        study = KeyStudy(key, "", sampler, Shelf(None))
         for _ in range(40):
             config = study.ask(set())
             study.tell(Outcome(config, true_time(config, 512)))
@@ -294,9 +331,7 @@ def test_a_study_survives_on_disk(tmp_path):
 
     def opened(stamp="one"):
         shelf = Shelf(tmp_path / "studies.sqlite")
-        return KeyStudy(
-            key, stamp, distributions(variant.space), UnseenSampler("tpe", variant.space, configs, 0, 20), shelf
-        )
+        return KeyStudy(key, stamp, UnseenSampler("tpe", Field(variant.space, configs), 0, 20), shelf)
 
     study = opened()
     study.tell(Outcome(configs[0], 12.5, binary={"registers": 1}))
@@ -364,10 +399,10 @@ def test_describe():
         "BLOCK_M": 128,
         "BLOCK_N": 64,
         "LOADS": "pointer",
-        "MASKED_FIRST": True,
+        "MASKED": "first",
         "num_warps": 8,
         "num_stages": 2,
         "maxnreg": 0,
     }
-    assert describe(config) == "128x64 pointer masked-first w8 s2"
+    assert describe(config) == "128x64 pointer w8 s2 masked=first"
     assert describe({}) == ""

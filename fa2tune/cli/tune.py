@@ -182,6 +182,7 @@ def tune(
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
     from fa2tune.books import Hands
+    from fa2tune.measured import GpuLost
     from fa2tune.plan import TuneRequest, make_plan
     from fa2tune.tuner import Run
 
@@ -197,8 +198,11 @@ def tune(
         raise click.UsageError(str(error)) from error
     console = _console()
     screen = _Screen(console)
-    with screen.bar if console.is_terminal else nullcontext():
-        report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
+    try:
+        with screen.bar if console.is_terminal else nullcontext():
+            report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
+    except GpuLost as error:
+        raise click.ClickException(f"{error}. What was done is kept; the same command goes on from here.") from error
     _close(console, report)
     if report.interrupted:
         raise SystemExit(130)

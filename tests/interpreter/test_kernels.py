@@ -99,14 +99,14 @@ def test_lse_is_differentiable(causal):
     check(problem("fp32", 60, 50, causal=causal), with_dlse=True)
 
 
-@pytest.mark.parametrize("masked_first", [False, True])
+@pytest.mark.parametrize("masked", ["last", "first", "inside"])
 @pytest.mark.parametrize("loads", [POINTER, DESCRIPTOR])
 @pytest.mark.parametrize("road", ["split", "fused"])
-def test_every_variant(road, loads, masked_first):
+def test_every_variant(road, loads, masked):
     """Both roads, both ways of loading, both loop orders, several heads in a band."""
     asked = problem("fp16", 133, 150, 48, 64, causal=True, heads=(6, 2))
     spec = asked.specialization
-    choice = {"LOADS": loads, "MASKED_FIRST": masked_first, "HEADS_PER_WAVE": 4}
+    choice = {"LOADS": loads, "MASKED": masked, "HEADS_PER_WAVE": 4}
     configs = {
         name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *passes.ROADS[road])
     }

@@ -13,8 +13,10 @@ from fa2tune import passes, verify
 from fa2tune.compiler import variant_named
 from fa2tune.problem import KERNELS, Specialization
 
-SMALL = {"BLOCK_M": 32, "BLOCK_N": 32, "LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 1,
-         "num_warps": 4, "num_stages": 1, "maxnreg": 0}  # fmt: skip
+SMALL = {
+    **variant_named("fwd").space.default(Specialization("fp16", 16, 16, False), 80), "BLOCK_M": 32, "BLOCK_N": 32,
+    "num_warps": 4, "num_stages": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -57,7 +59,8 @@ def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
 
     monkeypatch.setattr(passes, "backward", swapped)
     with pytest.raises(verify.WrongResult, match="dq"):
-        verify.check("bwd_dq", SMALL, Specialization("fp16", 16, 16, False), 80, "cpu", True)
+        spec = Specialization("fp16", 16, 16, False)
+        verify.check("bwd_dq", variant_named("bwd_dq").space.default(spec, 80), spec, 80, "cpu", True)
 
 
 def test_torch_is_left_as_it_was():
