@@ -112,7 +112,7 @@ def fate_of(job: worker.Job) -> str:
 
 
 def describe(config: Config) -> str:
-    """A config on half a line: "128x64 pointer w8 s3 r168 masked-first heads-per-wave=4"."""
+    """A config on half a line: "128x64 pointer first w8 s3 r168 heads-per-wave=4"."""
     parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if "BLOCK_M" in config and "BLOCK_N" in config else []
     parts += [value for value in config.values() if isinstance(value, str)]
     parts += [short + str(config[name]) for name, short in zip(OPTIONS, "wsr", strict=True) if config.get(name)]

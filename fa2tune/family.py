@@ -175,6 +175,16 @@ class Family:
         """The same end at every length."""
         self.file(config, ((key, Outcome(config, None, fate, why, binary)) for key in self.keys))
 
+    def star(self) -> list[Config]:
+        """The legal configs one step from the default: each other value of each dimension, the rest as in the default."""
+        steps = (
+            {**self.default, name: value}
+            for name, values in self.variant.space.dimensions.items()
+            for value in values
+            if value != self.default[name]
+        )
+        return [config for config in steps if point(config) in self.legal_points]
+
     def forward_default(self) -> Config:
         """The default forward config of this specialization: what a backward is checked behind."""
         return compiler.variant_named("fwd").space.default(self.spec, self.plan.target.gpu.arch)

@@ -92,6 +92,8 @@ class Run:
             family.neighbours = [f for f in alike if (f.spec.dtype != spec.dtype) != (f.spec.causal != spec.causal)]
             leader = self.plan.leader_of(spec)
             family.leader = next((f for f in alike if f.spec.dtype == leader and f.spec.causal == spec.causal), None)
+            if family.leader is None:  # nobody to learn from
+                family.seeds.extend(family.star())
         return families
 
     def _from_caches(self, family: Family, known: Sequence[Row]) -> list[Config]:

@@ -8,7 +8,7 @@ from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
 # (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
 DESCRIBED = {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
-BY_POINTER = {64: (32, 128, 4, 2), 128: (32, 64, 4, 2), 256: (64, 64, 8, 2)}
+BY_POINTER = {64: (128, 64, 4, 2), 128: (32, 64, 4, 2), 256: (64, 64, 8, 1)}
 OLDER = {64: (64, 128, 8, 1), 128: (32, 64, 4, 1), 256: (16, 64, 8, 1)}
 FP32 = {64: (32, 64, 8, 1), 128: (16, 64, 8, 1), 256: (16, 16, 4, 1)}
 

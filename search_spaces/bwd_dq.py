@@ -15,16 +15,15 @@ from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
 # (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
-DESCRIBED = {64: (64, 128, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
-DESCRIBED_CAUSAL = {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
-BY_POINTER = {64: (64, 64, 4, 3), 128: (256, 64, 8, 3), 256: (128, 64, 8, 1)}
+DESCRIBED = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
+BY_POINTER = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}
 OLDER = {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 16, 4, 2)}
 FP32 = {64: (64, 32, 8, 1), 128: (64, 16, 8, 1), 256: (32, 16, 8, 1)}
 
 
 def default(spec: Specialization, arch: int) -> Config:
     """The config that serves when no row does."""
-    return default_config(spec, arch, DESCRIBED_CAUSAL if spec.causal else DESCRIBED, BY_POINTER, OLDER, FP32, MASKED="inside")
+    return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED="inside")
 
 
 SPACE = SearchSpace(
