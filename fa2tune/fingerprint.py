@@ -14,13 +14,13 @@ from fa2tune.variant import Variant
 
 
 def _code_of(path: Path) -> str:
-    """The module as its syntax tree: comments, docstrings, formatting and line numbers do not count."""
+    """The module written anew from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
             del body[0]
-    return ast.dump(tree, include_attributes=False)
+    return ast.unparse(tree)  # not ast.dump, which differs from one Python version to the next
 
 
 @cache

@@ -1,0 +1,47 @@
+"""Make the shipped cache files from what a tune measured.
+
+    python benchmarks/ship_cache.py measured.sqlite cache/h200.sqlite                    # as it is, sorted and vacuumed, with its JSON twin
+    python benchmarks/ship_cache.py measured.sqlite cache/h100.sqlite --sibling h100-sxm  # filed under a GPU of the same silicon
+
+A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from fa2tune import gpus, reader
+from fa2tune.row import MEASURED, SIBLING
+from fa2tune.store import Store
+
+
+@click.command(help=__doc__)
+@click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("shipped", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
+def main(measured: Path, shipped: Path, sibling: str | None) -> None:
+    rows = list(reader.read(measured))
+    if sibling is not None:
+        target = gpus.named(sibling)
+        wrong = {row.key.gpu for row in rows if gpus.named(row.key.gpu).silicon != target.silicon}
+        if wrong or target.sm_count != rows[0].key.sm_count:
+            raise click.BadParameter(f"got {target.name}, not the silicon and SM count of {', '.join(wrong) or measured}")
+        rows = [
+            replace(row, key=row.key.with_(gpu=target.name), obtained=SIBLING, proof=SIBLING)
+            for row in rows
+            if row.obtained == MEASURED
+        ]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "rows.sqlite")
+        store.put(rows)
+        store.export(shipped, "sqlite")
+        store.export(shipped.with_suffix(".json"), "json")
+    click.echo(f"{shipped}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Prove an A100 cache file's numerics on a Hopper GPU: sm_80 machine code's PTX, assembled for sm_90, run and held to the error rule.
+
+    python benchmarks/sm80_on_hopper.py a100.sqlite proved.sqlite
+
+It runs mma.sync and cp.async as an A100 does (not ptxas' sm_80 back end). Every distinct (kernel, specialization, config) is
+checked, gradients included; rows that pass get the proof "sibling", one that fails is dropped and named.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fa2tune import compiler, launch, reader, verify
+from fa2tune.problem import BACKWARD, Specialization
+from fa2tune.row import SIBLING
+from fa2tune.store import Store
+from fa2tune.variant import Variant
+
+ARCH, HERE = 80, 90
+
+
+@cache
+def assembled(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...]) -> bytes:
+    """The kernel's sm_80 PTX as an sm_90 cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(compiler.compile_kernel(variant, spec, dict(config), ARCH).asm["ptx"])
+        subprocess.run([compiler.tool("ptxas"), f"--gpu-name=sm_{HERE}", str(ptx), "-o", str(cubin)], check=True)
+        return cubin.read_bytes()
+
+
+def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Any:
+    """Stands in for ``launch.load``."""
+    compiled = compiler.compile_kernel(variant, spec, dict(config), ARCH)
+    compiled.kernel = assembled(variant, spec, config)
+    compiled.run  # noqa: B018  # loads the binary
+    return compiled
+
+
+@click.command(help=__doc__)
+@click.argument("predicted", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("proved", type=click.Path(exists=False, path_type=Path))
+def main(predicted: Path, proved: Path) -> None:
+    launch.load = load  # type: ignore[assignment]
+    rows = list(reader.read(predicted))
+    jobs = {
+        (row.key.kernel, row.key.specialization(), tuple(sorted(row.config.items())))
+        for row in rows
+        if row.key.kernel != BACKWARD
+    }
+    with ThreadPoolExecutor() as pool:  # compile ahead
+        list(pool.map(lambda job: assembled(compiler.variant_named(job[0]), job[1], job[2]), jobs))
+    errors: dict[Any, verify.Errors] = {}
+    for job in sorted(jobs, key=str):
+        kernel, spec, config = job
+        try:
+            errors[job] = verify.check(kernel, dict(config), spec, ARCH, device="cuda")
+        except verify.WrongResult as wrong:
+            click.echo(f"dropped: {kernel} {spec} {dict(config)}: {wrong}")
+    kept = []
+    for row in rows:
+        job = row.key.kernel, row.key.specialization(), tuple(sorted(row.config.items()))
+        if row.key.kernel == BACKWARD:
+            kept.append(replace(row, proof=SIBLING))
+        elif job in errors:
+            kept.append(replace(row, proof=SIBLING, errors=errors[job]))
+    Store(proved).put(kept)
+    click.echo(f"{len(errors)} of {len(jobs)} configs right, {len(kept)} of {len(rows)} rows kept: {proved}")
+
+
+if __name__ == "__main__":
+    main()
