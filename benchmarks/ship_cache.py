@@ -29,7 +29,9 @@ def main(measured: Path, shipped: Path, sibling: str | None) -> None:
         target = gpus.named(sibling)
         wrong = {row.key.gpu for row in rows if gpus.named(row.key.gpu).silicon != target.silicon}
         if wrong or target.sm_count != rows[0].key.sm_count:
-            raise click.BadParameter(f"got {target.name}, not the silicon and SM count of {', '.join(wrong) or measured}")
+            raise click.BadParameter(
+                f"got {target.name}, not the silicon and SM count of {', '.join(wrong) or measured}"
+            )
         rows = [
             replace(row, key=row.key.with_(gpu=target.name), obtained=SIBLING, proof=SIBLING)
             for row in rows

@@ -159,7 +159,9 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     from triton.backends.compiler import GPUTarget
 
     try:
-        return triton.compile(source(variant, spec, config), target=GPUTarget("cuda", arch, 32), options=options(config))
+        return triton.compile(
+            source(variant, spec, config), target=GPUTarget("cuda", arch, 32), options=options(config)
+        )
     except ValueError:
         raise
     except Exception as error:

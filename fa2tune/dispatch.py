@@ -90,7 +90,11 @@ def refusal(problem: Problem, gpu: Gpu, deterministic: bool = True) -> Callable[
 
     def why(row: Row) -> str | None:
         if row.key.kernel == BACKWARD:
-            return "sums dQ in no fixed order, and deterministic=True asks for one" if deterministic and row.variant != SPLIT else None
+            return (
+                "sums dQ in no fixed order, and deterministic=True asks for one"
+                if deterministic and row.variant != SPLIT
+                else None
+            )
         if uses_descriptors(row.config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
         variant = variant_named(row.key.kernel)
@@ -113,7 +117,9 @@ def choose(problem: Problem, kernel: str, gpu: Gpu) -> Choice:
     key = key_of(problem, kernel, gpu)
     answer = lookup.find(key, gpu.silicon, layers(), refusal(problem, gpu), toolchain())
     if answer is None:
-        _log_once(f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config")
+        _log_once(
+            f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
+        )
         return Choice(default_config(kernel, problem, gpu.arch), "default")
     return Choice(answer.row.config, answer.rung)
 
@@ -135,7 +141,9 @@ def _log_once(message: str) -> None:
 Plan = TypeVar("Plan")
 
 
-def _plan(problem: Problem, kernels: tuple[str, ...], device_index: int, make: Callable[[Mapping[str, Config]], Plan]) -> Plan:
+def _plan(
+    problem: Problem, kernels: tuple[str, ...], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
+) -> Plan:
     """Choose a config per kernel and make the plan. A row whose config does not compile or load here gives way to the
     defaults, and the log says so."""
     if device_index >= 0 and torch.cuda.is_current_stream_capturing():
@@ -200,7 +208,10 @@ def forward_plan(
         plan = _NoKeys(problem, softmax_scale)
     else:
         plan = _plan(
-            problem, ("fwd",), q.get_device(), lambda configs: ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"])
+            problem,
+            ("fwd",),
+            q.get_device(),
+            lambda configs: ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"]),
         )
     _remember(FORWARD_PLANS, key, plan)
     return plan

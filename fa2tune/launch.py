@@ -114,7 +114,9 @@ def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], 
     return compiled
 
 
-def _values(variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float) -> dict[str, Any]:
+def _values(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float
+) -> dict[str, Any]:
     """Every argument of the kernel but its tensors, by name."""
     spec = problem.specialization
     values = compiler.constexprs(variant, spec, config)
@@ -172,7 +174,9 @@ class BoundLaunch:
         described = _described(variant, config)
         self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
         metadata = iter(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
-        self.arguments: list[Any] = []  # as the C launcher takes them: a descriptor is followed by its shape and strides
+        self.arguments: list[
+            Any
+        ] = []  # as the C launcher takes them: a descriptor is followed by its shape and strides
         slots: dict[str, tuple[int, _Maps | None]] = {}  # where each tensor goes
         for name in compiler.parameters(variant):
             if name in described:

@@ -119,7 +119,9 @@ def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
 
 
-def _bhsd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _bhsd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if layout == "bshd":
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return q, k, v
@@ -145,7 +147,9 @@ def _check(q: Any, k: Any, v: Any, softmax_scale: Any, layout: Any) -> None:
                 f"{name}: got device {tensor.device}, must be a CUDA device (CPU tensors only with TRITON_INTERPRET=1)"
             )
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            raise ValueError(f"{name}: got strides {tuple(tensor.stride())}, the last dimension must be contiguous (stride 1)")
+            raise ValueError(
+                f"{name}: got strides {tuple(tensor.stride())}, the last dimension must be contiguous (stride 1)"
+            )
     heads, rows = (1, 2) if layout == "bhsd" else (2, 1)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[0] != q.shape[0]:
@@ -173,7 +177,9 @@ class _Attention(torch.autograd.Function):
     """The short road with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any, deterministic: bool | None) -> Pair:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any, deterministic: bool | None
+    ) -> Pair:
         o, lse = plan(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan = plan

@@ -30,7 +30,12 @@ def device_index_of(tensor: torch.Tensor) -> int:
 
 
 def describe(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, do: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    softmax_scale: float,
+    do: torch.Tensor | None = None,
 ) -> Problem:
     """The Problem that these tensors pose; with ``do``, the backward's."""
     batch, heads_q, seqlen_q, head_dim = q.shape
@@ -107,7 +112,13 @@ class BackwardPlan:
         written = {"bwd_dq": ("dq",), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}
         self.launches = {
             kernel: bind(
-                variant_named(kernel), problem, configs[kernel], strides, softmax_scale, (*read, *written[kernel]), device_index
+                variant_named(kernel),
+                problem,
+                configs[kernel],
+                strides,
+                softmax_scale,
+                (*read, *written[kernel]),
+                device_index,
             )
             for kernel in ROADS[road]
         }

@@ -16,8 +16,12 @@ def _over_keys(
 ):  # fmt: skip
     """Keys [begin, end) into acc [M, D]. MASK as in the forward: "never", "always" or "past_full"."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS)  # [N, D]
-        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS)  # [N, DV]
+        k_tile = load_tile(
+            k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS
+        )  # [N, D]
+        v_tile = load_tile(
+            v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
+        )  # [N, DV]
         p = tl.math.exp2(dot(q_tile, tl.trans(k_tile), PRECISION) * qk_scale - lse_row[:, None])  # [M, N]
         columns = n + tl.arange(0, BLOCK_N)
         if MASK == "always":

@@ -18,22 +18,30 @@ def _over_keys(
     """Keys [begin, end) into acc [M, DV], total [M] and peak [M] (log2 domain). MASK: "never", "always", or "past_full": of
     tiles that are not below ``full``, decided at run time."""
     for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS)  # [N, D]
+        k_tile = load_tile(
+            k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS
+        )  # [N, D]
         scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
         if NEGATE:
             scores = -scores
         columns = n + tl.arange(0, BLOCK_N)
         if MASK == "always":
-            scores = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf"))
+            scores = tl.where(
+                visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf")
+            )
         elif MASK == "past_full":
             if n + BLOCK_N > full:
-                scores = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf"))
+                scores = tl.where(
+                    visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf")
+                )
         new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
         p = tl.math.exp2(scores * qk_scale - new_peak[:, None])
         shrink = tl.math.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v_tile = load_tile(v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS)  # [N, DV]
+        v_tile = load_tile(
+            v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
+        )  # [N, DV]
         acc = dot_add(p.to(v_tile.dtype), v_tile, acc, PRECISION)
         peak = new_peak
     return acc, total, peak

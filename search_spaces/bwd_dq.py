@@ -12,7 +12,6 @@ from fa2tune.search_spaces.common import (
 )
 from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
 
-
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
 # (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
 DESCRIBED = {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)}

@@ -1,9 +1,14 @@
 """Search space of the bwd_fused variant of kernels/bwd_keys.py."""
 
 from fa2tune.problem import Config, Specialization
-from fa2tune.search_spaces.common import DESCRIPTOR_NEEDS_TMA, REGISTER_CAP_BINDS, accumulators_fit, default_config, tiles_fit
+from fa2tune.search_spaces.common import (
+    DESCRIPTOR_NEEDS_TMA,
+    REGISTER_CAP_BINDS,
+    accumulators_fit,
+    default_config,
+    tiles_fit,
+)
 from fa2tune.variant import DESCRIPTOR, POINTER, SearchSpace
-
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
 # (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.

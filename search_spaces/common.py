@@ -23,6 +23,7 @@ def default_config(
         "num_warps": warps, "num_stages": stages, "maxnreg": 0, "HEADS_PER_WAVE": 4, **rest,
     }  # fmt: skip
 
+
 DESCRIPTOR_NEEDS_TMA = Constraint(
     "descriptor_needs_tma",
     "tensor descriptors are read by the TMA unit, which exists from compute capability 9.0 on and addresses only tensors "
@@ -58,9 +59,7 @@ def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constrain
         "tiles_fit_shared_memory",
         "the tiles that must be in shared memory at once exceed 227 KiB, the most any supported GPU gives a block",
         lambda config, spec, arch: (
-            bytes_needed(
-                config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v), ITEMSIZE[spec.dtype]
-            )
+            bytes_needed(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v), ITEMSIZE[spec.dtype])
             <= 227 * 1024
         ),
     )

@@ -106,7 +106,9 @@ def test_autocast():
 
 def test_same_bits_when_deterministic():
     q, k, v = qkv(2, 4, 1000, 128, requires_grad=True)
-    runs = [torch.autograd.grad(fa2tune.attention(q, k, v, causal=True, deterministic=True).sum(), (q, k, v)) for _ in "12"]
+    runs = [
+        torch.autograd.grad(fa2tune.attention(q, k, v, causal=True, deterministic=True).sum(), (q, k, v)) for _ in "12"
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 

@@ -15,7 +15,11 @@ from fa2tune.compiler import CompileError, variant_named
 from fa2tune.problem import Problem, Specialization
 from fa2tune.variant import DESCRIPTOR, POINTER
 
-ARCH = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1] if torch.cuda.is_available() else 0
+ARCH = (
+    10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    if torch.cuda.is_available()
+    else 0
+)
 
 
 @pytest.fixture(autouse=True)

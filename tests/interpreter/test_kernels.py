@@ -107,9 +107,7 @@ def test_every_variant(road, loads, masked):
     asked = problem("fp16", 133, 150, 48, 64, causal=True, heads=(6, 2))
     spec = asked.specialization
     choice = {"LOADS": loads, "MASKED": masked, "HEADS_PER_WAVE": 4}
-    configs = {
-        name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *passes.ROADS[road])
-    }
+    configs = {name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *passes.ROADS[road])}
     inputs = reference.make_inputs(asked, "cpu", with_dlse=True)
     oracle, same = reference.oracle_and_reference(inputs, causal=True)
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -147,7 +145,9 @@ def test_gradient_of_sum_has_no_strides():
     inputs = reference.make_inputs(problem("fp32", 40, 40), "cpu")
     q, k, v = (tensor.clone().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
     fa2tune.attention(q, k, v).sum().backward()
-    expected = reference.evaluate(reference.Inputs(inputs.q, inputs.k, inputs.v, torch.ones_like(inputs.do)), torch.float64)
+    expected = reference.evaluate(
+        reference.Inputs(inputs.q, inputs.k, inputs.v, torch.ones_like(inputs.do)), torch.float64
+    )
     for tensor, name in ((q, "dq"), (k, "dk"), (v, "dv")):
         torch.testing.assert_close(tensor.grad.double(), expected[name], atol=1e-5, rtol=1e-5)
 
