@@ -1,7 +1,10 @@
 """Make the shipped cache files from what a tune measured.
 
-    python benchmarks/ship_cache.py measured.sqlite cache/h200.sqlite                    # as it is, sorted and vacuumed, with its JSON twin
-    python benchmarks/ship_cache.py measured.sqlite cache/h100.sqlite --sibling h100-sxm  # filed under a GPU of the same silicon
+    python benchmarks/ship_cache.py measured.sqlite cache/h200.sqlite
+    python benchmarks/ship_cache.py measured.sqlite cache/h100.sqlite --sibling h100-sxm
+
+The first ships rows as they are, sorted and vacuumed, with their JSON twin; the second files them under a GPU of the same
+silicon.
 
 A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
 """

@@ -1,4 +1,4 @@
-"""Prove an A100 cache file's numerics on a Hopper GPU: sm_80 machine code's PTX, assembled for sm_90, run and held to the error rule.
+"""Prove an A100 cache file's numerics on a Hopper GPU: sm_80 PTX assembled for sm_90, run, and held to the error rule.
 
     python benchmarks/sm80_on_hopper.py a100.sqlite proved.sqlite
 

@@ -1,5 +1,6 @@
-"""Before the backward: delta = rowsum(dO * O) - dlse (FlashAttention-2 paper, algorithm 2, line 4). Bound by memory, so it has no
-search space: one fixed config."""
+"""Before the backward: delta = rowsum(dO * O) - dlse (FlashAttention-2 paper, algorithm 2, line 4).
+
+Bound by memory, so it has no search space: one fixed config."""
 
 import triton
 import triton.language as tl

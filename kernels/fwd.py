@@ -93,8 +93,8 @@ def fwd_kernel(
     else:
         if MASKED == "first":
             acc, total, peak = _over_keys(
-                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
+                seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
             )  # fmt: skip
         acc, total, peak = _over_keys(
             acc, total, peak, q_tile, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
@@ -102,8 +102,8 @@ def fwd_kernel(
         )  # fmt: skip
         if MASKED == "last":
             acc, total, peak = _over_keys(
-                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-                HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+                acc, total, peak, q_tile, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
+                seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
             )  # fmt: skip
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0

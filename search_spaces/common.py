@@ -35,8 +35,8 @@ DESCRIPTOR_NEEDS_TMA = Constraint(
 def rows_per_warp(block: str) -> Constraint:
     return Constraint(
         f"rows_per_warp_{block.lower()}",
-        f"each warp owns 16 rows of a tensor-core product; with fewer rows in {block} warps split the columns, and the softmax or "
-        "its operand crosses warps through shared memory",
+        f"each warp owns 16 rows of a tensor-core product; with fewer rows in {block} warps split the columns, and the softmax "
+        "or its operand crosses warps through shared memory",
         lambda config, spec, arch: spec.dtype == "fp32" or config[block] >= 16 * config["num_warps"],
     )
 
