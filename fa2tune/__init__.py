@@ -37,7 +37,7 @@ class _Checkout:
 
 
 if not (Path(__file__).parent / "kernels").is_dir():
-    sys.meta_path.append(_Checkout)  # type: ignore[arg-type]  # a finder class, as PathFinder is
+    sys.meta_path.append(_Checkout)
 
 
 def __getattr__(name: str) -> Any:

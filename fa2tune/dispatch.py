@@ -223,7 +223,7 @@ def forward(
     """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked."""
     key = forward_key(q, k, v, causal, softmax_scale, "bhsd")
     plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, causal, softmax_scale)
-    return plan(q, k, v)  # type: ignore[no-any-return]
+    return plan(q, k, v)
 
 
 def backward(
@@ -253,4 +253,4 @@ def backward(
             lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs),
         )  # fmt: skip
         _remember(BACKWARD_PLANS, key, plan)
-    return plan(do, dlse, q, k, v, o, lse)  # type: ignore[no-any-return]
+    return plan(do, dlse, q, k, v, o, lse)
