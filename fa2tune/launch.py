@@ -198,7 +198,12 @@ class BoundLaunch:
         for (index, maps), tensor in zip(self.slots, tensors):  # noqa: B905  # strict costs here; bind() fixed the count
             address = tensor.data_ptr()
             arguments[index] = address if maps is None else maps.get(address) or maps.encode(tensor)
-        self.call(self.grid, torch._C._cuda_getCurrentRawStream(self.device_index), arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        if torch._C._cuda_getDevice() == self.device_index:
+            self.call(self.grid, stream, arguments)
+        else:  # a kernel is launched in its own device's context
+            with torch.cuda.device(self.device_index):
+                self.call(self.grid, stream, arguments)
 
 
 class InterpretedLaunch:
