@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, launch, reader, verify
+from fa2tune import compiler, launch, passes, reader, verify
 from fa2tune.problem import BACKWARD, Specialization
 from fa2tune.row import SIBLING
 from fa2tune.store import Store
@@ -68,10 +68,14 @@ def main(predicted: Path, proved: Path) -> None:
     kept = []
     for row in rows:
         job = row.key.kernel, row.key.specialization(), tuple(sorted(row.config.items()))
-        if row.key.kernel == BACKWARD:
-            kept.append(replace(row, proof=SIBLING))
-        elif job in errors:
+        if job in errors:
             kept.append(replace(row, proof=SIBLING, errors=errors[job]))
+    proved_keys = {row.key for row in kept}
+    for row in rows:
+        if row.key.kernel == BACKWARD and all(
+            row.key.with_(kernel=kernel) in proved_keys for kernel in passes.ROADS[row.variant]
+        ):
+            kept.append(replace(row, proof=SIBLING))
     Store(proved).put(kept)
     click.echo(f"{len(errors)} of {len(jobs)} configs right, {len(kept)} of {len(rows)} rows kept: {proved}")
 

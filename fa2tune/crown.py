@@ -40,8 +40,9 @@ class Toolchain:
 
 def _base(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, time_us: float) -> Row:
     workload = key.workload()
-    hashes: dict[str, Any] = {}
-    if key.kernel != BACKWARD:
+    if key.kernel == BACKWARD:
+        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash()}
+    else:
         kernel = variant_named(key.kernel)
         hashes = {"kernel_hash": fingerprint.kernel_hash(kernel), "space_hash": fingerprint.space_hash(kernel)}
     return Row(

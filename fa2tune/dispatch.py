@@ -18,11 +18,11 @@ import torch
 
 from fa2tune import gpus, limits, lookup, reader
 from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variants
-from fa2tune.fingerprint import driver_version, kernel_hash
+from fa2tune.fingerprint import backward_hash, driver_version, kernel_hash
 from fa2tune.gpus import Gpu
-from fa2tune.passes import ROADS, SPLIT, BackwardPlan, ForwardPlan, describe, empty_ordered
+from fa2tune.passes import ROADS, SPLIT, BackwardPlan, ForwardPlan, describe, empty_ordered, float32_precision
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
-from fa2tune.row import Row
+from fa2tune.row import PREDICTED, Row
 
 log = logging.getLogger("fa2tune")
 
@@ -63,7 +63,7 @@ def toolchain() -> lookup.Toolchain:
     """What is running here: a row made with another Triton, driver or kernel source is stale."""
     import triton
 
-    hashes = {name: kernel_hash(variant) for name, variant in variants().items()}
+    hashes = {name: kernel_hash(variant) for name, variant in variants().items()} | {BACKWARD: backward_hash()}
     return lookup.Toolchain(triton.__version__, driver_version(), hashes)
 
 
@@ -90,11 +90,11 @@ def refusal(problem: Problem, gpu: Gpu, deterministic: bool = True) -> Callable[
 
     def why(row: Row) -> str | None:
         if row.key.kernel == BACKWARD:
-            return (
-                "sums dQ in no fixed order, and deterministic=True asks for one"
-                if deterministic and row.variant != SPLIT
-                else None
-            )
+            if row.variant == SPLIT:
+                return None
+            if row.obtained == PREDICTED:
+                return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
+            return "sums dQ in no fixed order, and deterministic=True asks for one" if deterministic else None
         if uses_descriptors(row.config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
         variant = variant_named(row.key.kernel)
@@ -194,7 +194,7 @@ def forward_key(
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
         k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, causal, softmax_scale, layout,
-        torch.backends.cuda.matmul.allow_tf32 if q.dtype is torch.float32 else False,
+        float32_precision() if q.dtype is torch.float32 else "",
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def backward(
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         None if dlse is None else dlse.stride(), q.dtype, q.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15, causal, softmax_scale, deterministic,
-        torch.backends.cuda.matmul.allow_tf32 if q.dtype is torch.float32 else False,
+        float32_precision() if q.dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:

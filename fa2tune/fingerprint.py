@@ -10,6 +10,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from fa2tune.compiler import variant_named
 from fa2tune.variant import Variant
 
 
@@ -34,6 +35,13 @@ def kernel_hash(variant: Variant) -> str:
     module = importlib.import_module(variant.kernel.fn.__module__)
     path = Path(inspect.getfile(module))
     return hashlib.sha256((_code_of(path) + _code_of(path.with_name("common.py"))).encode()).hexdigest()[:16]
+
+
+@cache
+def backward_hash() -> str:
+    """Hash of every kernel that a whole backward, split or fused, may run; 16 hex digits."""
+    names = ("bwd_delta", "bwd_dq", "bwd_dkdv", "bwd_fused")
+    return hashlib.sha256("".join(kernel_hash(variant_named(name)) for name in names).encode()).hexdigest()[:16]
 
 
 @cache

@@ -120,9 +120,10 @@ def _values(
     """Every argument of the kernel but its tensors, by name."""
     spec = problem.specialization
     values = compiler.constexprs(variant, spec, config)
+    scale = -softmax_scale if spec.negate else softmax_scale
     values |= {
         # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
-        "qk_scale": (-softmax_scale if spec.negate else softmax_scale) * LOG2E or 1e-30, "softmax_scale": softmax_scale,
+        "qk_scale": scale * LOG2E if scale < 0 else max(scale * LOG2E, 1e-30), "softmax_scale": softmax_scale,
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
     }  # fmt: skip

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fa2tune import dispatch
 from fa2tune.launch import TORCH_DTYPES, interpreted
@@ -56,7 +57,7 @@ def attention(
     Raises:
         TypeError: an argument is no tensor, or its dtype is not supported or differs from q's.
         ValueError: shapes, strides, devices, head dims, layout or scale are not as above.
-        NotImplementedError: under torch.vmap, or when differentiated twice.
+        NotImplementedError: under torch.vmap, in forward-mode differentiation, or when differentiated twice.
 
     Under torch.autocast the inputs are cast to the autocast dtype first. With ``TRITON_INTERPRET=1`` the kernels run on
     CPU tensors in Triton's interpreter. The first call of a problem compiles; see :mod:`fa2tune.dispatch` for the config.
@@ -79,6 +80,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+_NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
@@ -88,8 +90,22 @@ def _plain(q: Any, k: Any, v: Any) -> bool:
     """Whether nothing stands between these tensors and the launch: no subclass, mode, transform or autocast."""
     return (
         type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
-        and not _modes() and not _transforms() and not torch.is_autocast_enabled("cuda")
+        and not _modes() and not _transforms() and not torch.is_autocast_enabled("cuda") and forward_ad._current_level < 0
     )  # fmt: skip
+
+
+def _batched(tensor: Any) -> bool:
+    """Whether vmap, today's or the one that batched gradients use, stands behind this tensor."""
+    functorch = torch._C._functorch
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
+def _has_tangent(tensor: Any) -> bool:
+    if forward_ad._current_level < 0 or not isinstance(tensor, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _general(
@@ -97,12 +113,11 @@ def _general(
     return_lse: bool, deterministic: bool | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The road through the operators."""
-    if not torch.compiler.is_compiling() and any(
-        isinstance(t, torch.Tensor) and torch._C._functorch.is_batchedtensor(t) for t in (q, k, v)
-    ):
-        raise NotImplementedError(
-            "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
-        )
+    if not torch.compiler.is_compiling():
+        if any(_batched(t) for t in (q, k, v)):
+            raise NotImplementedError(_NO_VMAP)
+        if any(_has_tangent(t) for t in (q, k, v)):
+            raise NotImplementedError("attention: forward-mode differentiation is not supported; use the backward")
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
@@ -169,7 +184,9 @@ def _check(q: Any, k: Any, v: Any, softmax_scale: Any, layout: Any) -> None:
             raise ValueError(
                 f"{name}: got head dim {dim}, must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             )
-    if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale)):
+    if softmax_scale is not None and not (
+        isinstance(softmax_scale, (int, float)) and -math.inf < softmax_scale < math.inf
+    ):
         raise ValueError(f"softmax_scale: got {softmax_scale!r}, must be a finite number or None")
 
 
@@ -189,6 +206,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if any(_batched(gradient) for gradient in (do, dlse)):  # is_grads_batched, or jacobian(vectorize=True)
+            raise NotImplementedError(_NO_VMAP)
         q, k, v, o, lse = ctx.saved_tensors
         call = (ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
         if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated

@@ -21,7 +21,8 @@ ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
 
 def float32_precision() -> str:
     """How torch is set to multiply float32 matrices: "ieee" or "tf32"."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    # not allow_tf32, which raises once the newer setting has been used; this one follows both
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def device_index_of(tensor: torch.Tensor) -> int:
@@ -43,6 +44,9 @@ def describe(
     dtype = TORCH_DTYPES[q.dtype]
     read = {"q": q, "k": k, "v": v} if do is None else {"q": q, "k": k, "v": v, "do": do}
     aligned, wide, tma = addressing(read, {name: strides_of(tensor) for name, tensor in read.items()})
+    # what is written is dense: its batch stride passes 2^31 where a batch entry does
+    widest = max(head_dim, head_dim_v)
+    wide |= max(heads_q * seqlen_q, heads_kv * seqlen_k) * widest >= 1 << 31
     return Problem(
         dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal,
         precision=float32_precision() if dtype == "fp32" else "ieee",
@@ -73,8 +77,8 @@ class ForwardPlan:
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config) -> None:  # fmt: skip
         self.causal, self.softmax_scale = problem.causal, softmax_scale
-        # one element seen as many: only a shape for empty_like, which is the fastest way to allocate
-        self.lse = q.new_empty((), dtype=torch.float32).expand(problem.batch, problem.heads_q, problem.seqlen_q)
+        # A plan keeps no tensor: made during a CUDA graph's warm-up, it would hold on to the graph's memory pool.
+        self.lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         o = empty_ordered(q, problem.head_dim_v)
         self.new_o = _allocator(o, q)
         strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
@@ -83,7 +87,7 @@ class ForwardPlan:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o = self.new_o(q)
-        lse = torch.empty_like(self.lse)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
         self.launch(q, k, v, o, lse)
         return o, lse
 

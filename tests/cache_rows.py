@@ -11,7 +11,7 @@ from fa2tune.row import MEASURED, PREDICTED, Row
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 4096)
 
 CONFIG = {
-    "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED_FIRST": False, "HEADS_PER_WAVE": 4,
+    "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED": "last", "HEADS_PER_WAVE": 4,
     "num_warps": 8, "num_stages": 3, "maxnreg": 0,
 }  # fmt: skip
 

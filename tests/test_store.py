@@ -22,7 +22,13 @@ from fa2tune.store import Store
 
 FIXTURES = Path(__file__).parent / "fixtures"
 #: The rows of both fixtures.
-KEPT = [BARE, row({"causal": False}, variant="descriptor", obtained="sibling"), FULL]
+#: A config as it was when the fixtures were written: a store keeps what it is given.
+THEN = {name: value for name, value in FULL.config.items() if name != "MASKED"} | {"MASKED_FIRST": False}
+KEPT = [
+    BARE,
+    row({"causal": False}, variant="descriptor", obtained="sibling", config=THEN),
+    row(config=THEN),
+]
 
 
 def test_reader_and_sqlalchemy_hold_one_schema(tmp_path: Path) -> None:

@@ -145,3 +145,60 @@ def test_plans_are_remembered():
     made = len(dispatch.FORWARD_PLANS)
     fa2tune.attention(q.clone(), k.clone(), v.clone())
     assert len(dispatch.FORWARD_PLANS) == made
+
+
+def test_forward_mode_is_refused():
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            fa2tune.attention(dual, k, v)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda t: fa2tune.attention(t, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_batched_gradients_are_refused():
+    q, k, v = qkv(dtype=torch.float32, requires_grad=True)
+    o = fa2tune.attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="vmap is not supported"):
+        torch.autograd.grad(o, q, torch.ones(3, *o.shape), is_grads_batched=True)
+
+
+def test_compiled_with_a_scale_that_varies():
+    def scaled(q, scale):
+        return fa2tune.attention(q, q, q, softmax_scale=scale)
+
+    q = torch.randn(1, 2, 20, 16)
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(compiled(q, scale), scaled(q, scale))
+
+
+def test_a_scale_too_small_for_float32_is_zero():
+    q, k, v = qkv(1, 2, 7, 16, dtype=torch.float32)
+    torch.testing.assert_close(
+        fa2tune.attention(q, k, v, softmax_scale=1e-46, causal=True),
+        fa2tune.attention(q, k, v, softmax_scale=0.0, causal=True),
+    )
+
+
+def test_float32_precision_follows_either_setting_of_torch():
+    from fa2tune.passes import float32_precision
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert float32_precision() == "tf32"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert float32_precision() == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_a_large_output_has_64_bit_strides():
+    from fa2tune.passes import describe
+
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(2, 32, 1 << 20, 64)
+    k = torch.empty(2, 32, 8, 64, dtype=torch.float16)
+    v = torch.empty(2, 32, 8, 256, dtype=torch.float16)
+    assert describe(q, k, v, False, 0.125).wide
