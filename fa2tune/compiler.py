@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class Binary:
     def spills(self) -> int:
         """32-bit words of stack per thread: what the driver reports as spills."""
         return self.stack_bytes // 4
-
-    @cached_property
-    def cubin(self) -> bytes:
-        return Path(self.cubin_path).read_bytes()
 
 
 def parameters(variant: Variant) -> list[str]:

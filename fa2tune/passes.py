@@ -25,11 +25,6 @@ def float32_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def device_index_of(tensor: torch.Tensor) -> int:
-    """The CUDA device's index, or -1 for a CPU tensor, which only the interpreter takes."""
-    return tensor.get_device()
-
-
 def describe(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,7 +78,7 @@ class ForwardPlan:
         self.new_o = _allocator(o, q)
         strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
         names = ("q", "k", "v", "o", "lse")
-        self.launch = bind(variant_named("fwd"), problem, config, strides, softmax_scale, names, device_index_of(q))
+        self.launch = bind(variant_named("fwd"), problem, config, strides, softmax_scale, names, q.get_device())
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o = self.new_o(q)
@@ -98,19 +93,19 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, road: str,
                  configs: Mapping[str, Config]) -> None:  # fmt: skip
-        device_index = device_index_of(q)
+        device_index = q.get_device()
         self.road = road
         self.rows_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         dq, dk, dv = (empty_ordered(t, t.shape[3]) for t in (q, k, v))
         self.new_dq, self.new_dk, self.new_dv = _allocator(dq, q), _allocator(dk, k), _allocator(dv, v)
-        self.has_dlse = dlse is not None
+        has_dlse = dlse is not None
         strides = {name: strides_of(t) for name, t in
                    (("q", q), ("k", k), ("v", v), ("do", do), ("o", o), ("dq", dq), ("dk", dk), ("dv", dv))}  # fmt: skip
         strides["dlse"] = strides_of(dlse) if dlse is not None else (0, 0, 0)
 
         delta = variant_named("bwd_delta")
-        delta_config = {**delta.space.default(problem.specialization, 0), "HAS_DLSE": self.has_dlse}
-        names = ("o", "do", "delta", "dlse") if self.has_dlse else ("o", "do", "delta")
+        delta_config = {**delta.space.default(problem.specialization, 0), "HAS_DLSE": has_dlse}
+        names = ("o", "do", "delta", "dlse") if has_dlse else ("o", "do", "delta")
         self.delta = bind(delta, problem, delta_config, strides, softmax_scale, names, device_index)
         read = ("q", "k", "v", "do", "lse", "delta")
         written = {"bwd_dq": ("dq",), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}

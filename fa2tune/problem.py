@@ -85,14 +85,6 @@ class Problem:
     def specialization(self) -> Specialization:
         return Specialization(**{f.name: getattr(self, f.name) for f in fields(Specialization)})
 
-    def visible_pairs(self) -> int:
-        """(query, key) pairs that the mask leaves, per batch and head."""
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        # Row i sees keys 0 .. i + seqlen_k - seqlen_q: the last min(Sq, Sk) rows see Sk - j keys, j = 0, 1, ...
-        rows = min(self.seqlen_q, self.seqlen_k)
-        return rows * self.seqlen_k - rows * (rows - 1) // 2
-
     def flops(self, pass_: str) -> float:
         """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for
         causal, times 2.5 for the backward. Kernels of the backward are counted by the products they run
