@@ -70,8 +70,24 @@ def parameters(variant: Variant) -> list[str]:
     return list(inspect.signature(variant.kernel.fn).parameters)
 
 
-def is_constexpr(name: str) -> bool:
-    return name.isupper()
+@cache
+def constexpr_names(variant: Variant) -> frozenset[str]:
+    """The kernel's parameters annotated ``tl.constexpr``."""
+    import triton.language as tl
+
+    annotated = inspect.signature(variant.kernel.fn).parameters.values()
+    return frozenset(parameter.name for parameter in annotated if parameter.annotation is tl.constexpr)
+
+
+@cache
+def runtime_names(variant: Variant) -> frozenset[str]:
+    """The dimensions of the search that are arguments of a launch: configs that differ there alone share a binary."""
+    return frozenset(variant.space.dimensions) - constexpr_names(variant) - frozenset(OPTIONS)
+
+
+def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
+    """The part of a config that its binary depends on."""
+    return {name: value for name, value in config.items() if name not in runtime_names(variant)}
 
 
 def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
@@ -85,7 +101,7 @@ def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[
         **variant.constants(spec),
         **{name: value for name, value in config.items() if name not in OPTIONS},
     }
-    return {name: values[name] for name in parameters(variant) if is_constexpr(name)}
+    return {name: values[name] for name in parameters(variant) if name in constexpr_names(variant)}
 
 
 def constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
@@ -101,7 +117,7 @@ def uses_descriptors(config: Config) -> bool:
 
 
 def _type(variant: Variant, spec: Specialization, name: str, values: Mapping[str, Any], described: bool) -> str:
-    if is_constexpr(name):
+    if name in constexpr_names(variant):
         return "constexpr"
     if name in variant.tensors:
         dtype = variant.tensors[name] or spec.dtype

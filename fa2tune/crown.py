@@ -88,13 +88,13 @@ def evidence_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def streaming_us(problem: Problem, road: str, gpu: Gpu) -> float:
-    """Microseconds of what surrounds the tuned kernels of a backward, all of it bound by memory: delta reads o and dO and
-    writes a float32 a row; the fused road also clears float32 sums of dQ and casts them."""
+    """Microseconds of what surrounds the tuned kernels of a backward, all of it bound by memory: o is read and delta
+    written, a float32 a row; the fused road reads dO once more for that, clears float32 sums of dQ and casts them."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     size = ITEMSIZE[problem.dtype]
-    moved = rows * (2 * problem.head_dim_v * size + 4)
+    moved = rows * (problem.head_dim_v * size + 4)
     if road == "fused":
-        moved += rows * problem.head_dim * (4 + 4 + size)
+        moved += rows * (problem.head_dim_v * size + problem.head_dim * (4 + 4 + size))
     return moved / (gpu.hbm_gbs * MEMORY_SHARE) * 1e-3
 
 

@@ -20,7 +20,17 @@ from fa2tune import gpus, limits, lookup, reader
 from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variants
 from fa2tune.fingerprint import backward_hash, driver_version, kernel_hash
 from fa2tune.gpus import Gpu
-from fa2tune.passes import ROADS, SPLIT, BackwardPlan, ForwardPlan, describe, empty_ordered, float32_precision
+from fa2tune.passes import (
+    ROADS,
+    SPLIT,
+    BackwardPlan,
+    ForwardPlan,
+    describe,
+    empty_ordered,
+    float32_precision,
+    lse_of,
+    lse_shape,
+)
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.row import PREDICTED, Row
 
@@ -180,7 +190,7 @@ class _NoKeys:
         self.causal, self.softmax_scale = problem.causal, softmax_scale
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return empty_ordered(q, v.shape[3]).zero_(), q.new_full(q.shape[:3], float("-inf"), dtype=torch.float32)
+        return empty_ordered(q, v.shape[3]).zero_(), q.new_full(lse_shape(q), float("-inf"), dtype=torch.float32)
 
 
 def _is_empty(problem: Problem) -> bool:
@@ -220,7 +230,7 @@ def forward_plan(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked."""
+    """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked; lse of ``passes.lse_shape``."""
     key = forward_key(q, k, v, causal, softmax_scale, "bhsd")
     plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, causal, softmax_scale)
     return plan(q, k, v)
@@ -231,6 +241,8 @@ def backward(
     o: torch.Tensor, lse: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool,
 ) -> Tensors3:  # fmt: skip
     """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free."""
+    if dlse is not None:
+        dlse = lse_of(dlse)
     if do is None:
         do = torch.zeros_like(o)
     elif do.stride(3) != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
@@ -238,12 +250,12 @@ def backward(
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
         None if dlse is None else dlse.stride(), q.dtype, q.get_device(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr()) & 15, causal, softmax_scale, deterministic,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15, causal, softmax_scale, deterministic,
         float32_precision() if q.dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:
-        problem = describe(q, k, v, causal, softmax_scale, do)
+        problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
         if _is_empty(problem):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         device_index, gradient = q.get_device(), do

@@ -107,7 +107,8 @@ def arch_of(device_index: int) -> int:
 
 @cache
 def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Any:
-    """The compiled kernel, loaded on a device. Compiles on the first call. Raises CompileError or Triton's OutOfResources."""
+    """The kernel of a ``compiler.binary_config``, loaded on a device. Compiles on the first call. Raises CompileError or
+    Triton's OutOfResources."""
     with torch.cuda.device(device_index):
         compiled = compiler.compile_kernel(variant, spec, dict(config), arch_of(device_index))
         compiled.run  # noqa: B018  # loads the binary on the current device
@@ -115,17 +116,18 @@ def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], 
 
 
 def _values(
-    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...]
 ) -> dict[str, Any]:
     """Every argument of the kernel but its tensors, by name."""
     spec = problem.specialization
     values = compiler.constexprs(variant, spec, config)
+    values |= {name: config[name] for name in compiler.runtime_names(variant)}
     scale = -softmax_scale if spec.negate else softmax_scale
     values |= {
         # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
         "qk_scale": scale * LOG2E if scale < 0 else max(scale * LOG2E, 1e-30), "softmax_scale": softmax_scale,
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
-        "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+        "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
     }  # fmt: skip
     for name, (b, h, m) in strides.items():
         rows = "n" if name in ("k", "v", "dk", "dv") else "m"
@@ -171,9 +173,10 @@ class BoundLaunch:
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
         names: tuple[str, ...], device_index: int,
     ) -> None:  # fmt: skip
-        values = _values(variant, problem, config, strides, softmax_scale)
+        values = _values(variant, problem, config, strides, softmax_scale, names)
         described = _described(variant, config)
-        self.compiled = load(variant, problem.specialization, tuple(sorted(config.items())), device_index)
+        compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
+        self.compiled = load(variant, problem.specialization, compiled_in, device_index)
         metadata = iter(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
         self.arguments: list[
             Any
@@ -214,7 +217,7 @@ class InterpretedLaunch:
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
         names: tuple[str, ...], device_index: int,
     ) -> None:  # fmt: skip
-        values = _values(variant, problem, config, strides, softmax_scale)
+        values = _values(variant, problem, config, strides, softmax_scale, names)
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
         self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
         self.blocks = {
@@ -231,7 +234,7 @@ class InterpretedLaunch:
             if name in self.blocks:
                 strides = [*self.strides[name], 1]
                 arguments[name] = TensorDescriptor(tensor, _shape(name, self.problem), strides, self.blocks[name])
-        missing = {name: None for name in self.variant.tensors if name not in arguments}
+        missing = {name: torch.empty(0) for name in self.variant.tensors if name not in arguments}
         self.variant.kernel[(self.grid,)](**arguments, **missing)
 
 

@@ -128,8 +128,8 @@ def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, 
 def _names(kernel: str) -> tuple[str, ...]:
     if kernel == "fwd":
         return ("q", "k", "v", "o", "lse")
-    written = {"bwd_dq": ("dq",), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}
-    return ("q", "k", "v", "do", "lse", "delta", *written[kernel])
+    own = {"bwd_dq": ("o", "dq"), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}
+    return ("q", "k", "v", "do", "lse", "delta", *own[kernel])
 
 
 def _line_up(

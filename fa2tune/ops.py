@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fa2tune import dispatch
 from fa2tune.launch import TORCH_DTYPES, interpreted
-from fa2tune.passes import empty_ordered
+from fa2tune.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 LAYOUTS = ("bhsd", "bshd")
@@ -77,7 +77,7 @@ def attention(
         o, lse = plan(q, k, v)
     if layout == "bshd":
         o = o.transpose(1, 2)
-    return (o, lse) if return_lse else o
+    return (o, lse_of(lse)) if return_lse else o
 
 
 _NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
@@ -127,7 +127,7 @@ def _general(
     o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), causal, scale, exact)
     if layout == "bshd":
         o = o.transpose(1, 2)
-    return (o, lse) if return_lse else o
+    return (o, lse_of(lse)) if return_lse else o
 
 
 def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -228,7 +228,8 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError(_ONCE)
 
 
-# The operators: what torch.compile, fake tensors and dispatch modes see. q, k, v are (batch, heads, seqlen, dim) views.
+# The operators: what torch.compile, fake tensors and dispatch modes see. q, k, v are (batch, heads, seqlen, dim) views; lse
+# is of passes.lse_shape.
 _LIBRARY = torch.library.Library("fa2tune", "DEF")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, float softmax_scale, bool deterministic) -> (Tensor, Tensor)",
@@ -250,7 +251,7 @@ def _attention_op(
 def _attention_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool
 ) -> Pair:
-    return empty_ordered(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_ordered(q, v.shape[3]), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def _backward_fake(

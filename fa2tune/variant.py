@@ -14,7 +14,7 @@ from fa2tune.problem import Config, Problem, Specialization
 
 #: Names of the two ways a tile is read, values of the config entry LOADS.
 POINTER, DESCRIPTOR = "pointer", "descriptor"
-#: Config entries that are compile options; every other entry is a constexpr of the kernel.
+#: Config entries that are compile options; every other entry is a parameter of the kernel.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -51,7 +51,8 @@ class Variant:
     """One kernel, described for whoever compiles, tunes or launches it.
 
     Parameters are recognised by name, so the kernel's own parameter list is the only list there is:
-    tensors by the names in ``tensors``; ``stride_*`` and every other lower-case name are scalars; capitals are constexprs.
+    tensors by the names in ``tensors``; what is annotated ``tl.constexpr`` is compiled in; the rest are scalars, among them
+    (in capitals) the dimensions of the search that a launch chooses.
     """
 
     name: str  #: kernel name as filed in the cache: "fwd", "bwd_dkdv", ...

@@ -1,16 +1,27 @@
-"""FlashAttention-2 backward over query tiles: dQ without atomics, the deterministic half of the split backward."""
+"""FlashAttention-2 backward over query tiles: dQ without atomics, the deterministic half of the split backward. It also
+makes delta = rowsum(dO * O) - dlse (paper: algorithm 2, line 4), which the other half reads: no kernel of its own before."""
 
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
+from fa2tune.kernels.common import (
+    delta_of_rows,
+    dot,
+    dot_add,
+    head_base,
+    load_lse,
+    load_tile,
+    store_tile,
+    tile_and_head,
+    visible,
+)
 from fa2tune.search_spaces.bwd_dq import SPACE
 from fa2tune.variant import Variant
 
 
 @triton.jit
 def _over_keys(
-    acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
+    acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
     seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
@@ -22,7 +33,8 @@ def _over_keys(
         v_tile = load_tile(
             v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
         )  # [N, DV]
-        p = tl.math.exp2(dot(q_tile, tl.trans(k_tile), PRECISION) * qk_scale - lse_row[:, None])  # [M, N]
+        scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
+        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[:, None]) - lse_low[:, None])
         columns = n + tl.arange(0, BLOCK_N)
         if MASK == "always":
             p = tl.where(visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), p, 0.0)
@@ -36,15 +48,18 @@ def _over_keys(
 
 @triton.jit
 def bwd_dq_kernel(
-    q, k, v, do, lse, delta, dq, qk_scale, softmax_scale,
+    q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_dob, stride_doh, stride_dom, stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlseb, stride_dlseh, stride_dlsem,
+    stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
-    HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, do as the forward's; lse and delta [B, Hq, Sq] float32 -> dq [B, Hq, Sq, D]. Sk >= 1."""
+    """q, k, v, o, do as the forward's; lse as the forward leaves it -> dq [B, Hq, Sq, D], delta [B, Hq, Sq] float32. Sk >= 1.
+
+    dlse [B, Hq, Sq] float32 is read only if has_dlse.
+    """
     tile, head = tile_and_head(tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
     b = head // heads_q
     h = head % heads_q
@@ -61,8 +76,13 @@ def bwd_dq_kernel(
     do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
     first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
     inside = rows < seqlen_q
-    lse_row = tl.load(lse + first_row + rows, mask=inside, other=float("inf")) * LOG2E  # [M]
-    delta_row = tl.load(delta + first_row + rows, mask=inside, other=0.0)
+    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    lse_row, lse_low = load_lse(lse + first_row, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
+    o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
+    o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [M, DV]
+    dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
+    delta_row = delta_of_rows(o_tile, do_tile, dlse, rows, stride_dlsem, inside & (has_dlse != 0))  # [M]
+    tl.store(delta + first_row + rows, delta_row, mask=inside)
 
     if IS_CAUSAL:
         end = tl.minimum(seqlen_k, tl.maximum(start_m + BLOCK_M + offset, 0))
@@ -73,22 +93,22 @@ def bwd_dq_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MASKED == "inside":
         acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, end, full, rows, offset, qk_scale, stride_kn,
+            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, 0, end, full, rows, offset, qk_scale, stride_kn,
             stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "past_full",
         )  # fmt: skip
     else:
         if MASKED == "first":
             acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
                 stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
             )  # fmt: skip
         acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn,
+            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn,
             stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "never",
         )  # fmt: skip
         if MASKED == "last":
             acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
                 stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
             )  # fmt: skip
     store_tile(
@@ -101,7 +121,7 @@ VARIANT = Variant(
     name="bwd_dq",
     kernel=bwd_dq_kernel,
     space=SPACE,
-    tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dq": ""},
+    tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": ""},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
                  "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
     grid=lambda problem, config: triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q,

@@ -6,7 +6,7 @@ Scores are computed transposed, [keys, queries], so that P^T and dS^T are the re
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LOG2E, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
+from fa2tune.kernels.common import dot, dot_add, head_base, load_lse, load_tile, store_tile, tile_and_head, visible
 from fa2tune.search_spaces import bwd_dkdv, bwd_fused
 from fa2tune.variant import Variant
 
@@ -14,7 +14,7 @@ from fa2tune.variant import Variant
 @triton.jit
 def _over_queries(
     dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, dq, b, h, begin, end, full, columns, offset, qk_scale,
-    stride_qm, stride_dom, seqlen_q, seqlen_k,
+    stride_qm, stride_dom, seqlen_q, seqlen_k, all_rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr,
     WITH_DQ: tl.constexpr, MASK: tl.constexpr,
@@ -25,9 +25,9 @@ def _over_queries(
         rows = m + tl.arange(0, BLOCK_M)
         inside = rows < seqlen_q
         q_tile = load_tile(q, b, h, m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
-        # past the end lse is +inf: p = exp2(s - inf) = 0
-        lse_row = tl.load(lse + rows, mask=inside, other=float("inf")) * LOG2E  # [M]
-        p = tl.math.exp2(dot(k_tile, tl.trans(q_tile), PRECISION) * qk_scale - lse_row[None, :])  # [N, M]
+        lse_row, lse_low = load_lse(lse, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
+        scores = dot(k_tile, tl.trans(q_tile), PRECISION)  # [N, M]
+        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[None, :]) - lse_low[None, :])
         if MASK == "always":
             p = tl.where(visible(rows[None, :], columns[:, None], offset, seqlen_k, IS_CAUSAL), p, 0.0)
         elif MASK == "below_full":
@@ -51,13 +51,12 @@ def bwd_keys_kernel(
     q, k, v, do, lse, delta, dq, dk, dv, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    batch, heads_q, group, seqlen_q, seqlen_k,
+    batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
-    HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, do as the forward's; lse and delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
+    """q, k, v, do as the forward's; lse as the forward leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
 
     qk_scale = softmax_scale * log2(e). WITH_DQ: adds dS K to dq, float32 [B, Hq, Sq, D] contiguous, zero at the start and
     still to be multiplied by softmax_scale; the order of these sums is not fixed.
@@ -88,6 +87,7 @@ def bwd_keys_kernel(
 
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
     for g in range(group):  # every query head that reads this key head
         h = h_kv * group + g
         head_q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
@@ -99,25 +99,25 @@ def bwd_keys_kernel(
         if MASKED == "inside":
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                begin, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                begin, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, all_rows,
                 HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "below_full",
             )  # fmt: skip
         else:
             if MASKED == "first":
                 dk_acc, dv_acc = _over_queries(
                     dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, all_rows,
                     HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
                 )  # fmt: skip
             dk_acc, dv_acc = _over_queries(
                 dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                full, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                full, seqlen_q, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, all_rows,
                 HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "never",
             )  # fmt: skip
             if MASKED == "last":
                 dk_acc, dv_acc = _over_queries(
                     dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    begin, full, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, all_rows,
                     HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
                 )  # fmt: skip
 

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.common import LN2, LOWEST, dot, dot_add, head_base, load_tile, store_tile, tile_and_head, visible
+from fa2tune.kernels.common import (
+    LOWEST,
+    dot,
+    dot_add,
+    head_base,
+    load_tile,
+    store_lse,
+    store_tile,
+    tile_and_head,
+    visible,
+)
 from fa2tune.search_spaces.fwd import SPACE
 from fa2tune.variant import Variant
 
@@ -35,7 +45,7 @@ def _over_keys(
                     visible(rows[:, None], columns[None, :], offset, seqlen_k, IS_CAUSAL), scores, float("-inf")
                 )
         new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
-        p = tl.math.exp2(scores * qk_scale - new_peak[:, None])
+        p = tl.math.exp2(tl.fma(scores, qk_scale, -new_peak[:, None]))
         shrink = tl.math.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
@@ -51,13 +61,13 @@ def _over_keys(
 def fwd_kernel(
     q, k, v, o, lse, qk_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k,
+    stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     IS_CAUSAL: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
-    HEADS_PER_WAVE: tl.constexpr,
 ):  # fmt: skip
-    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log;
+    for float32 inputs lse [2, B, Hq, Sq], whose second plane is what the rounding of the first left out.
 
     qk_scale is |softmax_scale| * log2(e), and not 0: -inf * 0 would be NaN. Sk >= 1. Rows that see no key: o = 0, lse = -inf.
     """
@@ -108,13 +118,14 @@ def fwd_kernel(
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     out = acc / total[:, None]
-    log_sum = (peak + tl.math.log2(total)) * LN2
+    sees_a_key = rows + offset >= 0
     if IS_CAUSAL:
-        sees_a_key = rows + offset >= 0
         out = tl.where(sees_a_key[:, None], out, 0.0)
-        log_sum = tl.where(sees_a_key, log_sum, float("-inf"))
     head_lse = lse + (b.to(tl.int64) * heads_q + h) * seqlen_q
-    tl.store(head_lse + rows, log_sum, mask=rows < seqlen_q)
+    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    store_lse(
+        head_lse, rows, peak, total, sees_a_key | (not IS_CAUSAL), rows < seqlen_q, all_rows, q_tile.dtype == tl.float32
+    )
     store_tile(
         o + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh, out, start_m, stride_om, seqlen_q,
         BLOCK_M, HEAD_DIM_V, BLOCK_DV,

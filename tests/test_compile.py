@@ -94,7 +94,7 @@ def test_compiles_within_the_limits(case: Case) -> None:
 def test_the_pre_pass_compiles(arch: int) -> None:
     variant = compiler.variant_named("bwd_delta")
     spec = bf16(128, 128, causal=False)
-    config = {**variant.space.default(spec, arch), "HAS_DLSE": True}
+    config = variant.space.default(spec, arch)
     binary = compiler.build(variant, spec, config, arch)
     gpu = gpus.named(GPUS[arch])
     assert limits.before_compile(variant, spec, config, gpu) is None

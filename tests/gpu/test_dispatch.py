@@ -64,6 +64,37 @@ def test_torch_compile(layout):
         torch.testing.assert_close(one.grad, other.grad, atol=2e-2, rtol=2e-2)
 
 
+def test_torch_compile_with_cuda_graphs():
+    """mode="reduce-overhead": what the plans keep must not live in a graph's memory pool."""
+
+    def step(q, k, v):
+        return fa2tune.attention(q, k, v, causal=True).float().square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):  # warm-up, record, replay
+        inputs = qkv(2, 2, 192, 64, requires_grad=True)
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = compiled(*inputs)
+        loss.backward()
+        eager = [t.detach().clone().requires_grad_() for t in inputs]
+        expected = step(*eager)
+        expected.backward()
+        torch.testing.assert_close(loss, expected, atol=1e-2, rtol=1e-2)
+        for one, other in zip(inputs, eager, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, atol=2e-2, rtol=2e-2)
+
+
+def test_plans_keep_no_memory():
+    dispatch.reload()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    q, k, v = qkv(2, 4, 2048, 64, requires_grad=True)
+    torch.autograd.grad(fa2tune.attention(q, k, v).sum(), (q, k, v))
+    del q, k, v
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_opcheck():
     q, k, v = qkv(requires_grad=True)
     torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, True, 0.125, True))
@@ -90,9 +121,15 @@ def test_threads_and_streams():
 def test_several_gpus():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    q, k, v = qkv()
-    there = [t.to("cuda:1") for t in (q, k, v)]
-    assert torch.equal(fa2tune.attention(*there).cpu(), fa2tune.attention(q, k, v).cpu())
+    here = qkv(requires_grad=True)
+    there = [t.detach().to("cuda:1").requires_grad_() for t in here]  # while cuda:0 is the current device
+    for causal in (False, True):
+        expected, got = (fa2tune.attention(*t, causal=causal, deterministic=True) for t in (here, there))
+        assert torch.equal(got.cpu(), expected.cpu())
+        for one, other in zip(
+            torch.autograd.grad(got.sum(), there), torch.autograd.grad(expected.sum(), here), strict=True
+        ):
+            assert one.device == torch.device("cuda:1") and torch.equal(one.cpu(), other.cpu())
 
 
 def test_autocast():

@@ -31,9 +31,9 @@ def _poison():
 
 
 def check(dtype, seqlen_q, seqlen_k, head_dim=64, head_dim_v=None, causal=False, heads=(4, 2), batch=2, softmax_scale=None,
-          precision="ieee", deterministic=None, scale=1.0, outlier=False, with_dlse=True):  # fmt: skip
+          precision="ieee", deterministic=None, scale=1.0, outlier=False, with_dlse=True, seed=0):  # fmt: skip
     asked = Problem(dtype, batch, *heads, seqlen_q, seqlen_k, head_dim, head_dim_v or head_dim, causal, precision)
-    inputs = reference.make_inputs(asked, "cuda", scale=scale, outlier=outlier, with_dlse=with_dlse)
+    inputs = reference.make_inputs(asked, "cuda", scale=scale, outlier=outlier, with_dlse=with_dlse, seed=seed)
     options = {"causal": causal, "softmax_scale": softmax_scale}
     with verify._strict(precision):
         oracle, same = reference.oracle_and_reference(inputs, **options)
@@ -59,6 +59,14 @@ def test_float32(head_dim, precision):
     # cuBLAS, which the reference runs on, has no TF32 for rows that are not multiples of 16 bytes
     lengths = (113, 203) if precision == "ieee" else (112, 208)
     check("fp32", *lengths, head_dim, causal=True, precision=precision)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("causal", [False, True])
+def test_float32_with_an_outlier_channel(causal, seed):
+    """Scores of a hundred and more: what float32 rounds off lse is more than the rule allows (lse has a second word)."""
+    check("fp32", 113, 203, 64, causal=causal, outlier=True, heads=(2, 1), batch=1, seed=seed)
+    check("fp32", 300, 300, 128, causal=causal, scale=10.0, heads=(2, 1), batch=1, seed=seed)
 
 
 @pytest.mark.parametrize(("scale", "outlier"), [(10.0, False), (1.0, True)])
