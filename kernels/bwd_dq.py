@@ -21,9 +21,10 @@ from fa2tune.variant import Variant
 
 @triton.jit
 def _over_keys(
-    acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
-    seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
+    acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale,
+    stride_kn, stride_vn, seqlen_k,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Keys [begin, end) into acc [M, D]. MASK as in the forward: "never", "always" or "past_full"."""
     for n in tl.range(begin, end, BLOCK_N):
@@ -99,8 +100,9 @@ def bwd_dq_kernel(
     else:
         if MASKED == "first":
             acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
-                stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale,
+                stride_kn, stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION,
+                "always",
             )  # fmt: skip
         acc = _over_keys(
             acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, 0, full, full, rows, offset, qk_scale, stride_kn,
@@ -108,8 +110,9 @@ def bwd_dq_kernel(
         )  # fmt: skip
         if MASKED == "last":
             acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale, stride_kn,
-                stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full, end, full, rows, offset, qk_scale,
+                stride_kn, stride_vn, seqlen_k, HEAD_DIM, HEAD_DIM_V, IS_CAUSAL, BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION,
+                "always",
             )  # fmt: skip
     store_tile(
         dq + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh, acc * softmax_scale, start_m, stride_dqm,

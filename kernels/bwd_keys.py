@@ -56,7 +56,7 @@ def bwd_keys_kernel(
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, do as the forward's; lse as the forward leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
+    """q, k, v, do as the forward's, lse as it leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
 
     qk_scale = softmax_scale * log2(e). WITH_DQ: adds dS K to dq, float32 [B, Hq, Sq, D] contiguous, zero at the start and
     still to be multiplied by softmax_scale; the order of these sums is not fixed.
