@@ -1,9 +1,10 @@
 """Host microseconds of a warm call without gradients, and of forward + backward, against SDPA's FlashAttention-2.
 
-    python benchmarks/host_time.py [PEER ...]
+    python benchmarks/host_time.py
 
-A tiny input (batch 1, 8 heads, 128 x 64, bf16), so that the GPU is never what the host waits for. Chunks of calls of the
-peers are interleaved; the figure is the median over chunks. Needs a GPU.
+A tiny input (batch 1, 8 heads, 128 x 64, bf16), so that the GPU is never what the host waits for. Both are called as bare as
+they can be: no_grad and the choice of SDPA's backend are set once, outside the loops. Chunks of calls are interleaved; the
+figure is the median over chunks. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 
 import click
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from fa2tune.bench import Stand
+import fa2tune
 from fa2tune.bench_card import Card, NoGpuError
-from fa2tune.peers import SUBJECT, select
-from fa2tune.problem import Problem
 
-TINY = Problem(
-    "bf16", batch=1, heads_q=8, heads_kv=8, seqlen_q=128, seqlen_k=128, head_dim=64, head_dim_v=64, causal=False
-)
-CHUNKS, CALLS = 41, 50
+SHAPE = (1, 8, 128, 64)
+CHUNKS, CALLS = 61, 50
 
 
 def host_microseconds(
@@ -44,22 +44,25 @@ def host_microseconds(
 
 
 @click.command()
-@click.argument("peers", nargs=-1)
-def main(peers: tuple[str, ...]) -> None:
-    """Host time of a warm call of fa2tune and PEERS (default: sdpa-flash)."""
-    import torch
-
+def main() -> None:
+    """Host time of a warm call of fa2tune and of SDPA."""
     try:
         card = Card()
-        chosen, _ = select(peers or ("sdpa-flash",))
-    except (NoGpuError, ValueError) as error:
+    except NoGpuError as error:
         raise click.ClickException(str(error)) from None
-    stand = Stand(TINY, chosen, card.device)
+    q, k, v, do = (torch.randn(SHAPE, device=card.device, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    functions = {"fa2tune": fa2tune.attention, "SDPA, FlashAttention-2": scaled_dot_product_attention}
     click.echo(f"{card.environment()['gpu']}, torch {torch.__version__}; host microseconds per call")
-    for pass_, title in (("fwd", "without gradients"), ("both", "forward + backward")):
-        times = host_microseconds({name: stand.call(name, pass_) for name in chosen}, torch.cuda.synchronize)
-        for name, microseconds in times.items():
-            click.echo(f"{title:20}{name:16}{microseconds:8.1f}   fa2tune / it {times[SUBJECT] / microseconds:.2f}")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with torch.no_grad():
+            forward = {name: (lambda f=f: f(q, k, v)) for name, f in functions.items()}
+            times = {"without gradients": host_microseconds(forward, torch.cuda.synchronize)}
+        both = {name: (lambda f=f: torch.autograd.grad(f(*leaves), leaves, do)) for name, f in functions.items()}
+        times["forward + backward"] = host_microseconds(both, torch.cuda.synchronize)
+    for title, found in times.items():
+        for name, microseconds in found.items():
+            click.echo(f"{title:20}{name:24}{microseconds:8.1f}   fa2tune / it {found['fa2tune'] / microseconds:.2f}")
 
 
 if __name__ == "__main__":

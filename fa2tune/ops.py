@@ -72,7 +72,7 @@ def attention(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o, lse = _Attention.apply(q, k, v, plan, deterministic)  # type: ignore[no-untyped-call]
+        o, lse = _Attention.apply(q, k, v, plan, deterministic, return_lse)  # type: ignore[no-untyped-call]
     else:
         o, lse = plan(q, k, v)
     if layout == "bshd":
@@ -195,14 +195,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any, deterministic: bool | None
-    ) -> Pair:
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        deterministic: bool | None,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o, lse = plan(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan = plan
         ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         ctx.set_materialize_grads(False)  # an unused lse costs nothing
-        return o, lse
+        return o, lse if with_lse else None  # an output that nobody asked for costs 2 us
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -211,10 +217,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         call = (ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
         if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
-            return (*_Gradients.apply(do, dlse, q, k, v, o, lse, *call), None, None)  # type: ignore[no-untyped-call]
-        return (*dispatch.backward(do, dlse, q, k, v, o, lse, *call), None, None)
+            return (*_Gradients.apply(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
+        return (*dispatch.backward(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)
 
 
+_NO_GRADIENT = (None, None, None)  #: of what _Attention.forward takes beside q, k and v
 _ONCE = "attention: differentiating twice is not supported"
 
 

@@ -126,7 +126,8 @@ class BackwardPlan:
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        dq, dk, dv, delta = (torch.empty_like(t) for t in (self.dq, self.dk, self.dv, self.delta))
+        dq, dk, dv = torch.empty_like(self.dq), torch.empty_like(self.dk), torch.empty_like(self.dv)
+        delta = torch.empty_like(self.delta)
         gradients = (o, do, delta) if dlse is None else (o, do, delta, dlse)
         if self.road == SPLIT:
             self.launches["bwd_dq"](q, k, v, lse, dq, *gradients)
