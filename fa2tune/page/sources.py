@@ -1,0 +1,228 @@
+"""What a page is made of, read from files: cache rows, studies, exhaustive tables, results of ``fa2tune bench``.
+
+Studies are read as Optuna holds them; nothing is written to any of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fa2tune import reader, record
+from fa2tune.problem import Config, TuningKey
+from fa2tune.reader import CacheFileError
+from fa2tune.row import Row
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+#: A study's name is its key, field by field, and a stamp of what its trials rest on (study.study_name). Only the name that the
+#: driver of an unlisted GPU gives may hold spaces.
+_VALUE = {"gpu": ".+"}
+_NAME = re.compile(" ".join(f"{f.name}=(?P<{f.name}>{_VALUE.get(f.name, '[^ ]+')})" for f in fields(TuningKey)) +
+                   " (?P<stamp>.*)")  # fmt: skip
+#: What Optuna's database holds, among other things.
+_OPTUNA = {"studies", "trials", "trial_params", "trial_user_attributes", "version_info", "alembic_version"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate at one key."""
+
+    config: Config
+    time_us: float | None  #: measured, or predicted where the study is; None: it has a fate instead
+    fate: str  #: "" if it was timed, else a short word: "spills", "crash", ...
+    why: str  #: the reason in full
+    predicted_us: float | None  #: by the model before it was measured; None where nothing was predicted
+    filed: datetime | None  #: when its outcome was known
+    frozen: FrozenTrial  #: as Optuna holds it, for Optuna's own evaluators
+
+
+@dataclass(frozen=True)
+class Search:
+    """One study: a key's candidates, in the order they were filed."""
+
+    key: TuningKey
+    name: str
+    obtained: str  #: "measured", "sibling" or "predicted", as the stamp has it
+    trials: Sequence[Trial]
+    wrong: Sequence[tuple[Config, str]]  #: timed, then found wrong: config, why
+    exhaustive: bool = False  #: every legal config, in no order that means anything: a table, no search
+
+    @property
+    def timed(self) -> list[tuple[int, Trial, float]]:
+        """(place, trial, microseconds) of those that have a time."""
+        return [(place, t, t.time_us) for place, t in enumerate(self.trials) if t.time_us is not None]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything a page shows. What was not given or found is empty."""
+
+    title: str
+    rows: Sequence[Row]
+    searches: Sequence[Search] = ()
+    bench: Mapping[str, Any] | None = None  #: results of ``fa2tune bench`` (bench.load)
+    files: Mapping[str, Path] = field(default_factory=dict)  #: what was read, by kind
+    notes: Sequence[str] = ()  #: what a reader should know of the reading
+
+
+class SourceError(ValueError):
+    """A file that cannot be shown. The message names the argument, the file and the reason."""
+
+
+def read_cache(path: Path) -> list[Row]:
+    try:
+        rows = reader.read(path)
+    except CacheFileError as error:
+        raise SourceError(f"--cache: {error}") from error
+    if not rows:
+        raise SourceError(f"--cache: {path} holds no rows")
+    return rows
+
+
+def _check_studies(path: Path) -> None:
+    """Looked at before Optuna is, which would make its tables in any database it is given."""
+    if not path.is_file():
+        raise SourceError(f"--studies: {path}: {'is not a regular file' if path.exists() else 'no such file'}")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.Error as error:
+        raise SourceError(f"--studies: {path}: {error}") from error
+    if not tables >= _OPTUNA:
+        kind = "a cache file (give it as --cache)" if tables == {"rows"} else "no Optuna database"
+        raise SourceError(f"--studies: {path} is {kind}")
+
+
+def key_of(name: str) -> tuple[TuningKey, str] | None:
+    """Key and stamp out of a study's name; None if it is not one of fa2tune's."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    values: dict[str, Any] = found.groupdict()
+    stamp = values.pop("stamp")
+    try:
+        for each in ("sm_count", "arch", "head_dim", "head_dim_v", "bucket"):
+            values[each] = int(values[each])
+        values["causal"] = {"True": True, "False": False}[values["causal"]]
+    except (ValueError, KeyError):
+        return None
+    return TuningKey(**values), stamp
+
+
+def _trial(frozen: FrozenTrial) -> Trial:
+    about = frozen.user_attrs.get("outcome", {})
+    predicted = about.get("predicted_us")
+    return Trial(
+        dict(frozen.params), frozen.value if frozen.state.name == "COMPLETE" else None, str(about.get("fate", "")),
+        str(about.get("why", "")), predicted if isinstance(predicted, float) else None, frozen.datetime_complete, frozen,
+    )  # fmt: skip
+
+
+def _kept(attributes: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows a study's trials led to (study.KeyStudy.keep), each checked as a cache file's are."""
+    for value in attributes.values():
+        try:
+            kept = json.loads(value)
+            rows = [Row(**{**entry, "key": TuningKey(**entry["key"])}) for entry in kept["rows"]]
+            yield from map(record.checked, rows)
+        except (TypeError, ValueError, KeyError):  # an attribute of another kind
+            continue
+
+
+def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
+    """Per key the study with the latest trial, the rows those kept, and notes on what was left aside."""
+    _check_studies(path)
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # a path in a URI of SQLite's: read-only, so that not even an older database is touched
+    where = f"sqlite:///{path.absolute().as_uri()}?mode=ro&uri=true"
+    found: dict[TuningKey, tuple[datetime, Search, list[Row]]] = {}
+    foreign = older = 0
+    try:
+        storage = optuna.storages.RDBStorage(where, skip_table_creation=True)
+        for study in storage.get_all_studies():
+            known = key_of(study.study_name)
+            if known is None:
+                foreign += 1
+                continue
+            key, stamp = known
+            frozen = storage.get_all_trials(study._study_id, deepcopy=False)
+            trials = [_trial(each) for each in frozen if each.state.is_finished()]
+            if not trials:
+                continue
+            wrong = [(dict(config), why) for config, why in json.loads(study.user_attrs.get("disqualified", "[]"))]
+            search = Search(key, study.study_name, stamp.partition(" ")[0], trials, wrong)
+            latest = max((t.filed for t in trials if t.filed), default=datetime.min)
+            if key in found:
+                older += 1
+            if key not in found or latest > found[key][0]:
+                found[key] = latest, search, list(_kept(study.user_attrs))
+    except Exception as error:  # Optuna and SQLAlchemy raise kinds of their own
+        raise SourceError(f"--studies: {path}: {str(error).splitlines()[0]}") from error
+    if not found:
+        raise SourceError(f"--studies: {path} holds no trials of fa2tune's")
+    notes = []
+    if older:
+        notes.append(
+            f"{older} older studies of the same keys (other kernels, spaces, models or versions) are left aside"
+        )
+    if foreign:
+        notes.append(f"{foreign} studies in {path.name} are not fa2tune's")
+    entries = [found[key] for key in sorted(found)]
+    return [search for _, search, _ in entries], [row for *_, rows in entries for row in rows], notes
+
+
+def read_bench(path: Path) -> Mapping[str, Any]:
+    from fa2tune import bench
+
+    try:
+        data = bench.load(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"--bench: {path}: {error}") from error
+    if not any(cell["kind"] == "time" for cell in data["cells"]):
+        raise SourceError(f"--bench: {path} holds no timed cell")
+    return data
+
+
+def gather(cache: Path | None, studies: Path | None, bench: Path | None = None) -> Sources:
+    """What a page needs, by what was asked for:
+
+    nothing: the user's cache and the studies beside it; ``cache``: that file, and the studies beside it where there are any;
+    ``studies`` alone: that run, with the rows it crowned; both: these rows and these searches.
+    """
+    files: dict[str, Path] = {}
+    rows: list[Row] = []
+    if cache is None and studies is None:
+        cache = reader.user_path()
+        if not cache.exists():
+            raise SourceError(f"no cache file of the user's at {cache}: run `fa2tune tune`, or name a file with --cache or "
+                              "--studies")  # fmt: skip
+    if cache is not None:
+        rows = read_cache(cache)
+        files["cache"] = cache
+        beside = cache.with_name("studies.sqlite")
+        if studies is None and beside.exists():
+            studies = beside
+    searches: list[Search] = []
+    notes: list[str] = []
+    if studies is not None:
+        searches, kept, notes = read_studies(studies)
+        files["studies"] = studies
+        rows = rows or sorted(kept, key=record.identity)
+    data = None
+    if bench is not None:
+        data = read_bench(bench)
+        files["bench"] = bench
+    main = cache or studies
+    assert main is not None
+    return Sources(main.name, rows, searches, data, files, notes)
