@@ -12,14 +12,16 @@ from typing import Any
 from fa2tune import fingerprint
 from fa2tune.compiler import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.problem import BACKWARD, ITEMSIZE, Config, Problem, TuningKey
+from fa2tune.problem import BACKWARD, ITEMSIZE, Config, Problem, Specialization, TuningKey
 from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row
-from fa2tune.samples import Gain, gain_over, quantile
+from fa2tune.samples import Race, gain_over, quantile, ratios
 from fa2tune.study import Outcome
+from fa2tune.variant import POINTER, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 ROADS = {"split": ("bwd_dq", "bwd_dkdv"), "fused": ("bwd_fused",)}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
+FINALISTS, NEAR = 6, 0.02  #: so many at most, and no further behind: a screening cannot tell closer ones apart
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,40 @@ def measured(key: TuningKey, variant: str, config: Config, toolchain: Toolchain,
     return replace(row, default_time_us=median(default_times), gain=gain.median, gain_low=gain.low, gain_high=gain.high)
 
 
-def winner(default: Outcome | None, finalists: Sequence[tuple[Outcome, Gain]]) -> int:
-    """Which finalist is crowned: the one with the greatest gain, but the default config where nothing beats it beyond the
-    interval. ``finalists`` include the default, if it can be launched."""
-    best = max(range(len(finalists)), key=lambda index: finalists[index][1].median)
-    if default is None or finalists[best][1].low > 1.0:
-        return best
-    return next(index for index, (outcome, _) in enumerate(finalists) if outcome.config == default.config)
+def rival(space: SearchSpace, spec: Specialization, arch: int, loads: str) -> Config:
+    """The default that a config with these loads has to beat: what would serve in its place. For pointer loads that is the
+    default for tensors that no descriptor can address, as the others have a row for descriptors."""
+    default = space.default(spec, arch)
+    if loads != POINTER or default["LOADS"] == POINTER:
+        return default
+    return space.default(replace(spec, aligned=False), arch)
+
+
+def finalists(ranked: Sequence[Outcome]) -> list[Outcome]:
+    """Of candidates ranked by their screening: the fastest, and those it may have mistaken for slower."""
+    best = ranked[0].time_us or 0.0 if ranked else 0.0
+    return [outcome for outcome in ranked[:FINALISTS] if (outcome.time_us or 0.0) <= best * (1 + NEAR)]
+
+
+def leader(race: Race, among: Sequence[int]) -> int:
+    """Of these contenders the fastest, by the median ratio to the anchor, of those that ran to the end."""
+    ran = [index for index in among if len(race.times[index]) == len(race.times[0])]
+    return min(ran, key=lambda index: median(ratios(race.times[index], race.times[0])))
+
+
+def replaces(default: Sequence[float], this: Sequence[float]) -> bool:
+    """Whether a config takes the default's place: it is faster beyond the interval, in rounds that did not choose it."""
+    return gain_over(default, this).low > 1.0
+
+
+def watched(*races: Race) -> dict[str, Any]:
+    """Clock, power limit and throttling of the last race's samples, and of what led to them."""
+    throttled = [race.throttled for race in races if race.throttled is not None]
+    last = races[-1]
+    return {
+        "clock_mhz": last.clock_mhz, "power_limit_w": last.power_limit_w,
+        "throttled": sum(throttled) if throttled else None,
+    }  # fmt: skip
 
 
 def evidence_of(outcome: Outcome) -> dict[str, Any]:

@@ -13,7 +13,7 @@ or 32-bit element type. Among the rest the first difference decides, in this ord
    or else the architecture rung.
 3. **Fresh** over stale: made with this Triton, this driver and this kernel source.
 4. **Layer**: named over user over fleet over shipped.
-5. **Time**: of a key's rows (pointer and descriptor loads; split and fused backward) the fastest.
+5. **Time**: of a key's rows (pointer and descriptor loads; split and fused backward) the fastest, see ``Row.rank_us``.
 
 The first row in this order that ``acceptable`` does not refuse is the answer; without one, the caller takes its
 documented default config. Pure: no torch, no files.
@@ -166,8 +166,7 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
             gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
             stale = toolchain.stale(row)
             standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
-            time = math.inf if row.time_us is None else row.time_us
-            order = (rung, *distances, *standing, bool(stale), place, time, row.variant)
+            order = (rung, *distances, *standing, bool(stale), place, row.rank_us, row.variant)
             found.append((order, row, layer, rung, gpu_rung, stale))
     for _, row, layer, rung, gpu_rung, stale in sorted(found, key=itemgetter(0)):
         yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)

@@ -5,56 +5,31 @@ Runs in a child process that may die (``worker.py``): before a contender's first
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 import torch
 
-from fa2tune import launch, passes, reference, worker
+from fa2tune import launch, passes, racing, reference, witness, worker
 from fa2tune.compiler import CompileError, variant_named
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
-from fa2tune.samples import EFFORTS, Effort, Race
+from fa2tune.samples import EFFORTS, Race
+from fa2tune.witness import Reading
 
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
 IDLE_SECONDS = 1.0  #: a pause that lets the clocks drop
 FLUSH_BYTES_AT_MOST = 256 << 20
-HOPELESS_AFTER = 2  #: rounds, before a contender may be dropped
-# NVML's "clocks event reasons" that say a card is ill-cooled or ill-fed, not merely at its power limit
-THROTTLED = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
-THROTTLE_RETRIES = 3
-
-
-@cache
-def _nvml() -> Any:
-    """(pynvml, handle of the current device), or None without the library. Nothing is measured with it: it only witnesses."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
-    return None
-
-
-def _witness() -> tuple[int | None, int | None, bool]:
-    """(SM clock in MHz, power limit in W, throttled); None where NVML does not say."""
-    clock = limit = None
-    reasons = 0
-    if _nvml() is not None:
-        pynvml, handle = _nvml()
-        with suppress(pynvml.NVMLError):
-            clock = int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
-        with suppress(pynvml.NVMLError):
-            limit = int(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) // 1000
-        with suppress(pynvml.NVMLError):
-            reasons = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-    return clock, limit, bool(reasons & THROTTLED)
+LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track.launch``
+#: Seconds until a launch counts as hung: the anchor's first, others', a block of the race
+FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
+#: A first launch that takes longer, and so many times as long as the anchor's, is not raced.
+CRAWLING_SECONDS, CRAWLING = 0.2, 50.0
+REST_SECONDS = 0.5  #: at a time, for a throttled card
+RESTS = 60  #: in the life of this process; then the card is taken as it is
 
 
 class _Card:
@@ -65,6 +40,7 @@ class _Card:
         size = min(FLUSH_BYTES_AT_MOST, 4 * int(properties.L2_cache_size) or FLUSH_BYTES_AT_MOST)
         self.flush_buffer = torch.empty(size, dtype=torch.int8, device="cuda")
         self.last_used = -IDLE_SECONDS
+        self.rests = RESTS
         self.stage: tuple[tuple[Problem, bool], dict[str, torch.Tensor]] | None = None
 
     def warm_up(self) -> None:
@@ -94,13 +70,6 @@ class _Card:
                 staged["dq_sums"] = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
             self.stage = (problem, backward), staged
         return self.stage[1]
-
-    def time(self, run: Callable[[], object], start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Enqueue one launch between two events, out of a cold L2."""
-        self.flush_buffer.zero_()
-        start.record()
-        run()
-        end.record()
 
 
 @cache
@@ -140,54 +109,74 @@ def _line_up(
 
     runners: dict[int, Callable[[], object]] = {}
     failures: dict[int, str] = {}
+    first, patience = math.inf, FIRST_LAUNCH_SECONDS
     for index, contender in enumerate(contenders):
         worker.report(index)
         try:
             runner = _runner(key, contender, tensors)
+            worker.report(index, patience)  # compiled and loaded: from here on the GPU alone takes time
+            begun = time.monotonic()
             runner()
             torch.cuda.synchronize()
+            took = time.monotonic() - begun
         except (CompileError, OutOfResources, torch.cuda.OutOfMemoryError) as error:
             failures[index] = worker.reason_of(error)
+            continue
+        if index == 0:
+            first, patience = took, max(LAUNCH_SECONDS, CRAWLING * took)
+        elif took > max(CRAWLING_SECONDS, CRAWLING * first):
+            failures[index] = f"its first launch took {took:.2f} s, the default's {first:.3f} s"
             continue
         runners[index] = runner
     return runners, failures
 
 
-def _run(
-    runners: Mapping[int, Callable[[], object]], count: int, effort: Effort, best_ratio: float
-) -> list[list[float]]:
-    """Rounds of one launch each, the order turning from round to round. Contender 0 is the anchor: it is never dropped."""
-    card = _card()
-    times: list[list[float]] = [[] for _ in range(count)]
-    alive = list(runners)
-    least = effort.least_rounds
-    done, rounds = 0, least
-    while done < rounds:
-        turn = done % len(alive)
-        events = {}
-        for index in alive[turn:] + alive[:turn]:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            card.time(runners[index], *pair)
-            events[index] = pair
+class _Track:
+    """The current device, for ``racing.run``."""
+
+    def __init__(self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness) -> None:
+        self.card, self.runners, self.seen = card, runners, seen
+
+    def launch(self, schedule: Sequence[int]) -> list[float]:
+        """Each launch stands between two events, behind an overwrite of the L2. Events see the kernels alone as long as the
+        GPU is behind the host. An overwrite, of four times the L2, takes the memory longer than a launch takes the host, and
+        ``LEAD`` of them at the start give the host its head start. So launch gaps do not count, not those between the kernels
+        of a whole backward either, and a CUDA graph would cost a capture a candidate to show the same."""
+        flush = self.card.flush_buffer.zero_
+        for _ in range(LEAD):
+            flush()
+        events = []
+        for index in schedule:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush()
+            start.record()
+            self.runners[index]()
+            end.record()
+            events.append((start, end))
         torch.cuda.synchronize()
-        for index, (start, end) in events.items():
-            times[index].append(start.elapsed_time(end) * 1e3)
-        done += 1
-        if done == HOPELESS_AFTER:
-            ratios = {index: min(times[index]) / min(times[0]) for index in alive}
-            limit = effort.hopeless * min(best_ratio, *ratios.values(), 1.0)
-            alive = [index for index in alive if index == 0 or ratios[index] <= limit]
-            rounds = effort.rounds(median(times[0]) * 1e-6)
-    card.last_used = time.monotonic()
-    return times
+        self.card.last_used = time.monotonic()
+        worker.report(-1, BLOCK_SECONDS)  # alive
+        return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+    def read(self) -> Reading:
+        return self.seen.read()
+
+    def rest(self) -> bool:
+        self.card.rests -= 1
+        if self.card.rests < 0:
+            return False
+        time.sleep(REST_SECONDS)
+        worker.report(-1)
+        self.card.warm_up()
+        return True
 
 
 def race(
-    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str, best_ratio: float = 1.0
+    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str, best_ratio: float = math.inf
 ) -> Race:
     """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison: the
-    default, where it can run. ``effort``: "screen" or "final"; ``best_ratio``: best time so far over the anchor's, by which
-    the hopeless are told.
+    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratio``: best time so far over the anchor's, by
+    which the hopeless are told.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
     card = _card()
@@ -196,13 +185,10 @@ def race(
     if 0 not in runners:
         worker.report(0)
         raise RuntimeError(f"the anchor cannot be launched: {failures[0]}")
-    worker.report(-1)
-    for attempt in range(THROTTLE_RETRIES + 1):
-        card.warm_up()
-        times = _run(runners, len(contenders), EFFORTS[effort], best_ratio)
-        clock, limit, throttled = _witness()
-        if not throttled or attempt == THROTTLE_RETRIES:
-            break
-        time.sleep(2.0)
-        worker.report(-1)
-    return Race(times, failures, clock, limit, attempt + throttled)
+    worker.report(-1, BLOCK_SECONDS)
+    card.warm_up()
+    seen = witness.of_device(torch.cuda.current_device())
+    # each way of loading has a row, so a leader, of its own
+    groups = [contender.get("LOADS") for contender in contenders]
+    found = racing.run(_Track(card, runners, seen), groups, list(runners), EFFORTS[effort], best_ratio)
+    return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

@@ -11,20 +11,20 @@ from statistics import median
 from typing import Any
 
 from fa2tune import crown
-from fa2tune.books import Books, describe, fate_of
+from fa2tune.books import Books, describe, fate_of, word_for
 from fa2tune.candidates import Point, point
 from fa2tune.family import Family
 from fa2tune.judge import Verdict
+from fa2tune.ledger import LAUNCH
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.row import Row
-from fa2tune.samples import gain_over
+from fa2tune.samples import Race, gain_over
 from fa2tune.study import KeyStudy, Outcome
 from fa2tune.worker import Crew, Job
 
 Task = Generator[Job, Job, Any]
 
 HEAT = 8  #: candidates timed against each other at a time
-FINALISTS = 3
 DEADLINE = 60.0  #: seconds without a word from the GPU's process, before it counts as hung
 STARTS = 3  #: failures before the first candidate, in a row, until the GPU is given up
 
@@ -38,7 +38,7 @@ class Measured:
 
     def __init__(self, books: Books) -> None:
         self.books = books
-        self.crew = Crew(1)
+        self.crew = Crew(1, spare=books.hands.race.partition(":")[0])
         self.tasks_at_once = 1
         self.anchors: dict[Family, Config] = {}
 
@@ -56,7 +56,7 @@ class Measured:
 
     def search(self, families: Sequence[Family]) -> Task | None:
         """The next heat: of the family with most candidates waiting, once it is known whether its default can run."""
-        waiting = [f for f in families if f.ready and (f in self.anchors or point(f.default) not in f.in_flight or
+        waiting = [f for f in families if f.ready and (f in self.anchors or point(f.default) not in f.search.in_flight or
                                                        any(c == f.default for c, _ in f.ready))]  # fmt: skip
         return self._heat(max(waiting, key=lambda f: len(f.ready))) if waiting else None
 
@@ -64,6 +64,8 @@ class Measured:
         """A job on the GPU; tried again where it failed before its first note, which is no candidate's fault."""
         for _ in range(STARTS):
             job = yield Job(function, arguments, DEADLINE)
+            if job.stuck:
+                raise GpuLost(f"{function}: {job.failure}; its process cannot be killed and may keep the GPU busy")
             if job.failure is None or job.notes:
                 return job
         raise GpuLost(f"{function} failed {STARTS} times before it launched anything: {job.failure}")
@@ -76,7 +78,7 @@ class Measured:
             runs = any(config == family.default for config in batch) or all(
                 (o := study.outcomes.get(point(family.default))) and o.time_us for study in family.studies.values()
             )
-            self.anchors[family] = family.default if runs else next(iter(family.best_configs()), batch[0])
+            self.anchors[family] = family.default if runs else next(iter(family.search.best()), batch[0])
         return self.anchors[family]
 
     def _heat(self, family: Family) -> Task:
@@ -94,6 +96,7 @@ class Measured:
                 times |= {(key, where): time_us for where, time_us in found.items()}
         for where, (config, verdict) in batch.items():
             if where in dead:
+                family.failures.add(LAUNCH, config, *dead[where])
                 family.refuse(config, *dead[where], verdict.binary)
                 continue
             outcomes = [(key, Outcome(config, times[key, where], binary=verdict.binary)) for key in family.keys
@@ -129,7 +132,7 @@ class Measured:
             found[point(anchor)] = reference
             for config, samples, index in zip(contenders, race.times, range(len(contenders)), strict=True):
                 if index in race.failures:
-                    dead[point(config)] = "launch_error", race.failures[index]
+                    dead[point(config)] = word_for(race.failures[index]), race.failures[index]
                 elif index:
                     found[point(config)] = reference / gain_over(race.times[0], samples).median
         return {where: time_us for where, time_us in found.items() if any(point(c) == where for c in todo)}
@@ -140,8 +143,9 @@ class Measured:
     ) -> list[list[Config]]:  # fmt: skip
         """A race failed as a whole. The groups to race again: without the culprit if it is known, else one by one."""
         self.books.lost(job, f"racing {family.title} {key.bucket}")
-        reason = fate_of(job), job.failure or ""
         last = job.notes[-1] if job.notes else -1
+        # the anchor without memory: perhaps somebody else holds it
+        reason = fate_of(job) if job.died or last > 0 else "failed", job.failure or ""
         if last >= 0:
             dead[point(contenders[last])] = reason
         elif len(group) == 1:
@@ -156,48 +160,91 @@ class Measured:
     def crown(self, family: Family) -> Task:
         """Per length: the finalists prove their numerics, race again at leisure, and the best is crowned."""
         for key, study in family.studies.items():
-            rows = study.kept("crowned", str(len(study.outcomes)))
+            rows = study.kept("crowned", study.token)
             if rows is None:
                 rows = yield from self._final(family, key, study)
-                study.keep("crowned", str(len(study.outcomes)), rows)
+                study.keep("crowned", study.token, rows)
             self.books.put(rows, f"{family.title} {key.bucket}")
         family.crowned = True
 
     def _final(self, family: Family, key: TuningKey, study: KeyStudy) -> Generator[Job, Job, list[Row]]:
+        """Each load variant's leader is found in a race, shown to be right, and raced against its default once more: samples
+        that chose a winner flatter it. Ends, as each time around somebody has been disqualified."""
+        ways = family.loads_variants()
         while True:
-            finalists = yield from self._proved_finalists(family, study)
-            if not finalists:
+            timed = {point(outcome.config): outcome for outcome in study.ranked()}
+            near = {loads: found for loads in ways if (found := crown.finalists(study.ranked(loads)))}
+            if not near:
                 self.books.watcher.line(f"{family.title} {key.bucket}: no candidate ran and was right")
                 return []
-            contenders = [outcome.config for outcome, _ in finalists]
-            job = yield from self._run(self.books.hands.race, (key, contenders, "final"))
-            if job.failure is None and not job.result.failures:
-                return self._rows(family, key, study, finalists, job.result)
-            self.books.lost(job, f"in the final of {family.title} {key.bucket}")
-            culprits = list(job.result.failures) if job.failure is None else [job.notes[-1] if job.notes else -1]
-            for index in culprits if culprits != [-1] else range(len(contenders)):
-                study.disqualify(contenders[index], job.failure or job.result.failures[index])
+            default = timed.get(point(family.default), next(iter(near.values()))[0])
+            rivals = {loads: timed.get(point(self._rival(family, loads))) for loads in near}
+            leaders = {loads: found[0] for loads, found in near.items()}
+            races = []
+            if any(len(found) > 1 for found in near.values()):
+                contenders = _distinct([default, *(outcome for found in near.values() for outcome in found)])
+                race = yield from self._raced(family, key, study, contenders, "final")
+                if race is None:
+                    continue
+                races.append(race)
+                for loads, found in near.items():
+                    leaders[loads] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
+            contenders = _distinct([default, *(o for o in rivals.values() if o is not None), *leaders.values()])
+            errors = yield from self._all_proved(family, study, contenders)
+            if errors is None:
+                continue
+            race = yield from self._raced(family, key, study, contenders, "proof")
+            if race is not None:
+                return self._rows(family, key, study, leaders, rivals, contenders, errors, [*races, race])
 
-    def _proved_finalists(
-        self, family: Family, study: KeyStudy
-    ) -> Generator[Job, Job, list[tuple[Outcome, Mapping[str, Any]]]]:
-        """The default first, then the fastest and the fastest of each load variant; all of them right."""
-        while True:
-            ranked = study.ranked()
-            default = [outcome for outcome in ranked if outcome.config == family.default]
-            of_each = [best for loads in family.loads_variants() for best in study.ranked(loads)[:1]]
-            chosen = {point(o.config): o for o in [*default, *ranked[:FINALISTS], *of_each]}
-            wrong = False
-            proved = []
-            for outcome in chosen.values():
-                errors = yield from self._proved(family, outcome.config)
-                if isinstance(errors, str):
-                    study.disqualify(outcome.config, errors)
-                    wrong = True
-                else:
-                    proved.append((outcome, errors))
-            if not wrong:
-                return proved
+    def _rival(self, family: Family, loads: str) -> Config:
+        return crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, loads)
+
+    def _raced(
+        self, family: Family, key: TuningKey, study: KeyStudy, contenders: Sequence[Outcome], effort: str
+    ) -> Generator[Job, Job, Race | None]:
+        """The race, written down; None if it failed, and whoever it was is disqualified."""
+        configs = [outcome.config for outcome in contenders]
+        job = yield from self._run(self.books.hands.race, (key, configs, effort))
+        if job.failure is None and not job.result.failures:
+            for outcome, samples in zip(contenders, job.result.times, strict=True):
+                again = replace(outcome, time_us=median(samples))
+                more = {"samples_us": [round(s, 2) for s in samples], "power_capped": job.result.power_capped}
+                self.books.record([(key, again)], effort, **more, **crown.watched(job.result))
+            return job.result
+        self.books.lost(job, f"in the {effort} of {family.title} {key.bucket}")
+        culprits = list(job.result.failures) if job.failure is None else [job.notes[-1] if job.notes else -1]
+        if culprits == [-1]:  # while they ran in turns
+            culprits = (yield from self._failing_alone(key, configs, effort)) or list(range(len(configs)))
+        for index in culprits:
+            why = job.failure or job.result.failures[index]
+            fate = fate_of(job) if job.failure else word_for(why)
+            family.failures.add(LAUNCH, configs[index], fate, why)
+            study.disqualify(configs[index], f"{fate}: {why}")
+        return None
+
+    def _failing_alone(self, key: TuningKey, configs: Sequence[Config], effort: str) -> Generator[Job, Job, list[int]]:
+        """Which of the configs fail with nobody beside them."""
+        failing = []
+        for index, config in enumerate(configs):
+            job = yield from self._run(self.books.hands.race, (key, [config], effort))
+            if job.failure is not None or job.result.failures:
+                failing.append(index)
+        return failing
+
+    def _all_proved(
+        self, family: Family, study: KeyStudy, contenders: Sequence[Outcome]
+    ) -> Generator[Job, Job, list[Mapping[str, Any]] | None]:
+        """The errors of each; None if one is wrong, and disqualified."""
+        found = []
+        for outcome in contenders:
+            errors = yield from self._proved(family, outcome.config)
+            if isinstance(errors, str):
+                family.failures.add(LAUNCH, outcome.config, *errors.split(": ", 1))
+                study.disqualify(outcome.config, errors)
+            else:
+                found.append(errors)
+        return found if len(found) == len(contenders) else None
 
     def _proved(self, family: Family, config: Config) -> Generator[Job, Job, Mapping[str, Any] | str]:
         """Errors of a config on the target, or why it failed; once per family."""
@@ -215,31 +262,32 @@ class Measured:
             self.books.report.checked += 1
             if job.failure:
                 self.books.watcher.line(f"{what}: {job.failure}")
-            self.books.checked[key] = f"{fate_of(job)}: {job.failure}" if job.failure else job.result
+            # without memory: perhaps the oracle is, or somebody else holds it
+            fate = "failed" if not job.died and fate_of(job) == "out_of_memory" else fate_of(job)
+            self.books.checked[key] = f"{fate}: {job.failure}" if job.failure else job.result
         return self.books.checked[key]
 
     def _rows(
-        self, family: Family, key: TuningKey, study: KeyStudy, finalists: Sequence[tuple[Outcome, Mapping[str, Any]]], race: Any
+        self, family: Family, key: TuningKey, study: KeyStudy, leaders: Mapping[str, Outcome],
+        rivals: Mapping[str, Outcome | None], contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]],
+        races: Sequence[Race],
     ) -> list[Row]:  # fmt: skip
-        """The best finalist of each load variant."""
-        default_times = race.times[0] if finalists[0][0].config == family.default else None
+        """Per load variant its leader, or the default that the leader does not beat."""
+        times = races[-1].times
         rows = []
-        timed = []
-        for (outcome, errors), samples in zip(finalists, race.times, strict=True):
-            timed.append((outcome, errors, samples, gain_over(race.times[0], samples)))
-            again = replace(outcome, time_us=median(samples))
-            self.books.record([(key, again)], "final", samples_us=[round(sample, 2) for sample in samples])
-        for loads in family.loads_variants():
-            group = [entry for entry in timed if entry[0].loads == loads]
-            if not group:
-                continue
-            default = next((o for o, *_ in group if o.config == family.default), None)
-            outcome, errors, samples, _ = group[crown.winner(default, [(o, gain) for o, _, _, gain in group])]
+        for loads, leader in leaders.items():
+            rival, best = rivals[loads], contenders.index(leader)
+            default_times = times[contenders.index(rival)] if rival is not None else None
+            if rival is not None and default_times is not None and not crown.replaces(default_times, times[best]):
+                best = contenders.index(rival)
+            outcome = contenders[best]
+            if outcome.loads != loads:
+                continue  # the default, by pointer, serves every tensor that a descriptor could address
             rows.append(
                 crown.measured(
-                    key, loads, outcome.config, self.books.toolchain, samples, default_times, errors=errors,
-                    tried=len(study.outcomes), pruned=family.pruned(key), clock_mhz=race.clock_mhz,
-                    power_limit_w=race.power_limit_w, **crown.evidence_of(outcome),
+                    key, loads, outcome.config, self.books.toolchain, times[best], default_times, errors=errors[best],
+                    tried=len(study.outcomes), pruned=family.pruned(key), **crown.watched(*races),
+                    **crown.evidence_of(outcome),
                 )
             )  # fmt: skip
         return rows
@@ -282,16 +330,26 @@ class Measured:
             return []
         contenders = [{"road": "split", "configs": defaults}]
         contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
-        job = yield from self._run(self.books.hands.race, (key, contenders, "final"))
+        job = yield from self._run(self.books.hands.race, (key, contenders, "proof"))
         if job.failure is not None:
             self.books.watcher.line(f"whole backward {key.dtype} {key.head_dim} {key.bucket}: {job.failure}")
             return []
         race = job.result
+        for (road, _, _), samples in zip(roads, race.times[1:], strict=True):
+            if road == "split" and samples and crown.replaces(samples, race.times[0]):
+                # each kernel's row was proved by itself; nothing chooses them together
+                self.books.watcher.line(
+                    f"whole backward {key.dtype} {key.head_dim} {key.bucket}: slower than by default"
+                )
         return [
             crown.measured(
-                key, road, {}, self.books.toolchain, samples, race.times[0], errors=errors, clock_mhz=race.clock_mhz,
-                power_limit_w=race.power_limit_w,
+                key, road, {}, self.books.toolchain, samples, race.times[0], errors=errors, **crown.watched(race)
             )
             for (road, _, errors), samples in zip(roads, race.times[1:], strict=True)
             if samples
         ]  # fmt: skip
+
+
+def _distinct(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Each config once, in order."""
+    return list({point(outcome.config): outcome for outcome in outcomes}.values())

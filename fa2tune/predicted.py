@@ -64,10 +64,11 @@ class Predicted:
 
     def _crown(self, family: Family, rows: dict[TuningKey, list[Row]]) -> Task:
         for loads in family.loads_variants():
-            ranks = cover(family.studies.values(), loads, family.default, TOLERANCE)
+            rival = crown.rival(family.variant.space, family.spec, self.books.plan.target.gpu.arch, loads)
+            ranks = cover(family.studies.values(), loads, rival, TOLERANCE)
             for key, candidates in ranks.items():
                 study = family.studies[key]
-                default = study.outcomes.get(point(family.default))
+                default = study.outcomes.get(point(rival))
                 for outcome in candidates:
                     errors = yield from self._proved(family, outcome.config)
                     if isinstance(errors, str):
@@ -84,7 +85,7 @@ class Predicted:
         for key, found in rows.items():
             study = family.studies[key]
             found = [replace(row, tried=len(study.outcomes), pruned=family.pruned(key)) for row in found]
-            study.keep("crowned", str(len(study.outcomes)), found)
+            study.keep("crowned", study.token, found)
             self.books.put(found, f"{family.title} {key.bucket}")
 
     def _proved(self, family: Family, config: Config) -> Generator[Job, Job, Any]:

@@ -21,11 +21,12 @@ from fa2tune.problem import TuningKey
 from fa2tune.row import OBTAINED, PROOFS, Row
 
 #: Version of the columns below. A new one adds to ``UPGRADES`` what its predecessor lacked.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: Schema version -> columns it lacks beside the next one, with the value its rows have there. Version 0, the
-#: development files, had float32 products in IEEE arithmetic only and no column to say so.
-UPGRADES: Mapping[int, Mapping[str, Any]] = {0: {"precision": "ieee"}}
+#: development files, had float32 products in IEEE arithmetic only and no column to say so; version 1 did not say whether
+#: the card had been throttled.
+UPGRADES: Mapping[int, Mapping[str, Any]] = {0: {"precision": "ieee"}, 1: {"throttled": None}}
 
 MAX_TEXT = 256  #: characters of a text value
 MAX_JSON = 1 << 16  #: bytes of a JSON value
@@ -160,7 +161,7 @@ def _columns() -> Iterable[Column]:
         yield Column(name, "INTEGER", _integer(0, 1 << 31), nullable=True)
     yield Column("tried", "INTEGER", _integer(0, 1 << 40))
     yield Column("pruned", "JSON", _counts)
-    for name in ("clock_mhz", "power_limit_w"):
+    for name in ("clock_mhz", "power_limit_w", "throttled"):
         yield Column(name, "INTEGER", _integer(0, 1 << 31), nullable=True)
     for name in ("driver", "triton", "torch", "kernel_hash", "space_hash"):
         yield Column(name, "TEXT", _text)

@@ -5,6 +5,7 @@ Pure data, shared by the tuner (which makes rows), the store (which writes them)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ MEASURED, SIBLING, PREDICTED = "measured", "sibling", "predicted"
 OBTAINED = (MEASURED, SIBLING, PREDICTED)
 #: Where its numerics were proved, best first: on the target, on other silicon, in the interpreter.
 PROOFS = ("target", "sibling", "interpreter")
+#: Variants that must be faster than the others of their key by ``MARGIN`` to be taken where both can serve: the default
+#: takes neither, and two times that are closer may be told apart by nothing but noise.
+SECOND_CHOICE, MARGIN = ("pointer", "fused"), 0.005
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class Row:
     time_low_us: float | None = None  #: 10 % quantile of the samples
     time_high_us: float | None = None  #: 90 % quantile
     samples: int = 0
-    default_time_us: float | None = None  #: of the default config, interleaved with this one (or predicted alike)
+    #: of the default config, interleaved with this one (or predicted alike); in a row for pointer loads, of the default for
+    #: tensors that no descriptor can address
+    default_time_us: float | None = None
     gain: float | None = None  #: median over pairs of default time / this time
     gain_low: float | None = None  #: lower end of the 95 % interval of that median
     gain_high: float | None = None
@@ -50,9 +56,18 @@ class Row:
     pruned: Mapping[str, int] = field(default_factory=dict)  #: reason -> how many candidates
     clock_mhz: int | None = None  #: SM clock while measuring
     power_limit_w: int | None = None
+    #: launches timed while the card was throttled, rejected and taken again; None: nobody watched
+    throttled: int | None = None
     driver: str = ""
     triton: str = ""
     torch: str = ""
     kernel_hash: str = ""  #: of the kernel's source without comments, see fingerprint.py
     space_hash: str = ""
     created: str = ""  #: UTC, ISO 8601, seconds
+
+    @property
+    def rank_us(self) -> float:
+        """The time by which the rows of one key compete."""
+        if self.time_us is None:
+            return math.inf
+        return self.time_us * (1 + MARGIN if self.variant in SECOND_CHOICE else 1)

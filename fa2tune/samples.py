@@ -10,18 +10,30 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look at each contender."""
+    """How closely to look. ``racing.py`` says what comes of it."""
 
-    seconds: float  #: of kernel time per contender, as far as rounds allow
-    least_rounds: int
-    most_rounds: int
-    hopeless: float  #: dropped when slower than the best by this factor
+    seconds: float  #: of kernel time per contender, as far as the numbers of rounds allow
+    fewest: int  #: rounds that are enough for the slowest kernels
+    most: int  #: rounds
+    #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and
+    #: nobody is dropped, so that the intervals are those of a number of samples fixed beforehand
+    tie: float | None
+    by_group: bool = False  #: contenders are held against the best of their own group only (see ``racing.run``)
 
     def rounds(self, launch_seconds: float) -> int:
-        return max(self.least_rounds, min(self.most_rounds, int(self.seconds / launch_seconds)))
+        """At most this many, of launches that take so long."""
+        return max(self.fewest, min(self.most, int(self.seconds / launch_seconds)))
 
 
-EFFORTS = {"screen": Effort(0.010, 5, 20, 1.3), "final": Effort(0.080, 21, 101, 1.3)}
+EFFORTS = {
+    #: every candidate, once: which of them are worth a final
+    "screen": Effort(0.020, 6, 20, tie=0.01),
+    #: the fastest of the screening: who leads
+    "final": Effort(0.100, 20, 100, tie=0.003, by_group=True),
+    #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
+    #: candidates the luckiest looks faster than the default, often beyond its interval.
+    "proof": Effort(0.060, 22, 60, tie=None),
+}
 
 
 @dataclass(frozen=True)
@@ -30,9 +42,12 @@ class Race:
 
     times: list[list[float]]
     failures: dict[int, str] = field(default_factory=dict)  #: contender -> why it could not be launched
-    clock_mhz: int | None = None  #: SM clock at the end
+    clock_mhz: int | None = None  #: SM clock, the median over the race
     power_limit_w: int | None = None
-    throttled: int = 0  #: times the race was run again because the card was throttled
+    #: launches timed while the card was throttled, which were rejected and taken again; None: nobody watched
+    throttled: int | None = None
+    #: share of the looks at which the card was at its power limit, as it normally is under full load; None: nobody watched
+    power_capped: float | None = None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -68,9 +83,15 @@ class Gain:
     high: float
 
 
+def ratios(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    """These times over those, pair by pair: ``these[i]`` and ``those[i]`` were measured in the same round; the longer list
+    is cut."""
+    return [this / that for this, that in zip(these, those, strict=False)]
+
+
 def gain_over(default: Sequence[float], this: Sequence[float]) -> Gain:
-    """``default[i]`` and ``this[i]`` were measured in the same round; the longer list is cut."""
-    ratios = [d / t for d, t in zip(default, this, strict=False)]
-    if not ratios:
+    """Of two lists of times measured in the same rounds."""
+    pairs = ratios(default, this)
+    if not pairs:
         raise ValueError("samples: no pair to compare")
-    return Gain(median(ratios), *median_interval(ratios))
+    return Gain(median(pairs), *median_interval(pairs))

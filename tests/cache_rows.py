@@ -22,7 +22,7 @@ FULL = Row(
     gain_high=1.12, tflops=640.5, batch=4, heads_q=16, heads_kv=16,
     errors={"o": {"max": 0.0039, "max_allowed": 0.0086, "rms": 1e-4, "rms_allowed": 2.5e-4}},
     registers=255, spills=8, shared_bytes=98304, tried=120, pruned={"shared_memory": 31, "rows_per_warp_block_m": 7},
-    clock_mhz=1980, power_limit_w=700, driver="580.159.04", triton="3.6.0", torch="2.11.0",
+    clock_mhz=1980, power_limit_w=700, throttled=4, driver="580.159.04", triton="3.6.0", torch="2.11.0",
     kernel_hash="0123456789abcdef", space_hash="fedcba9876543210", created="2026-01-31T12:00:00Z",
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,11 @@ def test_a_look_up_among_a_thousand_rows_takes_under_a_millisecond() -> None:
         assert lookup.find(KEY, "gh100", layers, anything, NOW) is not None
         taken.append(time.perf_counter() - started)
     assert min(taken) < 1e-3
+
+
+def test_pointer_loads_and_the_fused_road_must_be_clearly_faster() -> None:
+    described, as_fast = row(variant="descriptor", time_us=1000.0), row(variant="pointer", time_us=997.0)
+    best_first(described, as_fast)
+    best_first(row(variant="pointer", time_us=990.0), described)
+    split = row({"kernel": "bwd"}, variant="split", time_us=1000.0)
+    best_first(split, row({"kernel": "bwd"}, variant="fused", time_us=997.0), key=replace(KEY, kernel="bwd"))

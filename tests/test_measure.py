@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import crown, gpus, measure
-from fa2tune.problem import TuningKey
-from fa2tune.samples import EFFORTS, Gain, gain_over, median_interval, quantile
+from fa2tune.compiler import variant_named
+from fa2tune.problem import Specialization, TuningKey
+from fa2tune.samples import Gain, Race, gain_over, median_interval, quantile
 from fa2tune.study import Outcome
+from fa2tune.witness import Witness
 
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, False, 2048)
 
@@ -42,17 +44,43 @@ def test_gain_pairs_round_by_round_so_that_drift_cancels():
         gain_over([1.0], [])
 
 
-def outcome(block_m):
-    return Outcome({"BLOCK_M": block_m, "LOADS": "pointer"}, 1.0)
+def outcome(block_m, time_us=1.0):
+    return Outcome({"BLOCK_M": block_m, "LOADS": "pointer"}, time_us)
 
 
 def test_the_default_stays_unless_beaten_beyond_the_interval():
-    default, other = outcome(64), outcome(128)
-    unsure = [(default, Gain(1.0, 1.0, 1.0)), (other, Gain(1.01, 0.99, 1.03))]
-    sure = [(default, Gain(1.0, 1.0, 1.0)), (other, Gain(1.03, 1.01, 1.05))]
-    assert crown.winner(default, unsure) == 0
-    assert crown.winner(default, sure) == 1
-    assert crown.winner(None, unsure) == 1
+    default = [100.0, 101.0, 99.0, 100.0, 102.0, 98.0, 100.0, 100.0]
+    sure = [time / 1.02 for time in default]
+    unsure = [
+        time / ratio for time, ratio in zip(default, (1.02, 1.02, 1.02, 0.99, 1.02, 1.02, 1.02, 0.99), strict=True)
+    ]
+    assert crown.replaces(default, sure) and not crown.replaces(default, unsure)
+    assert gain_over(default, unsure).median > 1.0
+    assert not crown.replaces(default, default)
+
+
+def test_finalists_are_those_a_screening_cannot_tell_apart():
+    ranked = [outcome(n, time_us) for n, time_us in enumerate((100.0, 101.0, 101.9, 102.5, 110.0))]
+    assert crown.finalists(ranked) == ranked[:3]
+    assert len(crown.finalists([outcome(n, 100.0) for n in range(20)])) == crown.FINALISTS
+    assert crown.finalists([]) == []
+
+
+def test_the_leader_is_the_fastest_by_paired_ratios_of_those_that_ran_to_the_end():
+    drift = [1.0, 1.1, 1.2, 1.3]
+    race = Race([[100 * d for d in drift], [90 * d for d in drift], [50.0, 50.0], [95 * d for d in drift]])
+    assert crown.leader(race, [0, 1, 2, 3]) == 1 and crown.leader(race, [2, 3]) == 3
+
+
+def test_what_a_row_has_to_beat():
+    space = variant_named("fwd").space
+    spec = Specialization("bf16", 128, 128, True)
+    default, by_pointer = space.default(spec, 90), space.default(replace(spec, aligned=False), 90)
+    assert default["LOADS"] == "descriptor" and by_pointer["LOADS"] == "pointer"
+    assert crown.rival(space, spec, 90, "descriptor") == default
+    assert crown.rival(space, spec, 90, "pointer") == by_pointer
+    exact = Specialization("fp32", 128, 128, True)  # whose default is by pointer
+    assert {crown.rival(space, exact, 90, loads)["LOADS"] for loads in ("pointer", "descriptor")} == {"pointer"}
 
 
 def test_measured_row_holds_its_evidence():
@@ -67,65 +95,61 @@ def test_measured_row_holds_its_evidence():
 def test_what_surrounds_a_backward_is_memory_traffic():
     problem, h200 = KEY.workload(), gpus.named("h200")
     split, fused = (crown.streaming_us(problem, road, h200) for road in ("split", "fused"))
-    assert 20 < split < 60 and fused > 2 * split
+    assert 10 < split < 30 and fused > 2 * split
     assert crown.streaming_us(problem, "split", replace(h200, hbm_gbs=h200.hbm_gbs / 2)) == pytest.approx(2 * split)
 
 
-def test_rounds_follow_the_time_of_a_launch():
-    screen, final = EFFORTS["screen"], EFFORTS["final"]
-    assert screen.rounds(10e-6) == screen.most_rounds and screen.rounds(1.0) == screen.least_rounds
-    assert final.least_rounds >= 20 and final.rounds(2e-3) == 40
-
-
-class Clock:
-    """A GPU on which a launch takes what it says, and nothing else takes time."""
+class Queue:
+    """A stream on which a launch takes what it says, and nothing else takes time."""
 
     def __init__(self, monkeypatch):
-        self.now = 0.0
-        self.last_used = 0.0
-        self.order = []
-        clock = self
+        self.now, self.did, self.reports = 0.0, [], []
+        queue = self
 
         class Event:
             def __init__(self, enable_timing):
-                self.at = 0.0
+                assert enable_timing
 
             def record(self):
-                self.at = clock.now
+                self.at = queue.now
+                queue.did.append("event")
 
             def elapsed_time(self, end):
                 return end.at - self.at
 
         monkeypatch.setattr("torch.cuda.Event", Event)
-        monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-        monkeypatch.setattr(measure, "_card", lambda: self)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda: self.did.append("wait"))
+        monkeypatch.setattr("time.sleep", lambda seconds: self.did.append("sleep"))
+        monkeypatch.setattr(measure.worker, "report", lambda note, seconds=None: self.reports.append(note))
+
+    flush_buffer = property(lambda self: self)
+    rests, last_used = 2, 0.0
+
+    def zero_(self):
+        self.did.append("flush")
+
+    def warm_up(self):
+        self.did.append("warm")
 
     def runner(self, name, milliseconds):
         def run():
-            self.order.append(name)
+            self.did.append(name)
             self.now += milliseconds
 
         return run
 
-    def time(self, run, start, end):
-        start.record()
-        run()
-        end.record()
+
+def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
+    queue = Queue(monkeypatch)
+    track = measure._Track(queue, {0: queue.runner("a", 1.0), 2: queue.runner("b", 3.0)}, Witness(""))
+    assert track.launch([2, 0, 0, 2]) == pytest.approx([3000, 1000, 1000, 3000])
+    one = ["flush", "event", "{}", "event"]
+    each = [word.format(name) for name in "baab" for word in one]
+    assert queue.did == ["flush"] * measure.LEAD + each + ["wait"] and queue.reports == [-1]
 
 
-def test_rounds_are_interleaved_and_the_hopeless_dropped(monkeypatch):
-    clock = Clock(monkeypatch)
-    runners = {0: clock.runner("default", 1.0), 1: clock.runner("slow", 3.0), 2: clock.runner("good", 0.9)}
-    times = measure._run(runners, 4, EFFORTS["final"], 1.0)
-    assert clock.order[:6] == ["default", "slow", "good", "slow", "good", "default"]
-    assert times[1] == [pytest.approx(3000)] * measure.HOPELESS_AFTER and times[3] == []
-    assert len(times[0]) == len(times[2]) == EFFORTS["final"].rounds(1e-3)
-    assert gain_over(times[0], times[2]).median == pytest.approx(1 / 0.9)
-
-
-def test_the_anchor_is_never_dropped(monkeypatch):
-    clock = Clock(monkeypatch)
-    times = measure._run({0: clock.runner("a", 5.0), 1: clock.runner("b", 1.0)}, 2, EFFORTS["screen"], 0.2)
-    assert len(times[0]) == len(times[1]) == EFFORTS["screen"].rounds(5e-3)
-    times = measure._run({0: clock.runner("a", 5.0), 1: clock.runner("b", 4.0)}, 2, EFFORTS["screen"], 0.2)
-    assert len(times[1]) == measure.HOPELESS_AFTER  # against the best known, not only against those in the race
+def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):
+    queue = Queue(monkeypatch)
+    track = measure._Track(queue, {}, Witness(""))
+    assert [track.rest() for _ in range(4)] == [True, True, False, False]
+    assert queue.did == ["sleep", "warm"] * 2 and queue.reports == [-1, -1]  # it is alive

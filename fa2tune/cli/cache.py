@@ -172,7 +172,12 @@ def describe(row: Row) -> Iterator[str]:
     yield f"binary    {_known(binary) or 'unknown'}"
     yield f"search    {_known([('tried', row.tried), *((f'pruned by {why}', n) for why, n in row.pruned.items())])}"
     made_with = [(name, getattr(row, name)) for name in ("triton", "torch", "driver", "kernel_hash", "space_hash")]
-    yield f"made with {_known([*made_with, ('clock MHz', row.clock_mhz), ('power limit W', row.power_limit_w)])}"
+    made_with += [
+        ("clock MHz", row.clock_mhz),
+        ("power limit W", row.power_limit_w),
+        ("throttled launches", row.throttled),
+    ]
+    yield f"made with {_known(made_with)}"
 
 
 @cache.command()

@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from fa2tune.witness import Reading
 
 #: package -> lowest version that works; a test holds this to pyproject.toml
 REQUIRED = {"torch": (2, 11), "triton": (3, 6), "optuna": (0,), "sqlalchemy": (2,)}
@@ -66,7 +70,7 @@ def tools() -> Iterator[Finding]:
 def gpu() -> Iterator[Finding]:
     import torch
 
-    from fa2tune import fingerprint, gpus
+    from fa2tune import fingerprint, gpus, witness
 
     driver = fingerprint.driver_version()
     if not torch.cuda.is_available():
@@ -90,7 +94,19 @@ def gpu() -> Iterator[Finding]:
         found = f"{seen.name}, {seen.multi_processor_count} SMs, sm_{arch}: {known.name}"
         mend = "fa2tune needs compute capability 8.0 (A100) or newer" if arch < 80 else ""
         yield Finding(f"gpu {index}", found, mend)
+        seen_by = witness.of_device(index)
+        yield Finding(
+            f"gpu {index} watched", seen_by.why or f"by NVML: {_reading(seen_by.read())}",
+            "pip install nvidia-ml-py; without it tuning goes on, and its rows say that nobody watched for throttling"
+            if seen_by.why else "", needed=False,
+        )  # fmt: skip
     yield Finding("driver", driver or "unknown")
+
+
+def _reading(reading: Reading) -> str:
+    if reading.reasons is None:
+        return f"{reading.clock_mhz} MHz, throttling not told"
+    return f"{reading.clock_mhz} MHz, {'throttled now' if reading.throttled else 'not throttled'}"
 
 
 def c_compiler(gpu_present: bool) -> Iterator[Finding]:

@@ -1,0 +1,228 @@
+"""Does the order in which candidates come decide who wins? Five keys, tuned twice from the same candidates, the second time in
+reversed order; then both winners in one race. A card that is cool at first runs faster at first: whoever compares times
+instead of interleaved ratios crowns whoever came early.
+
+    python benchmarks/order_reversal.py order_reversal.json
+
+Heats, final and proof are the tuner's own (fa2tune/measured.py), in its worker process; numerics are not checked. Needs a
+GPU. Exit status 1: a pair of winners was more than 1 % apart.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from fa2tune import crown, reader, worker
+from fa2tune.books import Books, Hands, Report, Watcher, describe
+from fa2tune.candidates import point
+from fa2tune.family import Family
+from fa2tune.judge import Verdict
+from fa2tune.ledger import Ledger, Toolchain
+from fa2tune.measured import Measured, Task
+from fa2tune.plan import Plan, TuneRequest, make_plan
+from fa2tune.problem import Config, TuningKey
+from fa2tune.row import Row
+from fa2tune.samples import Race, median_interval, ratios
+from fa2tune.store import Store
+from fa2tune.study import Shelf
+from fa2tune.worker import Crew, Job
+
+#: (kernel, head dim, causal, length)
+KEYS = (
+    ("fwd", 64, True, 2048),
+    ("fwd", 128, False, 4096),
+    ("fwd", 256, True, 8192),
+    ("bwd_dkdv", 128, True, 4096),
+    ("bwd_dq", 64, False, 4096),
+)
+CANDIDATES = 12  #: a key
+COOL_SECONDS = 8.0  #: of idling before the first key's first order
+WITHIN = 0.01
+HANDS = Hands()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of one order."""
+
+    winner: Row  #: the row that serves
+    seconds: float
+
+
+def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path) -> Plan:
+    return make_plan(
+        TuneRequest(
+            head_dims=(head_dim,),
+            dtypes=("bf16",),
+            causal=(causal,),
+            pass_="fwd" if kernel == "fwd" else "bwd",
+            kernels=(kernel,),
+            buckets=(length,),
+            cache=cache,
+        )
+    )
+
+
+def family_of(kernel: str, plan: Plan) -> Family:
+    failures = Ledger(None, Toolchain(importlib.metadata.version("triton")))
+    return Family(kernel, plan.specializations()[0], plan, Shelf(None), "order reversal", failures)
+
+
+def candidates(family: Family, known: Sequence[Row], most: int = CANDIDATES) -> list[Config]:
+    """The defaults, what won this kernel's keys at any length, and neighbours of the default; legal ones, each once."""
+    spec, arch = family.spec, family.plan.target.gpu.arch
+    defaults = [crown.rival(family.variant.space, spec, arch, loads) for loads in reversed(family.loads_variants())]
+    wanted = (family.kernel, spec.dtype, spec.head_dim, spec.head_dim_v, spec.causal)
+    won = [
+        dict(row.config)
+        for row in known
+        if (row.key.kernel, row.key.dtype, row.key.head_dim, row.key.head_dim_v, row.key.causal) == wanted
+    ]
+    around = [
+        {**family.default, name: value} for name, values in family.variant.space.dimensions.items() for value in values
+    ]
+    found = {point(config): config for config in (*defaults, *won, *around) if point(config) in family.legal_points}
+    return list(found.values())[:most]
+
+
+def tuned(
+    family: Family, configs: Sequence[Config], perform: Callable[[Job], Job], cache: Path, toolchain: crown.Toolchain
+) -> Tuned:
+    """The tuner's heats, final and proof, with candidates that come in this order. ``perform`` does a job."""
+    begun = time.monotonic()
+    way = Measured(Books(family.plan, Watcher(), HANDS, Store(cache), toolchain, Report(family.plan)))
+    family.ready = [(config, Verdict()) for config in configs]
+    while (task := way.search([family])) is not None:
+        carry_out(task, perform)
+    carry_out(way.crown(family), perform)
+    way.crew.close()
+    rows = way.books.report.rows
+    if not rows:
+        raise click.ClickException(f"{family.title}: no candidate ran")
+    return Tuned(min(rows, key=lambda row: row.rank_us), time.monotonic() - begun)
+
+
+def carry_out(task: Task, perform: Callable[[Job], Job]) -> None:
+    with suppress(StopIteration):
+        job = next(task)
+        while True:
+            job = task.send(perform(job))
+
+
+def apart(race: Race) -> tuple[float, float, float]:
+    """Of the contenders 1 and 2, winner and winner reversed: the median of the second's time over the first's, and its
+    interval."""
+    pairs = ratios(race.times[2], race.times[1])
+    return median(pairs), *median_interval(pairs)
+
+
+def performed(crew: Crew, job: Job) -> Job:
+    if job.function == HANDS.check:
+        job.result = {}
+        return job
+    crew.submit(job)
+    while True:
+        for ended in worker.wait([crew], 600.0):
+            return ended
+
+
+def compiled(families: Sequence[Family], wanted: Sequence[Sequence[Config]]) -> list[list[Config]]:
+    """Those that compile and keep the limits, compiled on every core."""
+    gpu = families[0].plan.target.gpu
+    jobs = [
+        [Job(HANDS.judge, (family.kernel, family.spec, config, gpu), 120.0) for config in configs]
+        for family, configs in zip(families, wanted, strict=True)
+    ]
+    with Crew(families[0].plan.workers, {"OMP_NUM_THREADS": "1"}) as crew:
+        for job in (job for mine in jobs for job in mine):
+            crew.submit(job)
+        while crew.load:
+            worker.wait([crew], 1.0)
+    return [
+        [config for config, job in zip(configs, mine, strict=True) if job.failure is None and not job.result.fate]
+        for configs, mine in zip(wanted, jobs, strict=True)
+    ]
+
+
+def report(key: TuningKey, forward: Tuned, reverse: Tuned, joint: Race) -> dict[str, Any]:
+    """One key's record, for the table and the JSON."""
+    ratio, low, high = apart(joint)
+    one, other = forward.winner, reverse.winner
+    same = point(one.config) == point(other.config)
+    return {
+        "kernel": key.kernel, "head_dim": key.head_dim, "causal": key.causal, "length": key.bucket,
+        "winner": dict(one.config), "winner_reversed": dict(other.config), "same": same, "ratio": ratio, "low": low,
+        "high": high, "passed": same or max(ratio, 1 / ratio) <= 1 + WITHIN, "gain": [one.gain, one.gain_low, one.gain_high],
+        "gain_reversed": [other.gain, other.gain_low, other.gain_high], "time_us": [one.time_us, other.time_us],
+        "clock_mhz": [one.clock_mhz, other.clock_mhz], "throttled": [one.throttled, other.throttled],
+        "power_limit_w": one.power_limit_w, "power_capped": joint.power_capped, "seconds": [forward.seconds, reverse.seconds],
+    }  # fmt: skip
+
+
+def line(found: dict[str, Any]) -> str:
+    mask = "causal" if found["causal"] else "full"
+    return (
+        f"{found['kernel']:9}{found['head_dim']:4} {mask:7}{found['length']:6}  {describe(found['winner']):58}"
+        f"{'the same' if found['same'] else describe(found['winner_reversed']):58}"
+        f"{found['ratio']:.4f} [{found['low']:.4f}, {found['high']:.4f}]  {'PASS' if found['passed'] else 'FAIL'}"
+    )
+
+
+@click.command()
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+def main(out: Path) -> None:
+    """Tune five keys from candidates in both orders; table on screen, figures into OUT (JSON)."""
+    import torch
+
+    from fa2tune import fingerprint
+    from fa2tune.row import MEASURED
+
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
+    begun = time.monotonic()
+    toolchain = crown.Toolchain(MEASURED, torch.cuda.get_device_name(), fingerprint.driver_version())
+    known = [row for layer in reader.layers() for row in layer.rows]
+    with tempfile.TemporaryDirectory() as folder, Crew(1) as crew:
+        plans = [plan_for(*key, Path(folder, f"{number}.sqlite")) for number, key in enumerate(KEYS)]
+        families = [family_of(kernel, plan) for (kernel, *_), plan in zip(KEYS, plans, strict=True)]
+        chosen = compiled(families, [candidates(family, known) for family in families])
+        click.echo(f"{sum(map(len, chosen))} candidates compiled after {time.monotonic() - begun:.0f} s")
+        time.sleep(COOL_SECONDS)
+        records = []
+        for family, plan, configs in zip(families, plans, chosen, strict=True):
+            found = []
+            for number, order in enumerate((configs, configs[::-1])):
+                fresh = family_of(family.kernel, plan)
+                cache = Path(folder, f"{family.title} {number}.sqlite")
+                found.append(tuned(fresh, order, lambda job: performed(crew, job), cache, toolchain))
+            key = family.keys[0]
+            contenders = [family.default, *(one.winner.config for one in found)]
+            joint = performed(crew, Job(HANDS.race, (key, contenders, "proof"), 60.0))
+            if joint.failure is not None or joint.result.failures:
+                raise click.ClickException(f"{family.title}: {joint.failure or joint.result.failures}")
+            records.append({**report(key, *found, joint.result), "candidates": [dict(config) for config in configs]})
+            click.echo(line(records[-1]))
+    passed = sum(record["passed"] for record in records)
+    about = {
+        "gpu": toolchain.obtained_on, "driver": toolchain.driver, "within": WITHIN, "cooled_s": COOL_SECONDS,
+        "seconds": time.monotonic() - begun, **{name: toolchain.stamp()[name] for name in ("triton", "torch", "created")},
+    }  # fmt: skip
+    out.write_text(json.dumps({**about, "keys": records}, indent=1) + "\n", encoding="utf-8")
+    click.echo(f"{passed} of {len(records)} keys: both orders end within {WITHIN:.0%}; {about['seconds']:.0f} s")
+    if passed < len(records):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
