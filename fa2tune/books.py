@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -104,11 +105,28 @@ class Books:
                 file.write(json.dumps(entry) + "\n")
 
 
+#: What a failure says -> the short word for it. Of a process that lived on, only the first two are the candidate's.
+_WORDS = (
+    ("out_of_memory", r"out of memory|OutOfMemory|MemoryError|bad_alloc"),
+    ("wrong_result", r"WrongResult"),
+    ("failed", r"uncorrectable ECC|fallen off the bus|device is lost|no CUDA-capable"),  # the GPU's own, nobody's fault
+    ("killed", r"process died \((SIGKILL|SIGTERM|SIGHUP|SIGINT|SIGQUIT)\)"),  # from outside
+    ("timeout", r"^no answer within|launch timed out"),
+    ("device_assert", r"device-side assert"),
+    ("illegal_access", r"illegal memory access|misaligned address|illegal address|illegal instruction|invalid program"),
+)
+
+
 def fate_of(job: worker.Job) -> str:
-    """The short word for a job that failed."""
-    if not job.died:
+    """The short word for a job that failed. "failed": not the candidate's doing, as far as anyone knows."""
+    if not job.began:
         return "failed"
-    return "timeout" if (job.failure or "").startswith("no answer") else "crash"
+    return word_for(job.failure or "", _WORDS if job.died else _WORDS[:2], "crash" if job.died else "failed")
+
+
+def word_for(reason: str, words: Sequence[tuple[str, str]] = _WORDS[:1], otherwise: str = "launch_error") -> str:
+    """The short word for a reason; by default, for that of a launch which failed and left its process alive."""
+    return next((word for word, says in words if re.search(says, reason)), otherwise)
 
 
 def describe(config: Config) -> str:

@@ -39,11 +39,12 @@ class TuneRequest:
     trials: int | None = None  #: candidates compiled per kernel, dtype, mask and head dim; None: 30, or fewer if absent
     #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
     time_budget_s: float | None = None
-    sampler: str = "tpe"
+    sampler: str = "guided"
     seed: int = 0
     cache: Path | None = None  #: the file that takes the rows; None: the user's
     studies: Path | None = None  #: the file with the Optuna studies; None: studies.sqlite beside the cache
     record: Path | None = None  #: JSON lines, one per candidate and bucket
+    retry_failed: bool = False  #: try what the ledger says failed before
     workers: int | None = None  #: compiling at a time; None: one per core
 
 
@@ -66,6 +67,11 @@ class Plan:
     workers: int
     cache: Path
     studies: Path
+
+    @property
+    def ledger(self) -> Path:
+        """The file with what failed: beside the studies, of which any may read it."""
+        return self.studies.with_name("ledger.sqlite")
 
     def specializations(self) -> list[Specialization]:
         r = self.request

@@ -23,6 +23,8 @@ from fa2tune.problem import Config, Problem, Specialization
 Errors = dict[str, dict[str, float]]
 
 TIMES_REFERENCE, ULPS = 2.0, 2.0
+#: For the GPU to end what has been launched, and for the comparison; a kernel without end takes longer.
+LAUNCHED_SECONDS = 15.0
 
 
 class WrongResult(ArithmeticError):
@@ -137,14 +139,15 @@ def _strict(precision: str) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    matmul = torch.backends.cuda.matmul
+    products = matmul.fp32_precision  # not allow_tf32, which raises once this newer setting has been used
     torch.use_deterministic_algorithms(True, warn_only=True)  # what makes torch.empty fill with NaN
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    matmul.fp32_precision = precision
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+        matmul.fp32_precision = products
 
 
 def check_forward(config: Config, spec: Specialization, device: str, small: bool = False) -> Errors:
@@ -160,6 +163,7 @@ def check_forward(config: Config, spec: Specialization, device: str, small: bool
             o, lse = passes.forward(
                 inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=config
             )
+            worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))
     return worst(found)
 
@@ -178,6 +182,7 @@ def check_backward(
             worker.report("launch")
             o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
             gradients = passes.backward(do, None, q, k, v, o, lse, **options, road=road, configs=configs)
+            worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), oracle, same))
     return worst(found)
 

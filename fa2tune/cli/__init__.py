@@ -15,6 +15,7 @@ from fa2tune import __version__
 COMMANDS = {
     "tune": "Search the best configs for a GPU, present or not, and file them in the cache.",
     "gpus": "List the GPUs that --gpu knows.",
+    "report": "Write an HTML page on a cache file and the searches behind it.",
     "explain": "Show which cache row would serve a problem, and why.",
     "cache": "List, show, export and merge cache files.",
     "bench": "Time fa2tune against its peers on this GPU.",

@@ -160,7 +160,7 @@ def _close(console: Console, report: Report) -> None:
 @click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
               "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
 @click.option(
-    "--sampler", type=click.Choice(("tpe", "random", "grid", "gp", "cmaes")), default="tpe", show_default=True
+    "--sampler", type=click.Choice(("guided", "tpe", "random", "grid", "gp", "cmaes")), default="guided", show_default=True
 )
 @click.option(
     "--cache", type=click.Path(dir_okay=False, path_type=Path), help="SQLite file for the rows. Default: the user's."
@@ -170,18 +170,22 @@ def _close(console: Console, report: Report) -> None:
 @click.option(
     "--record", type=click.Path(dir_okay=False, path_type=Path), help="Append every candidate's times, as JSON lines."
 )
+@click.option("--retry-failed", is_flag=True, help="Try again what crashed, hung or did not compile in an earlier run with the "
+              "same Triton, driver and kernels.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--workers", type=int, help="Compiles at a time. Default: one per core.")
 def tune(
     gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], mask: str, pass_: str,
     kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, time_budget: float | None, sampler: str,
-    cache: Path | None, studies: Path | None, record: Path | None, seed: int, workers: int | None,
+    cache: Path | None, studies: Path | None, record: Path | None, retry_failed: bool, seed: int,
+    workers: int | None,
 ) -> None:  # fmt: skip
     """Search the best configs for a GPU, present or not, and file them in the cache.
 
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
     from fa2tune.books import Hands
+    from fa2tune.ledger import LedgerError
     from fa2tune.measured import GpuLost
     from fa2tune.plan import TuneRequest, make_plan
     from fa2tune.tuner import Run
@@ -190,7 +194,8 @@ def tune(
         gpu=gpu, head_dims=tuple(dict.fromkeys(headdim)), head_dim_v=headdim_v, dtypes=tuple(dict.fromkeys(dtype)),
         causal={"causal": (True,), "full": (False,), "both": (False, True)}[mask], pass_=pass_, kernels=kernel or None,
         buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, time_budget_s=time_budget,
-        sampler=sampler, seed=seed, cache=cache, studies=studies, record=record, workers=workers,
+        sampler=sampler, seed=seed, cache=cache, studies=studies, record=record, retry_failed=retry_failed,
+        workers=workers,
     )  # fmt: skip
     try:
         plan = make_plan(request)
@@ -203,6 +208,8 @@ def tune(
             report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
     except GpuLost as error:
         raise click.ClickException(f"{error}. What was done is kept; the same command goes on from here.") from error
+    except LedgerError as error:
+        raise click.ClickException(str(error)) from error
     _close(console, report)
     if report.interrupted:
         raise SystemExit(130)

@@ -1,0 +1,180 @@
+"""What crashed, hung or did not compile, and why: remembered across runs and studies, so that under one toolchain no
+candidate fails twice.
+
+A small SQLite file beside the studies, shared by whoever tunes there; short transactions, so that processes may write at the
+same time. Cache files never contain any of it. An entry is keyed by what the failure depends on: Triton, architecture,
+kernel and its hash, specialization; where it happened on the GPU also GPU and driver. A config that cannot be compiled stands
+for all that share its binary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.pool import NullPool
+
+from fa2tune import compiler, fingerprint
+from fa2tune.problem import Config, Specialization
+from fa2tune.variant import Variant
+
+COMPILE, LAUNCH = "compile", "launch"  #: where it happened
+
+#: What is the candidate's own doing, and would happen again.
+FATES = frozenset(
+    ("compile_error", "launch_error", "crash", "illegal_access", "device_assert", "timeout", "out_of_memory")
+)
+#: What is not, or nobody knows: an exception on the host, a process killed from outside. Tried again by the next run.
+BLAMELESS = frozenset(("failed", "killed"))
+
+LOCK_TIMEOUT_S = 60.0  #: how long a writer waits for its turn
+
+TABLE = sa.Table(
+    "failures",
+    sa.MetaData(),
+    *(
+        sa.Column(name, sa.TEXT, primary_key=True)
+        for name in ("triton", "arch", "kernel", "kernel_hash", "specialization", "stage", "gpu", "driver", "config")
+    ),
+    *(sa.Column(name, sa.TEXT, nullable=False) for name in ("fate", "why", "created")),
+    sqlite_with_rowid=False,
+)
+
+
+class LedgerError(RuntimeError):
+    """The file is no ledger, or cannot be read. The message names it."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What failures depend on, beside kernel and config."""
+
+    triton: str  #: version
+    gpu: str = ""  #: name of the GPU that launches; "" where nothing is launched
+    driver: str = ""  #: its version
+
+
+@dataclass(frozen=True)
+class Failure:
+    stage: str  #: COMPILE or LAUNCH
+    fate: str  #: one of FATES
+    why: str  #: the reason in full
+    created: str  #: when, UTC
+
+
+def _text(config: Config) -> str:
+    return json.dumps(dict(config), sort_keys=True)
+
+
+class Ledger:
+    """The file. ``path`` None: nothing is kept beyond this object (for tests)."""
+
+    def __init__(self, path: Path | None, toolchain: Toolchain) -> None:
+        self.path = path
+        self.toolchain = toolchain
+        self._engine: sa.Engine | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._engine = sa.create_engine(
+                f"sqlite:///{path}", connect_args={"timeout": LOCK_TIMEOUT_S}, poolclass=NullPool
+            )
+            self._do(lambda connection: connection.execute(sa.schema.CreateTable(TABLE, if_not_exists=True)))
+
+    def _do(self, work: Any) -> Any:
+        """One transaction."""
+        if self._engine is None:
+            return None
+        try:
+            with self._engine.begin() as connection:
+                return work(connection)
+        except sa.exc.DatabaseError as error:
+            raise LedgerError(f"ledger: {self.path}: {error.orig}; move the file away to start a new one") from error
+
+    def page(self, variant: Variant, spec: Specialization, arch: int) -> Page:
+        """The failures of one kernel and specialization on one architecture, under this ledger's toolchain."""
+        return Page(self, variant, spec, arch)
+
+
+class Page:
+    """See ``Ledger.page``. Read once; what this object adds it also knows."""
+
+    def __init__(self, ledger: Ledger, variant: Variant, spec: Specialization, arch: int) -> None:
+        self._ledger = ledger
+        self._variant = variant
+        self._about = {
+            "triton": ledger.toolchain.triton,
+            "arch": str(arch),
+            "kernel": variant.name,
+            "kernel_hash": fingerprint.kernel_hash(variant),
+            "specialization": json.dumps(asdict(spec), sort_keys=True),
+        }
+        self._found: dict[tuple[str, str], Failure] = {}
+        for stage in (COMPILE, LAUNCH):
+            query = sa.select(TABLE).where(*self._conditions(stage))
+            for row in ledger._do(lambda connection, query=query: connection.execute(query).all()) or ():
+                self._found[stage, row.config] = Failure(row.stage, row.fate, row.why, row.created)
+
+    def _key(self, stage: str) -> dict[str, str]:
+        launched = stage == LAUNCH
+        toolchain = self._ledger.toolchain
+        place = {"gpu": toolchain.gpu if launched else "", "driver": toolchain.driver if launched else ""}
+        return {**self._about, "stage": stage, **place}
+
+    def _conditions(self, stage: str) -> list[sa.ColumnElement[bool]]:
+        return [TABLE.c[name] == value for name, value in self._key(stage).items()]
+
+    @cached_property
+    def _runtime(self) -> frozenset[str]:
+        return compiler.runtime_names(self._variant)
+
+    def _config(self, stage: str, config: Config) -> str:
+        """As it is filed: a compile depends on what the binary depends on."""
+        if stage == LAUNCH:
+            return _text(config)
+        return _text({name: value for name, value in config.items() if name not in self._runtime})
+
+    def of(self, config: Config) -> Failure | None:
+        """How this config failed before, or None."""
+        if not self._found:
+            return None
+        return next((f for s in (COMPILE, LAUNCH) if (f := self._found.get((s, self._config(s, config))))), None)
+
+    def add(self, stage: str, config: Config, fate: str, why: str) -> None:
+        """File a failure; one that is not the candidate's own doing is left out."""
+        if fate not in FATES:
+            return
+        text = self._config(stage, config)
+        failure = Failure(stage, fate, why, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+        self._found[stage, text] = failure
+        statement = insert(TABLE).values(**self._key(stage), config=text, fate=fate, why=why, created=failure.created)
+        what = {"fate": fate, "why": why, "created": failure.created}
+        self._ledger._do(
+            lambda connection: connection.execute(
+                statement.on_conflict_do_update(index_elements=list(TABLE.primary_key.columns), set_=what)
+            )
+        )
+
+    def forgotten(self, config: Config, fate: str) -> bool:
+        """Whether a study that remembers this end should try again: it failed under another toolchain, or was told to be
+        tried again, or nobody knows that it was to blame."""
+        return fate in BLAMELESS or (fate in FATES and self.of(config) is None)
+
+    def forget(self) -> int:
+        """Strike out everything on this page, so that it is tried again. How many entries there were."""
+        count = len(self._found)
+        self._found.clear()
+        for stage in (COMPILE, LAUNCH):
+            statement = sa.delete(TABLE).where(*self._conditions(stage))
+            self._ledger._do(lambda connection, statement=statement: connection.execute(statement))
+        return count
+
+    def failing(self, configs: Iterable[Config]) -> list[tuple[Config, Failure]]:
+        """Those of ``configs`` that failed before, with how."""
+        return [(config, failure) for config in configs if (failure := self.of(config)) is not None]
