@@ -1,123 +1,118 @@
-"""How well the analytic model ranks: measured times against predicted ones.
+"""How well the analytic model ranks, on exhaustive tables (see tables.py). Needs no GPU and compiles nothing.
 
-    python benchmarks/model_quality.py measured.json [--gpu h200] [--pairs pairs.json]
+    python benchmarks/model_quality.py benchmarks/tables/*.gz [--fit] [--json FILE] [--by DIMENSION ...]
 
-measured.json: a list of {"kernel", "dtype", "head_dim", "causal", "config", "bucket", "time_us"}, with "head_dim_v" and
-"precision" where they differ from the head dim and "ieee"; the specialization may also stand under "spec". Needs no GPU:
-binaries are rebuilt (or taken from Triton's cache). Per key and in all: Spearman's rank correlation over all configs and
-over the measured best quarter, and regret: how much slower than the best measured config the model's first choice is, and
-the best of its first five; scale: median of predicted / measured time.
+Per key: Spearman's rank correlation over all configs and over the measured best quarter; regret of the model's first choice
+and of the best of its first five. Each is given for the constants in model.py ("shipped"), for constants fitted without the
+key ("left out"), and, for backward keys, for constants fitted on forward keys alone and the other way round ("other pass").
+--fit prints constants fitted to all tables, for model.Calibration. --by: mean logarithmic error by a dimension's values.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
+import math
 import statistics
-import sys
-from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from fa2tune import compiler, gpus, limits, model
-from fa2tune.problem import TuningKey
+import click
+import numpy as np
+import tables
+from model_fit import FITTED, Measured, fit, measured, quality
 
+from fa2tune import model
 
-def ranks(values: Sequence[float]) -> list[float]:
-    """1-based ranks; equal values share their mean rank."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    result = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        stop = start
-        while stop < len(order) and values[order[stop]] == values[order[start]]:
-            stop += 1
-        for position in order[start:stop]:
-            result[position] = (start + 1 + stop) / 2
-        start = stop
-    return result
+COLUMNS = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level")
+BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what issue 3 asks of each key
+
+Figures = dict[str, dict[str, float]]
 
 
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; NaN where one side is constant or fewer than three points are given."""
-    if len(a) < 3 or len(set(a)) < 2 or len(set(b)) < 2:
-        return float("nan")
-    return statistics.correlation(ranks(a), ranks(b))
+def name(data: Measured) -> str:
+    key = data.key
+    return f"{key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'} {key.bucket}"
 
 
-def quality(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
-    """Figures of one key: n, spearman, spearman_best (measured best quarter), regret_1 and regret_5 (0.05: 5 % slower)."""
-    best = min(measured)
-    by_time = sorted(range(len(measured)), key=measured.__getitem__)[: max(3, len(measured) // 4)]
-    choice = sorted(range(len(predicted)), key=predicted.__getitem__)
-    return {
-        "n": len(measured),
-        "spearman": spearman(measured, predicted),
-        "spearman_best": spearman([measured[i] for i in by_time], [predicted[i] for i in by_time]),
-        "regret_1": measured[choice[0]] / best - 1,
-        "regret_5": min(measured[i] for i in choice[:5]) / best - 1,
-        "scale": statistics.median(p / m for p, m in zip(predicted, measured, strict=True)),
-    }
+def judged(data: Sequence[Measured], constants: model.Calibration) -> Figures:
+    return {name(one): quality(one.times_us, one.predicted_us(constants)) for one in data}
 
 
-def predicted_us(entry: dict[str, Any], gpu: gpus.Gpu) -> tuple[TuningKey, float | str]:
-    """The key of a measurement, and its predicted microseconds or the name of the limit that would have dropped it."""
-    spec = {**entry, **entry.get("spec", {})}
-    key = TuningKey(
-        gpu.name, gpu.sm_count, gpu.arch, entry["kernel"], spec["dtype"], spec.get("precision", "ieee"), spec["head_dim"],
-        spec.get("head_dim_v", spec["head_dim"]), spec["causal"], entry["bucket"],
-    )  # fmt: skip
-    binary = compiler.build(compiler.variant_named(key.kernel), key.specialization(), entry["config"], gpu.arch)
-    refusal = limits.after_compile(binary, gpu)
-    if refusal is not None:
-        return key, refusal.name
-    return key, model.predict(binary, key.workload(), gpu) * 1e6
+def left_out(data: Sequence[Measured]) -> Figures:
+    """Every key by constants that never saw it."""
+    found: Figures = {}
+    for one in data:
+        found |= judged([one], fit([other for other in data if other is not one]))
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured", type=Path)
-    parser.add_argument("--gpu", default="h200", help="the GPU that measured (default: h200)")
-    parser.add_argument("--pairs", type=Path, help="write every measured and predicted time here, as JSON")
-    arguments = parser.parse_args()
-    gpu = gpus.named(arguments.gpu)
-    entries = json.loads(arguments.measured.read_text())
-    by_key: dict[TuningKey, list[tuple[float, float, dict[str, Any]]]] = defaultdict(list)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done, (entry, (key, predicted)) in enumerate(
-            zip(entries, pool.map(lambda e: predicted_us(e, gpu), entries), strict=True), 1
-        ):
-            if isinstance(
-                predicted, str
-            ):  # the limits would have dropped a config that was measured: show how good it was
-                print(f"{predicted} drops {key.kernel} {entry['config']}: {entry['time_us']:.0f} us", file=sys.stderr)
-                predicted = float("inf")
-            by_key[key].append((entry["time_us"], predicted, entry["config"]))
-            print(f"\r{done}/{len(entries)}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+def other_pass(data: Sequence[Measured]) -> Figures:
+    """Backward keys by constants of the forward alone, and forward keys by those of the backward."""
+    found: Figures = {}
+    forward = [one for one in data if one.key.kernel == "fwd"]
+    backward = [one for one in data if one.key.kernel != "fwd"]
+    if forward and backward:
+        found |= judged(backward, fit(forward))
+        found |= judged(forward, fit(backward))
+    return found
 
-    columns = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "scale")
-    print("kernel     dtype  hd causal bucket " + " ".join(f"{c:>13}" for c in columns))
-    figures = []
-    for key in sorted(by_key):
-        measured, predicted = ([pair[i] for pair in by_key[key]] for i in (0, 1))
-        figures.append(quality(measured, predicted))
-        cells = " ".join(f"{figures[-1][c]:13.3f}" for c in columns)
-        print(f"{key.kernel:10} {key.dtype:5} {key.head_dim:3} {key.causal!s:6} {key.bucket:6} {cells}")
-    if arguments.pairs:
-        pairs = [{"kernel": k.kernel, "head_dim": k.head_dim, "causal": k.causal, "bucket": k.bucket, "config": c,
-                  "time_us": m, "predicted_us": p} for k, found in by_key.items() for m, p, c in found]  # fmt: skip
-        arguments.pairs.write_text(json.dumps(pairs, indent=1))
-    print(f"\n{len(figures)} keys, {len(entries)} measurements")
-    for column in columns[1:]:
-        known = [f[column] for f in figures if f[column] == f[column]]  # without NaN
-        if known:
-            print(
-                f"{column:14} median {statistics.median(known):6.3f}  worst {(max if 'regret' in column else min)(known):6.3f}"
-            )
+
+def show(title: str, figures: Figures) -> None:
+    click.echo(f"\n{title:34}" + "".join(f"{column:>15}" for column in COLUMNS))
+    for key, row in figures.items():
+        cells = (f"{row[c]:15.0f}" if c == "n" else f"{row[c]:15.3f}" for c in COLUMNS)
+        missed = [c for c, bar in BARS.items() if (row[c] > bar if c.startswith("regret") else not row[c] >= bar)]
+        click.echo(f"{key:34}" + "".join(cells) + (f"  misses {', '.join(missed)}" if missed else ""))
+    for word, which in (("median", statistics.median), ("worst", None)):
+        cells = []
+        for column in COLUMNS[1:]:
+            known = [row[column] for row in figures.values() if not math.isnan(row[column])]
+            worst = max if column.startswith("regret") else min
+            cells.append(f"{(which or worst)(known) if known else math.nan:15.3f}")
+        click.echo(f"{word:49}" + "".join(cells))
+
+
+def errors_by(data: Sequence[Measured], constants: model.Calibration, dimension: str) -> None:
+    """Where the model errs: mean logarithm of predicted / measured time, a key's level taken off."""
+    for one in data:
+        error = np.log(one.predicted_us(constants) / one.times_us)
+        error -= np.median(error)
+        near = one.times_us < np.quantile(one.times_us, 0.25)
+        cells = []
+        for value in sorted({config[dimension] for config in one.configs}, key=str):
+            here = np.array([config[dimension] == value for config in one.configs])
+            mean, mean_near = (error[mask].mean() if mask.any() else math.nan for mask in (here, here & near))
+            cells.append(f"{value}: {mean:+.2f} ({mean_near:+.2f})")
+        click.echo(f"{name(one):34}{dimension:16}" + "  ".join(cells))
+
+
+@click.command(help=__doc__)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--fit", "refit", is_flag=True, help="Print constants fitted to all tables.")
+@click.option("--quick", is_flag=True, help="The shipped constants alone, nothing fitted.")
+@click.option("--by", multiple=True, help="Mean error by the values of this dimension (in brackets: best quarter).")
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path))
+def main(paths: tuple[Path, ...], refit: bool, quick: bool, by: tuple[str, ...], out: Path | None) -> None:
+    data = [measured(tables.load(path)) for path in paths]
+    constants = model.CALIBRATION
+    found = {"shipped": judged(data, constants)}
+    show("shipped constants", found["shipped"])
+    if refit:
+        constants = fit(data)
+        found["fitted"] = judged(data, constants)
+        show("fitted to all of them", found["fitted"])
+        click.echo("\nfor model.Calibration:")
+        for constant in FITTED:
+            click.echo(f"    {constant}: float = {getattr(constants, constant):.3g}")
+    if not quick and len(data) > 1:
+        found["left_out"] = left_out(data)
+        show("each by constants fitted without it", found["left_out"])
+        found["other_pass"] = other_pass(data)
+        show("fitted on the other pass", found["other_pass"])
+    for dimension in by:
+        errors_by(data, constants, dimension)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import numpy as np
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, TPESampler
+from optuna.trial import TrialState
 
-from fa2tune import limits
+from fa2tune import guided, limits
 from fa2tune.gpus import Gpu
 from fa2tune.problem import Config, Specialization
 from fa2tune.variant import SearchSpace, Variant
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-SAMPLERS = ("tpe", "random", "grid", "gp", "cmaes")
+SAMPLERS = ("guided", "tpe", "random", "grid", "gp", "cmaes")
+LOCAL_EVERY = 2
 STARTUP_TRIALS_AT_MOST = 8  #: random ones, before a sampler with a model of the space trusts it
 
 #: A config that can be a dictionary key or a member of a set.
@@ -69,11 +71,17 @@ def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
 
 
 class Field:
-    """The legal points of a space, as dictionary keys, and as vectors, so that the nearest one can be found."""
+    """The legal points of a space, as dictionary keys, and as vectors, so that the nearest one can be found. ``runtime``:
+    dimensions that a launch chooses; points that differ there alone share a binary."""
 
-    def __init__(self, space: SearchSpace, configs: Sequence[Config]) -> None:
+    def __init__(self, space: SearchSpace, configs: Sequence[Config], runtime: Collection[str] = ()) -> None:
         self.configs = configs
         self.points = [point(config) for config in configs]
+        self.index = {where: index for index, where in enumerate(self.points)}
+        split = [[tuple(part for part in where if (part[0] in runtime) == chosen) for where in self.points]
+                 for chosen in (False, True)]  # fmt: skip
+        self.binaries: list[Point] = split[0]  #: per point, the part that its binary depends on
+        self.launches: list[Point] = split[1]  #: per point, the rest
         self.distributions = distributions(space)
         #: dimension -> value -> its coordinates: on a logarithmic scale of length 1, or any two values 1 apart
         self._coordinates: dict[str, dict[Any, list[float]]] = {}
@@ -89,6 +97,15 @@ class Field:
                 values = {value: [(math.log2(value) - low) / (high - low)] for value in numbers}
             self._coordinates[name] = values
         self.vectors = np.array([self._vector(config) for config in configs])
+        widths = [len(next(iter(values.values()))) for values in self._coordinates.values()]
+        ends = np.cumsum(widths)
+        #: the same as numbers that only tell whether values of the dimensions a binary depends on are equal
+        self.codes = np.array(
+            [[values.index(config[name]) for name, values in space.dimensions.items() if name not in runtime]
+             for config in configs]
+        )  # fmt: skip
+        #: per dimension, its columns of ``vectors``
+        self.columns = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
 
     def _vector(self, config: Config) -> list[float]:
         return [place for name, values in self._coordinates.items() for place in values[config[name]]]
@@ -113,17 +130,24 @@ def _inner(name: str, seed: int, trials: int) -> BaseSampler | None:
 
 
 class UnseenSampler(BaseSampler):
-    """Proposes legal points that are not in ``seen``, each at most once: what the inner sampler wants, moved to the nearest of
-    them. (Asked alone, TPE repeats itself and none of Optuna's samplers knows constraints between dimensions.)"""
+    """Proposes legal points that are not in ``seen``, each at most once: what ``guided`` chooses among them, or what one of
+    Optuna's samplers wants, moved to the nearest of them. (Asked alone, TPE repeats itself and none of Optuna's samplers knows
+    constraints between dimensions.)"""
 
-    def __init__(self, name: str, field: Field, seed: int, trials: int) -> None:
-        """``trials``: about how many will be asked for."""
+    def __init__(
+        self, name: str, field: Field, seed: int, trials: int, estimates: Sequence[float] | None = None,
+        start: Config | None = None,
+    ) -> None:  # fmt: skip
+        """``trials``: about how many will be asked for; ``estimates``: the model's times of the field's points; ``start``: a
+        config known to be good."""
         if name not in SAMPLERS:
             raise ValueError(f"sampler: got {name!r}, allowed are {', '.join(SAMPLERS)}")
         self.name = name
         self.field = field
+        self.start = field.index.get(point(start)) if start is not None else None
         self.rng = random.Random(seed)
         self.seen: Collection[Point] = ()
+        self.process = guided.Process(field.vectors, field.columns, estimates) if name == "guided" else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)  # multivariate TPE, CMA-ES and GP, by Optuna's version
             self.inner = _inner(name, seed, trials)
@@ -137,6 +161,8 @@ class UnseenSampler(BaseSampler):
         unseen = [index for index, candidate in enumerate(self.field.points) if candidate not in self.seen]
         if not unseen:
             raise LookupError("every legal point has been proposed")
+        if self.process is not None:
+            return dict(self.field.configs[self._most_promising(study, unseen, self.process)])
         if self.name == "grid":
             return dict(self.field.configs[unseen[0]])
         if self.inner is None:
@@ -146,6 +172,41 @@ class UnseenSampler(BaseSampler):
             if name not in wanted:
                 wanted[name] = self.inner.sample_independent(study, trial, name, distribution)
         return dict(self.field.nearest(wanted, unseen, self.rng))
+
+    def _most_promising(self, study: Study, unseen: Sequence[int], process: guided.Process) -> int:
+        """The unseen point to try next. Of a binary not compiled yet one launch is looked at, the best one's: the family asks
+        for the others where they may matter. Once every binary is compiled, the rest."""
+        field = self.field
+        times: dict[int, float] = {}
+        refused = []
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            index = field.index.get(point(trial.params))
+            if index is None:
+                continue
+            if trial.value is not None:
+                times[index] = trial.value
+            else:
+                refused.append(index)
+        touched = {field.index[where] for where in self.seen if where in field.index}
+        compiled = {field.binaries[index] for index in touched}
+        wanted = [index for index in unseen if field.binaries[index] not in compiled] or list(unseen)
+        if times:
+            launch = field.launches[min(times, key=times.__getitem__)]
+            wanted = [index for index in wanted if field.launches[index] == launch] or wanted
+        under_way = sorted(touched - times.keys() - set(refused))
+        near = self._steps_from(min(times, key=times.__getitem__) if times else self.start, wanted)
+        if near and len(touched) % LOCAL_EVERY:
+            wanted = near
+        gain = guided.improvement(*process.posterior(times, refused, under_way, wanted))
+        best = np.flatnonzero(gain >= gain.max() - 1e-12)
+        return wanted[self.rng.choice(list(best))]
+
+    def _steps_from(self, center: int | None, among: Sequence[int]) -> list[int]:
+        """Those of ``among`` whose binary differs from that of ``center`` in one dimension."""
+        if center is None:
+            return []
+        differ = self.field.codes[list(among)] != self.field.codes[center]
+        return [index for index, count in zip(among, differ.sum(axis=1), strict=True) if count == 1]
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution

@@ -170,12 +170,9 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
     try:
-        return triton.compile(
-            source(variant, spec, config), target=GPUTarget("cuda", arch, 32), options=options(config)
-        )
-    except ValueError:
-        raise
+        return triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CompileError(f"{type(error).__name__}: {reason.strip()}"[:300]) from error

@@ -4,24 +4,25 @@ are proposed and compiled once per family, and timed and filed once per bucket."
 from __future__ import annotations
 
 import zlib
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from fa2tune import compiler, fingerprint
-from fa2tune.candidates import Field, Point, UnseenSampler, legal, point
+from fa2tune import compiler, fingerprint, guided, prior
+from fa2tune.candidates import Field, Legal, Point, UnseenSampler, legal, point
 from fa2tune.judge import Verdict
+from fa2tune.ledger import Failure, Ledger
 from fa2tune.problem import Config, Specialization, TuningKey
-from fa2tune.row import Row
+from fa2tune.row import PREDICTED, Row
+from fa2tune.search import Search
 from fa2tune.study import KeyStudy, Outcome, Shelf
 from fa2tune.variant import DESCRIPTOR
 
 if TYPE_CHECKING:
     from fa2tune.plan import Plan
 
-#: Every third proposal is a neighbour's winner, or the best so far with the other load variant, while there are any.
-NEIGHBOUR_EVERY = 3
+HOPELESS = "hopeless"  #: the reason of what the model's estimate keeps from being compiled
 
 
 @dataclass(eq=False)
@@ -31,18 +32,22 @@ class Family:
     plan: Plan
     shelf: Shelf
     stamp: str  #: see KeyStudy; kernel and space hashes are added here
-    seeds: deque[Config] = field(default_factory=deque)  #: to try first
+    ledger: Ledger
     neighbours: list[Family] = field(default_factory=list)  #: same kernel, other mask or other 16-bit dtype
     leader: Family | None = None  #: waits for it, and starts from its winners
-    in_flight: set[Point] = field(default_factory=set)  #: proposed, not yet filed
-    ready: list[tuple[Config, Verdict]] = field(default_factory=list)  #: of these, compiled and waiting to be timed
+    ready: list[tuple[Config, Verdict]] = field(default_factory=list)  #: compiled and waiting to be timed
     crowned: bool = False
     crowning: bool = False
 
     def __post_init__(self) -> None:
         self.variant = compiler.variant_named(self.kernel)
         gpu = self.plan.target.gpu
-        self.legal = legal(self.variant, self.spec, gpu)
+        self.failures = self.ledger.page(self.variant, self.spec, gpu.arch)
+        if self.plan.request.retry_failed:
+            self.failures.forget()
+        allowed = legal(self.variant, self.spec, gpu)
+        self.failed_before: dict[Point, Failure] = {point(c): f for c, f in self.failures.failing(allowed.configs)}
+        self.legal = Legal(tuple(c for c in allowed.configs if point(c) not in self.failed_before), allowed.refused)
         self.legal_points = {point(config) for config in self.legal.configs}
         self.default = dict(self.variant.space.default(self.spec, gpu.arch))
         self.trials = self.plan.trials_of(self.spec)
@@ -58,29 +63,62 @@ class Family:
         seed = zlib.crc32(
             f"{request.seed} {self.title}".encode()
         )  # families explore different points, and share winners
-        points = Field(self.variant.space, self.legal.configs)
+        estimates = [
+            prior.estimates(self.variant, self.spec, self.legal.configs, gpu, key.workload()) for key in self.keys
+        ]
+        self.estimates = {
+            key: dict(zip(map(point, self.legal.configs), map(float, guesses), strict=True))
+            for key, guesses in zip(self.keys, estimates, strict=True)
+        }
+        hopeful = guided.hopeful(estimates)
+        self.hopeful = {point(self.legal.configs[index]) for index in hopeful}
+        points = Field(
+            self.variant.space, [self.legal.configs[index] for index in hopeful], compiler.runtime_names(self.variant)
+        )
         self.studies = {
             key: KeyStudy(
-                key, stamp, UnseenSampler(request.sampler, points, (seed + number) % (1 << 31), self.trials), self.shelf
+                key, stamp,
+                UnseenSampler(
+                    request.sampler, points, (seed + number) % (1 << 31), self.trials, [guesses[i] for i in hopeful]
+                ),
+                self.shelf, self.failures.forgotten,
             )
-            for number, key in enumerate(self.keys)
+            for number, (key, guesses) in enumerate(zip(self.keys, estimates, strict=True))
         }  # fmt: skip
         by_pointer = dict(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
-        self.seeds.extendleft([*self._twins([self.default]), by_pointer, self.default])
-        self.proposed = len(self.tried())
-        #: tried by an earlier run at some lengths only: costs no trial
-        self.backfill = deque(
-            dict(where)
-            for where in sorted(self.tried(), key=repr)
-            if not self._filed(dict(where)) and where in self.legal_points
-        )
+        self.search = Search(points, self.legal_points, list(self.studies.values()), self.trials, elsewhere=self._elsewhere,
+                             free_launches=self.plan.target.obtained != PREDICTED)  # fmt: skip
+        self.search.seeds.extend([self.default, by_pointer, *self.search.twins([self.default])])
+        self.verdicts: dict[Point, Verdict | None] = {}  #: by binary; None while it compiles
+        self.waiting: dict[Point, list[Config]] = {}  #: by binary that compiles, its other launches
 
-    def _filed(self, config: Config) -> bool:
-        return all(point(config) in study.outcomes for study in self.studies.values())
+    def _elsewhere(self) -> list[Config]:
+        """What is best in neighbouring families by now."""
+        return [config for family in self.neighbours for config in family.search.best()]
 
     def tried(self) -> set[Point]:
         """What has been compiled, for any length."""
-        return set().union(*(study.outcomes.keys() for study in self.studies.values()))
+        return self.search.tried()
+
+    def binary(self, config: Config) -> Point:
+        """What its binary depends on."""
+        return point(compiler.binary_config(self.variant, config))
+
+    def shares(self, config: Config) -> bool:
+        """Whether its binary is known or under way; if not, it is from now on."""
+        binary = self.binary(config)
+        known = binary in self.verdicts
+        if known and self.verdicts[binary] is None:
+            self.waiting.setdefault(binary, []).append(config)
+        self.verdicts.setdefault(binary, None)
+        return known
+
+    def compiled(self, config: Config, verdict: Verdict) -> list[Config]:
+        """The other launches that waited for this one's binary."""
+        binary = self.binary(config)
+        if binary in self.verdicts:
+            self.verdicts[binary] = verdict
+        return self.waiting.pop(binary, [])
 
     @property
     def short(self) -> str:
@@ -95,8 +133,14 @@ class Family:
         return f"{self.kernel} {self.short}"
 
     def pruned(self, key: TuningKey) -> dict[str, int]:
-        """Reason -> points of the space that fell to it: by arithmetic, when compiled, or when launched."""
-        return {**self.legal.refused, **self.studies[key].fates()}
+        """Reason -> points of the space that fell to it: by arithmetic, in an earlier run, when compiled, or when launched."""
+        hopeless = len(self.legal_points - self.hopeful - self.studies[key].outcomes.keys())
+        refused = {**self.legal.refused, **({HOPELESS: hopeless} if hopeless else {})}
+        return {**refused, **self.left_out(self.studies[key].outcomes), **self.studies[key].fates()}
+
+    def left_out(self, told: Collection[Point]) -> dict[str, int]:
+        """Points out of the search because they failed in an earlier run, but for those whose end ``told`` tells."""
+        return dict(Counter(f"{f.fate}_before" for where, f in self.failed_before.items() if where not in told))
 
     def fates(self) -> dict[str, int]:
         """Reason -> candidates without a time at some length."""
@@ -106,84 +150,38 @@ class Family:
 
     def kept(self) -> list[tuple[TuningKey, list[Row]]] | None:
         """The rows of every length, where an earlier run crowned these very trials."""
-        found = [(key, study.kept("crowned", str(len(study.outcomes)))) for key, study in self.studies.items()]
+        found = [(key, study.kept("crowned", study.token)) for key, study in self.studies.items()]
         return None if any(rows is None for _, rows in found) else [(key, rows or []) for key, rows in found]
 
     def best_row(self, rows: Iterable[Row], key: TuningKey) -> Row | None:
         """The fastest of ``rows`` for this kernel at the length of ``key``."""
         own = [row for row in rows if row.key == key.with_(kernel=self.kernel)]
-        return min(own, key=lambda row: row.time_us or 0.0, default=None)
-
-    def best_configs(self) -> list[Config]:
-        """Every bucket's best so far, without repeats."""
-        best = {point(ranked[0].config): ranked[0].config for s in self.studies.values() if (ranked := s.ranked())}
-        return list(best.values())
+        return min(own, key=lambda row: row.rank_us, default=None)
 
     def propose(self) -> Config | None:
-        """The next config to compile, or None: the budget is spent, every legal point has been proposed, or the leader is
+        """The next config to compile and time, or None: the budget is spent, every point has been proposed, or the leader is
         still at work."""
         if self.leader is not None:
             if not self.leader.crowned:
                 return None
-            self.seeds.extend(self.leader.best_configs())
+            self.search.seeds.extend(self.leader.search.best())
             self.leader = None
-        config = self._next()
-        if config is not None:
-            self.proposed += 1
-            self.in_flight.add(point(config))
-        return config
-
-    def _next(self) -> Config | None:
-        if self.backfill:
-            return self.backfill.popleft()
-        taken = self.tried() | self.in_flight
-        if len(taken) >= self.trials:
-            return None
-        config = self._first_new(self.seeds, taken)
-        if config is None and self.proposed % NEIGHBOUR_EVERY == 0:
-            elsewhere = [config for family in self.neighbours for config in family.best_configs()]
-            config = self._first_new(deque([*self._twins(self.best_configs()), *elsewhere]), taken)
-        if config is None:
-            config = self.studies[self.keys[self.proposed % len(self.keys)]].ask(taken)
-        return config
-
-    def _twins(self, configs: Iterable[Config]) -> list[Config]:
-        """The same configs with the other way of loading: each way has a row of its own."""
-        return [{**c, "LOADS": loads} for c in configs for loads in self.loads_variants() if loads != c["LOADS"]]
-
-    def _first_new(self, configs: deque[Config], taken: set[Point]) -> Config | None:
-        while configs:
-            config = configs.popleft()
-            if point(config) in self.legal_points and point(config) not in taken:
-                return config
-        return None
+        return self.search.propose()
 
     @property
     def exhausted(self) -> bool:
         """Nothing is under way, and nothing more will be proposed."""
-        if self.in_flight or self.backfill or self.leader is not None:
-            return False
-        return len(self.tried()) >= min(self.trials, len(self.legal.configs))
+        return self.leader is None and self.search.exhausted
 
     def file(self, config: Config, outcomes: Iterable[tuple[TuningKey, Outcome]]) -> None:
         """File what became of a config, at every length."""
         for key, outcome in outcomes:
-            self.studies[key].tell(outcome)
-        self.in_flight.discard(point(config))
+            self.studies[key].tell(replace(outcome, predicted_us=self.estimates[key].get(point(config))))
+        self.search.filed(config)
 
     def refuse(self, config: Config, fate: str, why: str, binary: dict[str, int]) -> None:
         """The same end at every length."""
         self.file(config, ((key, Outcome(config, None, fate, why, binary)) for key in self.keys))
-
-    def star(self) -> list[Config]:
-        """The legal configs one step from the default: each other value of each dimension, the rest as in the default."""
-        steps = (
-            {**self.default, name: value}
-            for name, values in self.variant.space.dimensions.items()
-            for value in values
-            if value != self.default[name]
-        )
-        return [config for config in steps if point(config) in self.legal_points]
 
     def forward_default(self) -> Config:
         """The default forward config of this specialization: what a backward is checked behind."""

@@ -129,7 +129,8 @@ def _values(
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
     }  # fmt: skip
-    for name, (b, h, m) in strides.items():
+    absent = dict.fromkeys(variant.tensors, (0, 0, 0))  # dlse, where lse has no gradient
+    for name, (b, h, m) in {**absent, **strides}.items():
         rows = "n" if name in ("k", "v", "dk", "dv") else "m"
         values |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{rows}": m}
     return values

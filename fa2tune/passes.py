@@ -105,7 +105,6 @@ class BackwardPlan:
         inputs = {"q": q, "k": k, "v": v, "o": o, "do": do} | ({} if dlse is None else {"dlse": dlse})
         outputs = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
         strides = {name: strides_of(tensor) for name, tensor in (inputs | outputs).items()}
-        strides.setdefault("dlse", (0, 0, 0))
         gradients = ("o", "do", "delta") if dlse is None else ("o", "do", "delta", "dlse")
         names = {
             "bwd_delta": gradients,

@@ -9,15 +9,24 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from fa2tune.compiler import tool
 
 WARP_THREADS = 32
 WARP_GROUP = 4  #: warps that issue one HGMMA together
 LEAST_MASK = 4  #: compares and selects a thread runs for its share of the smallest tile, 16 x 32 by 128 threads
+
+
+#: What a phase of a trip holds, in this order: a stretch of the loop that starts with products being issued or with a wait for
+#: them. ``pending``: products that may still be in flight when it goes on, -1: it waits for none. The rest as in Loop, the
+#: products' own traffic in ``product_bytes`` and only the other in ``shared_bytes``.
+PHASE = (
+    "pending", "tensor_flops", "product_bytes", "products", "mufu", "fp32", "alu", "issue", "shared_bytes", "local_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,14 @@ class Loop:
     copies: int = 0  #: LDG and LDGSTS; not UTMALDG, which one thread issues for all
     atomics: int = 0  #: REDG and ATOMG
     barriers: int = 0  #: block-wide: BAR, and waits for TMA and tensor memory (SYNCS)
+    products: int = 0  #: HMMA and HGMMA
+    product_bytes: float = 0.0  #: of shared_bytes: what products read themselves
+    shuffles: int = 0  #: SHFL
+    meetings: int = 0  #: BAR alone: where the warps of a block must meet
+    arrivals: int = 0  #: waits for data asked for: DEPBAR of copies, SYNCS of TMA
+    phases: tuple[
+        tuple[float, ...], ...
+    ] = ()  #: of a loop with HGMMA, whose products run beside what follows; see PHASE
 
 
 _LABEL = re.compile(r"^(\.L_\w+):")
@@ -77,7 +94,7 @@ def _matrix_bytes(opcode: str) -> int:
 
 def _tally(body: list[_Instruction]) -> Loop:
     pipes: Counter[str] = Counter()
-    flops, shared, local, mma = 0.0, 0.0, 0, ""
+    flops, shared, reads, local, mma = 0.0, 0.0, 0.0, 0, ""
     for instruction in body:
         opcode = instruction.opcode
         base = opcode.partition(".")[0]
@@ -87,11 +104,13 @@ def _tally(body: list[_Instruction]) -> Loop:
             flops += 2 * m * n * k / WARP_GROUP
             # B comes from shared memory, A too unless a register precedes the descriptor; TF32 elements have 4 bytes
             a_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")
-            shared += (n + (m if a_shared else 0)) * k * (4 if "TF32" in opcode else 2) / WARP_GROUP
+            reads += (n + (m if a_shared else 0)) * k * (4 if "TF32" in opcode else 2) / WARP_GROUP
+            pipes["products"] += 1
         elif base == "HMMA":
             m, n, k = (int(side) for side in _HMMA_SHAPE.search(opcode + ".").groups())  # type: ignore[union-attr]
             mma = base
             flops += 2 * m * n * k
+            pipes["products"] += 1
         elif base.startswith("UTC") and "MMA" in base:
             mma = "UTCHMMA"
         elif base == "MUFU":
@@ -105,6 +124,7 @@ def _tally(body: list[_Instruction]) -> Loop:
             shared += _width(opcode)
         elif base == "SHFL":
             shared += 4 * WARP_THREADS
+            pipes["shuffles"] += 1
         elif base in ("LDL", "STL"):
             local += _width(opcode)
         elif base in ("LDG", "LDGSTS"):
@@ -115,10 +135,53 @@ def _tally(body: list[_Instruction]) -> Loop:
             pipes["atomics"] += 1
         elif base in _BARRIERS:
             pipes["barriers"] += base != "WARPGROUP"
+            pipes["meetings"] += base == "BAR"
+            pipes["arrivals"] += opcode.startswith("SYNCS.PHASECHK")
+        elif base == "DEPBAR":
+            pipes["arrivals"] += 1
         elif base not in _NOT_ALU and not base.startswith("U"):
             pipes["alu"] += 1
             pipes["compares"] += base in _COMPARES
-    return Loop(tensor_flops=flops, mma=mma, issue=len(body), shared_bytes=shared, local_bytes=local, **pipes)
+    numbers: dict[str, Any] = dict(pipes)
+    return Loop(
+        tensor_flops=flops, mma=mma, issue=len(body), shared_bytes=shared + reads, product_bytes=reads, local_bytes=local,
+        **numbers,
+    )  # fmt: skip
+
+
+_WARP_GROUP_WAIT = re.compile(r"gsb0,\s*(0x[0-9a-f]+|\d+)")
+
+
+def _phases(body: list[_Instruction]) -> tuple[tuple[float, ...], ...]:
+    """One trip of a loop with HGMMA, cut where products are issued or waited for; empty for other loops. What comes before the
+    first cut belongs to the last phase: the loop goes round."""
+    cuts: list[tuple[int, int]] = []  # index, products that may still be in flight
+    issuing = False
+    for index, instruction in enumerate(body):
+        product = instruction.opcode.startswith("HGMMA")
+        if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+            match = _WARP_GROUP_WAIT.search(instruction.operands)
+            cuts.append((index, int(match[1], 0) if match else 0))
+            issuing = False
+        elif product and not issuing:
+            cuts.append((index, -1))
+            issuing = True
+        if "gsb" in instruction.operands and product:  # the last of a group
+            issuing = False
+    if not any(instruction.opcode.startswith("HGMMA") for instruction in body):
+        return ()
+    found = []
+    for number, (start, pending) in enumerate(cuts):
+        last = number + 1 == len(cuts)
+        stretch = body[start:] + body[: cuts[0][0]] if last else body[start : cuts[number + 1][0]]
+        tally = _tally(stretch)
+        values = {"pending": pending, "shared_bytes": tally.shared_bytes - tally.product_bytes}
+        found.append(tuple(values[name] if name in values else getattr(tally, name) for name in PHASE))
+    return tuple(found)
+
+
+def _loop(body: Sequence[_Instruction]) -> Loop:
+    return replace(_tally(list(body)), phases=_phases(list(body)))
 
 
 def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
@@ -213,7 +276,7 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
 def _ways(body: _Body, instructions: list[_Instruction]) -> list[Loop]:
     """The plain way round a loop, and, where it branches around a mask, the masked one. Other branches guard rare things: a
     spin on a barrier."""
-    plain, whole = (_tally([instructions[index] for index in sorted(way)]) for way in (body.plain, body.all))
+    plain, whole = (_loop([instructions[index] for index in sorted(way)]) for way in (body.plain, body.all))
     return [plain, whole] if whole.compares - plain.compares >= LEAST_MASK else [plain]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ class Outcome:
     fate: str = ""  #: "" if it was timed, else a short word to count: "shared_memory", "compile_error", "crash", ...
     why: str = ""  #: the reason in full
     binary: Mapping[str, int] = field(default_factory=dict)  #: registers, spills, shared_bytes
+    predicted_us: float | None = None  #: the model's estimate before the compile: nobody's evidence, for the report
 
     @property
     def loads(self) -> str:
@@ -72,8 +73,10 @@ class KeyStudy:
     model, compiler version, how times are obtained); part of the study's name."""
 
     def __init__(
-        self, key: TuningKey, stamp: str, sampler: UnseenSampler, shelf: Shelf
+        self, key: TuningKey, stamp: str, sampler: UnseenSampler, shelf: Shelf,
+        forgotten: Callable[[Config, str], bool] = lambda config, fate: False,
     ) -> None:  # fmt: skip
+        """``forgotten(config, fate)``: whether a stored end is to be tried again, as if it had not been."""
         self.key = key
         self.shelf = shelf
         self.name = study_name(key, stamp)
@@ -87,11 +90,14 @@ class KeyStudy:
         self.disqualified: dict[Point, str] = {}  #: wrong results, found after they were timed
         for trial in self._stored.get_trials(deepcopy=False):
             outcome = Outcome(trial.params, trial.value, **trial.user_attrs["outcome"])
+            if forgotten(outcome.config, outcome.fate):
+                continue
             if point(outcome.config) not in self.outcomes:  # two processes may have tried the same
                 self.outcomes[point(outcome.config)] = outcome
                 self._study.add_trial(trial)
         for config, why in json.loads(self._stored.user_attrs.get("disqualified", "[]")):
-            self.disqualified[point(config)] = why
+            if not forgotten(config, why.partition(":")[0]):
+                self.disqualified[point(config)] = why
 
     def ask(self, taken: set[Point]) -> Config | None:
         """A legal config that is neither in ``taken`` nor tried here; None when there is none left."""
@@ -111,7 +117,8 @@ class KeyStudy:
         self.outcomes[where] = outcome
         state = TrialState.COMPLETE if outcome.time_us is not None else TrialState.PRUNED
         trial = self._asked.pop(where, None)
-        about = {"fate": outcome.fate, "why": outcome.why, "binary": dict(outcome.binary)}
+        about = {"fate": outcome.fate, "why": outcome.why, "binary": dict(outcome.binary),
+                 "predicted_us": outcome.predicted_us}  # fmt: skip
         if trial is None:
             frozen = create_trial(
                 state=state, value=outcome.time_us, params=dict(outcome.config),
@@ -122,6 +129,11 @@ class KeyStudy:
             trial.set_user_attr("outcome", about)
             frozen = self._study.tell(trial, outcome.time_us, state=state)
         self.shelf.later(self._stored.add_trial, frozen)
+
+    @property
+    def best_us(self) -> float:
+        """The shortest time so far; infinite before the first."""
+        return min((o.time_us for o in self.outcomes.values() if o.time_us is not None), default=float("inf"))
 
     def ranked(self, loads: str | None = None) -> list[Outcome]:
         """Timed candidates not disqualified, fastest first; ``loads``: of one load variant only."""
@@ -142,6 +154,12 @@ class KeyStudy:
         self.disqualified[point(config)] = why
         listed = [[dict(where), why] for where, why in self.disqualified.items()]
         self.shelf.later(self._stored.set_user_attr, "disqualified", json.dumps(listed))
+
+    @property
+    def token(self) -> str:
+        """What its winners rest on: other trials, or the same with another end, are another token."""
+        timed = sum(outcome.time_us is not None for outcome in self.outcomes.values())
+        return f"{len(self.outcomes)} {timed} {len(self.disqualified)}"
 
     def keep(self, name: str, token: str, rows: Sequence[Row]) -> None:
         """Keep the rows that these trials led to, so that the same command need not time its finalists again. ``token``: what

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fa2tune import crown, fingerprint, reader, worker
+from fa2tune import crown, fingerprint, ledger, reader, worker
 from fa2tune.books import Books, Hands, Report, Watcher, describe, fate_of
 from fa2tune.candidates import point
 from fa2tune.family import Family
@@ -28,7 +28,10 @@ from fa2tune.store import Store
 from fa2tune.study import Shelf
 from fa2tune.worker import Crew, Job
 
-COMPILE_DEADLINE = 120.0  #: seconds; a compile that takes longer costs its candidate
+#: Seconds; a compile that takes longer costs its candidate: so many times the slowest that came to an end in this run, within
+#: bounds, for all depends on the host and on what else it does.
+COMPILE_PATIENCE, COMPILE_AT_LEAST, COMPILE_AT_FIRST, COMPILE_AT_MOST = 6.0, 20.0, 40.0, 120.0
+COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
 LOOKAHEAD = 2  #: configs proposed ahead per compiling core: more waste cores less, but know less when they are proposed
 NEIGHBOUR_SEEDS = 4  #: winners for other GPUs and lengths, out of cache files, that a family starts from
 LEADERS_SHARE = 0.75  #: of a time budget, when other dtypes wait for the winners
@@ -44,7 +47,7 @@ def tune(request: TuneRequest, watcher: Watcher | None = None, hands: Hands | No
 def _model_hash() -> str:
     """Of what predictions come from: they are worth nothing when it changes."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("model.py", "sass.py", "gpus.py"))
+    text = b"".join((folder / name).read_bytes() for name in ("model.py", "tiles.py", "sass.py", "gpus.py"))
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -62,8 +65,11 @@ class Run:
             toolchain = crown.Toolchain(obtained, torch.cuda.get_device_name(), fingerprint.driver_version())
         self.books = Books(plan, watcher, hands, Store(plan.cache), toolchain, Report(plan))
         self.shelf = Shelf(plan.studies)
+        triton = toolchain.stamp()["triton"]
+        self.ledger = ledger.Ledger(plan.ledger, ledger.Toolchain(triton, toolchain.obtained_on, toolchain.driver))
         self.families = self._families()
-        self.compilers = Crew(plan.workers, {"OMP_NUM_THREADS": "1"})
+        self.compilers = Crew(plan.workers, {"OMP_NUM_THREADS": "1"}, memory=COMPILE_MEMORY)
+        self.slowest_compile = 0.0
         self.way = Predicted(self.books) if obtained == PREDICTED else Measured(self.books)
         self.tasks: list[Task] = []
         self.whole_begun: set[Specialization] = set()
@@ -78,12 +84,12 @@ class Run:
         families = []
         for spec in self.plan.specializations():
             for kernel in self.plan.kernels:
-                family = Family(kernel, spec, self.plan, self.shelf, stamp)
-                family.seeds.extend(self._from_caches(family, known))
+                family = Family(kernel, spec, self.plan, self.shelf, stamp, self.ledger)
+                family.search.seeds.extend(self._from_caches(family, known))
                 if family.legal.configs:
                     families.append(family)
                 else:
-                    reasons = ", ".join(f"{rule} {count}" for rule, count in family.legal.refused.items())
+                    reasons = ", ".join(f"{rule} {n}" for rule, n in family.pruned(family.keys[0]).items())
                     self.books.watcher.line(f"{family.title}: no legal config ({reasons})")
         for family in families:
             spec = family.spec
@@ -92,8 +98,6 @@ class Run:
             family.neighbours = [f for f in alike if (f.spec.dtype != spec.dtype) != (f.spec.causal != spec.causal)]
             leader = self.plan.leader_of(spec)
             family.leader = next((f for f in alike if f.spec.dtype == leader and f.spec.causal == spec.causal), None)
-            if family.leader is None:  # nobody to learn from
-                family.seeds.extend(family.star())
         return families
 
     def _from_caches(self, family: Family, known: Sequence[Row]) -> list[Config]:
@@ -110,6 +114,7 @@ class Run:
         """Until everything is crowned, or Ctrl-C."""
         report = self.books.report
         self.books.watcher.planned(self.plan, self.families)
+        self._tell_left_out()
         try:
             while self._busy():
                 for job in worker.wait([self.compilers, self.way.crew], 0.5):
@@ -126,6 +131,16 @@ class Run:
         report.seconds = time.monotonic() - self.begun
         return report
 
+    def _tell_left_out(self) -> None:
+        left_out = Counter[str]()
+        for family in self.families:
+            left_out.update(family.left_out(family.tried()))
+        if left_out:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in left_out.items())
+            self.books.watcher.line(
+                f"left out, since they failed under this toolchain: {reasons} (--retry-failed tries them again)"
+            )
+
     def _busy(self) -> bool:
         self._propose()
         while len(self.tasks) < self.way.tasks_at_once and (task := self._next_task()) is not None:
@@ -135,7 +150,7 @@ class Run:
 
     def _progress(self) -> None:
         done = sum(len(family.tried()) for family in self.families)
-        total = sum(max(len(f.tried()), min(f.trials, len(f.legal.configs))) for f in self.families)
+        total = sum(len(f.tried()) + f.search.goal - f.search.binaries for f in self.families)
         fates = Counter[str]()
         for family in self.families:
             fates.update(family.fates())
@@ -156,14 +171,28 @@ class Run:
         """Keep the compilers busy: the families furthest from their number of trials first."""
         open_ = [f for f in self.families if not f.crowning and not self._time_is_up(f)]
         while open_ and self.compilers.load < LOOKAHEAD * self.plan.workers:
-            family = min(open_, key=lambda f: (len(f.tried()) + len(f.in_flight)) / f.trials)
+            family = min(open_, key=lambda f: f.search.binaries / f.trials)
             config = family.propose()
             if config is None:
                 open_.remove(family)
                 continue
-            arguments = (family.kernel, family.spec, config, self.plan.target.gpu, self.way.problems(family))
+            failure = family.failures.of(config)
+            if failure is not None:  # in this run, for another config of the same binary
+                family.refuse(config, failure.fate, failure.why, {})
+                continue
+            problems = self.way.problems(family)
+            if not problems and family.shares(config):
+                self._share(family, config)
+                continue
+            arguments = (family.kernel, family.spec, config, self.plan.target.gpu, problems)
             tag = partial(self._judged, family, config)
-            self.compilers.submit(Job(self.books.hands.judge, arguments, COMPILE_DEADLINE, tag=tag))
+            self.compilers.submit(Job(self.books.hands.judge, arguments, self._compile_seconds(), tag=tag))
+
+    def _compile_seconds(self) -> float:
+        """The deadline of a compile."""
+        if not self.slowest_compile:
+            return COMPILE_AT_FIRST
+        return min(COMPILE_AT_MOST, max(COMPILE_AT_LEAST, COMPILE_PATIENCE * self.slowest_compile))
 
     def _judged(self, family: Family, config: Config, job: Job) -> None:
         report = self.books.report
@@ -171,9 +200,22 @@ class Run:
         report.compile_seconds = time.monotonic() - self.begun
         if job.failure is not None:
             self.books.lost(job, f"compiling {family.title} {describe(config)}")
-            family.refuse(config, fate_of(job), job.failure, {})
-            return
-        verdict: Verdict = job.result
+            verdict = Verdict(fate_of(job), job.failure)
+        else:
+            self.slowest_compile = max(self.slowest_compile, job.took)
+            verdict = job.result
+        if verdict.fate:
+            family.failures.add(ledger.COMPILE, config, verdict.fate, verdict.why)
+        for launch in [config, *family.compiled(config, verdict)]:
+            self._take(family, launch, verdict)
+
+    def _share(self, family: Family, config: Config) -> None:
+        """Another launch of a binary that is here, or will be."""
+        verdict = family.verdicts[family.binary(config)]
+        if verdict is not None:
+            self._take(family, config, verdict)
+
+    def _take(self, family: Family, config: Config, verdict: Verdict) -> None:
         if verdict.fate:
             family.refuse(config, verdict.fate, verdict.why, verdict.binary)
         else:
@@ -183,7 +225,7 @@ class Run:
 
     def _next_task(self) -> Task | None:
         for family in self.families:
-            done = family.exhausted or (self._time_is_up(family) and not family.in_flight)
+            done = family.exhausted or (self._time_is_up(family) and not family.search.in_flight)
             if done and not family.crowning and (family.leader is None or family.leader.crowned):
                 family.crowning = True
                 return self.way.crown(family)

@@ -25,11 +25,12 @@ STOREYS = {
     "search_spaces": 0,
     "tuner": 2,
     "bench": 2,
+    "page": 2,
     "cli": 3,
     "__main__": 4,
 }
 #: What a call to attention must never pull in, and what the search has no business with.
-TUNING = {"tuner", "worker", "measure", "verify", "model", "store", "report", "bench", "cli"}
+TUNING = {"tuner", "worker", "ledger", "measure", "racing", "witness", "verify", "model", "store", "report", "bench", "page", "cli"}
 CALLING = {"ops", "dispatch"}
 SHARED_BY_KERNELS = {"fa2tune.problem", "fa2tune.variant", "fa2tune.kernels.common"}
 

@@ -17,7 +17,7 @@ def key_of(kernel: str, length: int) -> TuningKey:
     return TuningKey(gpu.name, gpu.sm_count, gpu.arch, kernel, "bf16", "ieee", 64, 64, True, length)
 
 
-@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_fused"])
 def test_a_config_is_as_fast_as_itself(kernel: str) -> None:
     key = key_of(kernel, 1024)
     default = variant_named(kernel).space.default(key.specialization(), key.arch)
