@@ -5,6 +5,8 @@
 Per key: Spearman's rank correlation over all configs and over the measured best quarter; regret of the model's first choice
 and of the best of its first five. Each is given for the constants in model.py ("shipped"), for constants fitted without the
 key ("left out"), and, for backward keys, for constants fitted on forward keys alone and the other way round ("other pass").
+"guessed": the same for what prior.py says of configs without a compile; then how much of the legal space lies below a multiple
+of its smallest estimate, and how far the best measured config there is from the best.
 --fit prints constants fitted to all tables, for model.Calibration. --by: mean logarithmic error by a dimension's values.
 """
 
@@ -21,10 +23,13 @@ import numpy as np
 import tables
 from model_fit import FITTED, Measured, fit, measured, quality
 
-from fa2tune import model
+from fa2tune import compiler, model, prior
+from fa2tune.candidates import legal
 
 COLUMNS = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level")
 BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what issue 3 asks of each key
+
+CUTS = (1.5, 2.0)  #: times prior.py's smallest estimate
 
 Figures = dict[str, dict[str, float]]
 
@@ -55,6 +60,30 @@ def other_pass(data: Sequence[Measured]) -> Figures:
         found |= judged(backward, fit(forward))
         found |= judged(forward, fit(backward))
     return found
+
+
+def guessed(data: Sequence[Measured]) -> Figures:
+    """Every key by prior.py."""
+    found: Figures = {}
+    for one in data:
+        variant, spec = compiler.variant_named(one.key.kernel), one.key.specialization()
+        problem = one.key.workload()
+        everything = legal(variant, spec, one.gpu).configs
+        space = np.array(prior.estimates(variant, spec, everything, one.gpu, problem))
+        times = np.array(prior.estimates(variant, spec, one.configs, one.gpu, problem))
+        found[name(one)] = quality(one.times_us, times)
+        for cut in CUTS:
+            left = times <= cut * space.min()
+            found[name(one)][f"kept_{cut}"] = float((space <= cut * space.min()).mean())
+            found[name(one)][f"lost_{cut}"] = float(one.times_us[left].min() / one.times_us.min() - 1)
+    return found
+
+
+def show_cuts(figures: Figures) -> None:
+    columns = [f"{word}_{cut}" for cut in CUTS for word in ("kept", "lost")]
+    click.echo(f"{'':34}" + "".join(f"{column:>15}" for column in columns))
+    for key, row in figures.items():
+        click.echo(f"{key:34}" + "".join(f"{row[column]:15.3f}" for column in columns))
 
 
 def show(title: str, figures: Figures) -> None:
@@ -97,6 +126,9 @@ def main(paths: tuple[Path, ...], refit: bool, quick: bool, by: tuple[str, ...],
     constants = model.CALIBRATION
     found = {"shipped": judged(data, constants)}
     show("shipped constants", found["shipped"])
+    found["guessed"] = guessed(data)
+    show("guessed, not compiled", found["guessed"])
+    show_cuts(found["guessed"])
     if refit:
         constants = fit(data)
         found["fitted"] = judged(data, constants)

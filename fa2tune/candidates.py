@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 SAMPLERS = ("guided", "tpe", "random", "grid", "gp", "cmaes")
-LOCAL_EVERY = 2
+OTHER_WAY_EVERY = 5  #: proposals: one is about the load variant that the best so far does not have
+GLOBAL_EVERY = 2  #: proposals: one looks at the whole space, the others one step around the best so far
 STARTUP_TRIALS_AT_MOST = 8  #: random ones, before a sampler with a model of the space trusts it
 
 #: A config that can be a dictionary key or a member of a set.
@@ -188,23 +189,29 @@ class UnseenSampler(BaseSampler):
             else:
                 refused.append(index)
         touched = {field.index[where] for where in self.seen if where in field.index}
+        under_way = sorted(touched - times.keys() - set(refused))
         compiled = {field.binaries[index] for index in touched}
         wanted = [index for index in unseen if field.binaries[index] not in compiled] or list(unseen)
-        if times:
-            launch = field.launches[min(times, key=times.__getitem__)]
+        start = min(times, key=times.__getitem__) if times else self.start
+        if len(touched) % OTHER_WAY_EVERY == 0 and start is not None:
+            way = field.configs[start]["LOADS"]
+            others = [index for index in wanted if field.configs[index]["LOADS"] != way]
+            if others:
+                wanted = others
+                times_there = [index for index in times if field.configs[index]["LOADS"] != way]
+                start = min(times_there, key=times.__getitem__, default=None)
+        if start is not None:
+            launch = field.launches[start]
             wanted = [index for index in wanted if field.launches[index] == launch] or wanted
-        under_way = sorted(touched - times.keys() - set(refused))
-        near = self._steps_from(min(times, key=times.__getitem__) if times else self.start, wanted)
-        if near and len(touched) % LOCAL_EVERY:
-            wanted = near
-        gain = guided.improvement(*process.posterior(times, refused, under_way, wanted))
-        best = np.flatnonzero(gain >= gain.max() - 1e-12)
-        return wanted[self.rng.choice(list(best))]
+            if len(touched) % GLOBAL_EVERY:
+                wanted = self._steps_from(start, wanted) or wanted
+        best = math.log(times[start]) if start in times else process.first_best
+        gain = guided.improvement(*process.posterior(times, refused, under_way, wanted), best)
+        highest = np.flatnonzero(gain >= gain.max() - 1e-12)
+        return wanted[self.rng.choice(list(highest))]
 
-    def _steps_from(self, center: int | None, among: Sequence[int]) -> list[int]:
+    def _steps_from(self, center: int, among: Sequence[int]) -> list[int]:
         """Those of ``among`` whose binary differs from that of ``center`` in one dimension."""
-        if center is None:
-            return []
         differ = self.field.codes[list(among)] != self.field.codes[center]
         return [index for index, count in zip(among, differ.sum(axis=1), strict=True) if count == 1]
 

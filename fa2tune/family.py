@@ -70,7 +70,7 @@ class Family:
             key: dict(zip(map(point, self.legal.configs), map(float, guesses), strict=True))
             for key, guesses in zip(self.keys, estimates, strict=True)
         }
-        hopeful = guided.hopeful(estimates)
+        hopeful = guided.hopeful(estimates, [config["LOADS"] for config in self.legal.configs])
         self.hopeful = {point(self.legal.configs[index]) for index in hopeful}
         points = Field(
             self.variant.space, [self.legal.configs[index] for index in hopeful], compiler.runtime_names(self.variant)

@@ -38,37 +38,37 @@ class Calibration:
     """What no data sheet says. One set for all GPUs, kernels and dtypes; where from: docs/model.md."""
 
     #: clock held under load / boost clock
-    clock: float = 0.9
+    clock: float = 0.837
     #: share of the published rate for mma.sync on chips whose full rate needs wgmma (H100: 62 %, Luo et al. 2024,
     #: arXiv 2402.13499) or tcgen05 (a guess)
     mma_sync_on_hopper: float = 0.62
     mma_sync_on_blackwell: float = 0.25
     #: clocks tensor cores lose between one batch of products and the next
-    start: float = 10.0
+    start: float = 13.5
     #: clocks from a product's end to its result being there for those who wait
-    drain: float = 40.0
+    drain: float = 30.1
     #: share of the shorter of products and other instructions of a trip with mma.sync that does not run beside the longer
-    serial: float = 0.5
+    serial: float = 0.565
     #: share of a stretch's instructions beside its busiest pipe that costs time, however many warps there are
-    mixed: float = 0.2
+    mixed: float = 0.244
     #: clocks between two instructions of a lone warp
-    pace: float = 1.3
+    pace: float = 1.32
     #: share of the other warps' work in the same quarter that a warp of a block waits for, since they go in step
-    in_step: float = 0.7
+    in_step: float = 0.734
     #: clocks a load or asynchronous copy of a warp takes its scheduler (TMA takes none)
-    copy: float = 5.0
+    copy: float = 5.44
     #: cost of a spilled byte in shared-memory bytes
-    spill: float = 2.0
+    spill: float = 2.92
     #: clocks a block loses where its warps meet
-    barrier: float = 30.0
+    barrier: float = 29.2
     #: clocks from asking for a tile to its being there
-    load: float = 700.0
+    load: float = 603.0
     #: share of that which is over before a trip needs the tiles that the trip before asked for
-    ahead: float = 0.3
+    ahead: float = 0.397
     #: clocks a block spends starting, filling its pipeline and draining it
-    block: float = 3000.0
+    block: float = 3600.0
     #: blocks on an SM while the longest of the last run out, as a share of those before
-    tail: float = 0.5
+    tail: float = 0.563
     #: bytes a clock and SM from L2: data-centre chips, others (half: a guess)
     l2_bytes: float = 60.0
     l2_bytes_small: float = 30.0
@@ -112,7 +112,7 @@ class Candidates:
 
 MMA = {"HGMMA": 1.0, "HMMA": 0.0, "UTCHMMA": 2.0, "": -1.0}
 COUNTS = (
-    "tensor_flops", "mufu", "fp32", "alu", "issue", "shared_bytes", "local_bytes", "copies", "atomics", "products",
+    "tensor_flops", "mufu", "fp32", "alu", "issue", "shared_bytes", "local_bytes", "copies", "atomics",
     "product_bytes", "meetings",
 )  # fmt: skip
 

@@ -130,10 +130,10 @@ class KeyStudy:
             frozen = self._study.tell(trial, outcome.time_us, state=state)
         self.shelf.later(self._stored.add_trial, frozen)
 
-    @property
-    def best_us(self) -> float:
-        """The shortest time so far; infinite before the first."""
-        return min((o.time_us for o in self.outcomes.values() if o.time_us is not None), default=float("inf"))
+    def best_us(self, loads: str) -> float:
+        """The shortest time of a load variant so far; infinite before the first."""
+        times = (o.time_us for o in self.outcomes.values() if o.time_us is not None and o.loads == loads)
+        return min(times, default=float("inf"))
 
     def ranked(self, loads: str | None = None) -> list[Outcome]:
         """Timed candidates not disqualified, fastest first; ``loads``: of one load variant only."""

@@ -32,7 +32,7 @@ from fa2tune.worker import Crew, Job
 #: bounds, for all depends on the host and on what else it does.
 COMPILE_PATIENCE, COMPILE_AT_LEAST, COMPILE_AT_FIRST, COMPILE_AT_MOST = 6.0, 20.0, 40.0, 120.0
 COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
-LOOKAHEAD = 2  #: configs proposed ahead per compiling core: more waste cores less, but know less when they are proposed
+LOOKAHEAD = 1  #: configs under way per compiling core: more waste cores less, but know less when they are proposed
 NEIGHBOUR_SEEDS = 4  #: winners for other GPUs and lengths, out of cache files, that a family starts from
 LEADERS_SHARE = 0.75  #: of a time budget, when other dtypes wait for the winners
 

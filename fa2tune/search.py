@@ -1,0 +1,129 @@
+"""What to try next, for one kernel, dtype, head dim and mask, at all its lengths at once.
+
+In this order: points that an earlier run tried at some lengths only; other launches of a binary that turned out good, which
+cost no compile; seeds (the default, winners found elsewhere); now and then the best of a neighbour, or the best so far with
+the other way of loading; else what the sampler of one of the lengths wants, in turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from fa2tune.candidates import Field, Point, point
+from fa2tune.problem import Config
+from fa2tune.study import KeyStudy, Outcome
+
+#: Every third proposal is a neighbour's winner, or the best so far with the other load variant, while there are any.
+NEIGHBOUR_EVERY = 3
+#: A binary this close to the best of its load variant at some length is tried with its other launches, too.
+LAUNCHES_WITHIN = 1.08
+
+
+class Search:
+    """Proposes points, each at most once, until so many binaries have been tried or none is left."""
+
+    def __init__(
+        self, field: Field, allowed: Collection[Point], studies: Sequence[KeyStudy], trials: int,
+        seeds: Iterable[Config] = (), elsewhere: Callable[[], Iterable[Config]] = tuple, free_launches: bool = True,
+    ) -> None:  # fmt: skip
+        """``field``: what samplers choose from; ``allowed``: what a seed may be, a hopeless one too: somebody saw it win;
+        ``trials``: binaries; ``elsewhere``: what is best for others by now; ``free_launches``: another launch of a binary
+        costs no compile."""
+        self.field, self.allowed, self.studies, self.trials = field, allowed, studies, trials
+        self.seeds = deque(seeds)
+        self.elsewhere = elsewhere
+        self.free_launches = free_launches
+        self.in_flight: set[Point] = set()  #: proposed, not yet filed
+        self.launches: deque[Config] = deque()  #: of good binaries, not yet proposed
+        self.siblings: dict[Point, list[Config]] = {}
+        for index, binary in enumerate(field.binaries):
+            self.siblings.setdefault(binary, []).append(field.configs[index])
+        self.runtime = frozenset(name for launch in field.launches[:1] for name, _ in launch)
+        tried = self.tried()
+        self.proposed = len(tried)
+        self.backfill = deque(
+            dict(where)
+            for where in sorted(tried, key=repr)
+            if where in allowed and any(where not in study.outcomes for study in studies)
+        )
+
+    def binary(self, where: Point) -> Point:
+        """The part of a point that its binary depends on."""
+        return tuple(part for part in where if part[0] not in self.runtime)
+
+    def tried(self) -> set[Point]:
+        """What has been filed, for any length."""
+        return set().union(*(study.outcomes.keys() for study in self.studies))
+
+    @property
+    def binaries(self) -> int:
+        """Binaries tried or under way."""
+        return len({self.binary(where) for where in self.tried() | self.in_flight})
+
+    @property
+    def goal(self) -> int:
+        """Binaries there will be at the end."""
+        return max(self.binaries, min(self.trials, len(self.siblings)))
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is under way, and nothing more will be proposed."""
+        if self.in_flight or self.backfill or self.launches:
+            return False
+        return self.binaries >= self.trials or self.field.index.keys() <= self.tried()
+
+    def propose(self) -> Config | None:
+        """The next config to compile and time, or None: the budget is spent, or every point has been proposed."""
+        config = self._next()
+        if config is not None:
+            self.proposed += 1
+            self.in_flight.add(point(config))
+        return config
+
+    def _next(self) -> Config | None:
+        if self.backfill:
+            return self.backfill.popleft()
+        taken = self.tried() | self.in_flight
+        config = self._first_new(self.launches, taken)
+        if config is not None:
+            return config
+        if len({self.binary(where) for where in taken}) >= self.trials:
+            return None
+        config = self._first_new(self.seeds, taken)
+        if config is None and self.proposed % NEIGHBOUR_EVERY == 0:
+            config = self._first_new(deque([*self.twins(self.best()), *self.elsewhere()]), taken)
+        if config is None:
+            config = self.studies[self.proposed % len(self.studies)].ask(taken)
+        return config
+
+    def _first_new(self, configs: deque[Config], taken: set[Point]) -> Config | None:
+        while configs:
+            config = configs.popleft()
+            if point(config) in self.allowed and point(config) not in taken:
+                return config
+        return None
+
+    def best(self) -> list[Config]:
+        """Every length's best so far, without repeats."""
+        found = (ranked[0].config for study in self.studies if (ranked := study.ranked()))
+        return list({point(config): config for config in found}.values())
+
+    def twins(self, configs: Iterable[Config]) -> list[Config]:
+        """The same configs with the other way of loading: each way has a row of its own."""
+        ways = sorted({config["LOADS"] for config in self.field.configs})
+        return [{**config, "LOADS": loads} for config in configs for loads in ways if loads != config["LOADS"]]
+
+    def filed(self, config: Config) -> None:
+        """Its outcomes are in the studies. If it is good anywhere, the other launches of its binary come next."""
+        where = point(config)
+        self.in_flight.discard(where)
+        if not self.free_launches:
+            return
+        if any(self._is_good(study, study.outcomes.get(where)) for study in self.studies):
+            self.launches.extend(self.siblings.get(self.binary(where), ()))
+
+    def _is_good(self, study: KeyStudy, outcome: Outcome | None) -> bool:
+        if outcome is None or outcome.time_us is None:
+            return False
+        return outcome.time_us <= LAUNCHES_WITHIN * study.best_us(outcome.loads)
