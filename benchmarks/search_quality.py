@@ -8,8 +8,8 @@ candidate's time is seen to be is the median of five samples drawn from its reco
 rounds; what counts is the true time of the best of those that would reach the finals.
 
 Searchers: ``ours`` (fa2tune's default, guided.py; no row of a cache known), ``ours blind`` (the same without the default
-config, which stems from a sweep of this GPU: the model alone), ``ours warm`` (with the winners that cache/h200.json holds of
-the same kernel, dtype and head dim at other lengths and under the other mask), Optuna's ``tpe``, ``gp``, ``cmaes`` and
+config, which stems from a sweep of this GPU: the model alone), ``ours warm`` (with the winners that cache/h200.sqlite holds
+of the same kernel, head dim and mask at other lengths), Optuna's ``tpe``, ``gp``, ``cmaes`` and
 ``random`` on the legal points, and ``list``: a dozen configs as users of triton.autotune write them, compiled one by one.
 All but ``ours blind`` and ``list`` try the default config first.
 
@@ -36,14 +36,15 @@ from typing import Any
 import click
 import tables
 
-from fa2tune import compiler, crown, gpus, prior
+from fa2tune import compiler, crown, gpus, prior, reader
 from fa2tune.candidates import Field, Point, UnseenSampler, point
 from fa2tune.guided import hopeful
 from fa2tune.problem import Config
-from fa2tune.search import Search
+from fa2tune.row import Row
+from fa2tune.search import Search, winners
 from fa2tune.study import KeyStudy, Outcome, Shelf
 
-ROWS = Path(__file__).parent.parent / "cache" / "h200.json"
+ROWS = Path(__file__).parent.parent / "cache" / "h200.sqlite"
 SEARCHERS = ("ours", "ours blind", "ours warm", "tpe", "gp", "cmaes", "random", "list")
 OURS = SEARCHERS[:3]
 SHARE, WITHIN = 0.10, 0.02  #: the bar: after so much of the space, so far from the exhaustive best
@@ -166,17 +167,10 @@ def estimates_of(table: tables.Table, configs: Sequence[Config], calibration: An
     return prior.estimates(variant, key.specialization(), configs, gpus.named(key.gpu), key.workload(), **more)
 
 
-def elsewhere(table: tables.Table, rows: Iterable[Mapping[str, Any]]) -> list[Config]:
-    """Winners of the same kernel, head dim and dtype at other lengths or under the other mask: nothing of this key."""
+def elsewhere(table: tables.Table, rows: Iterable[Row]) -> list[Config]:
+    """What the tuner would take from a cache that does not know this length (in any dtype)."""
     key = table.key
-    found = {}
-    for row in rows:
-        alike = all(row[name] == getattr(key, name) for name in ("gpu", "kernel", "dtype", "head_dim", "head_dim_v"))
-        if alike and (row["bucket"], row["causal"]) != (key.bucket, key.causal) and (
-            row["bucket"] == key.bucket or row["causal"] == key.causal
-        ):  # fmt: skip
-            found.setdefault(point(row["config"]), row["config"])
-    return list(found.values())
+    return winners([row for row in rows if row.key.bucket != key.bucket], key.kernel, key.specialization(), key.arch)
 
 
 def listed(table: tables.Table) -> list[Config]:
@@ -192,7 +186,7 @@ def listed(table: tables.Table) -> list[Config]:
 
 
 def search(table: tables.Table, searcher: str, seed: int, trials: int, calibration: Any = None,
-           rows: Iterable[Mapping[str, Any]] = (), cores: int = CORES) -> Trace:  # fmt: skip
+           rows: Iterable[Row] = (), cores: int = CORES) -> Trace:  # fmt: skip
     """One replay of one searcher."""
     oracle = Oracle(table, seed)
     if searcher == "list":
@@ -277,7 +271,7 @@ def steps(trace: Trace) -> list[list[float | None]]:
 
 def work(job: Job) -> list[list[list[float | None]]]:
     table = tables.load(job.path)
-    rows = json.loads(ROWS.read_text())["rows"] if "warm" in job.searcher else []
+    rows = reader.read(ROWS) if "warm" in job.searcher else []
     return [steps(search(table, job.searcher, seed, job.trials, job.calibration, rows)) for seed in job.seeds]
 
 
