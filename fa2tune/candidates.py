@@ -205,8 +205,9 @@ class UnseenSampler(BaseSampler):
             wanted = [index for index in wanted if field.launches[index] == launch] or wanted
             if len(touched) % GLOBAL_EVERY:
                 wanted = self._steps_from(start, wanted) or wanted
-        best = math.log(times[start]) if start in times else process.first_best
-        gain = guided.improvement(*process.posterior(times, refused, under_way, wanted), best)
+        mean, deviation = process.posterior(times, refused, under_way, wanted)
+        best = math.log(times[start]) if start in times else float(mean.min())
+        gain = guided.improvement(mean, deviation, best)
         highest = np.flatnonzero(gain >= gain.max() - 1e-12)
         return wanted[self.rng.choice(list(highest))]
 

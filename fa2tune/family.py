@@ -75,20 +75,19 @@ class Family:
         points = Field(
             self.variant.space, [self.legal.configs[index] for index in hopeful], compiler.runtime_names(self.variant)
         )
-        self.studies = {
-            key: KeyStudy(
-                key, stamp,
-                UnseenSampler(
-                    request.sampler, points, (seed + number) % (1 << 31), self.trials, [guesses[i] for i in hopeful]
-                ),
-                self.shelf, self.failures.forgotten,
+        self.studies = {}
+        for number, (key, guesses) in enumerate(zip(self.keys, estimates, strict=True)):
+            own = [guesses[index] for index in hopeful]
+            sampler = UnseenSampler(
+                request.sampler, points, (seed + number) % (1 << 31), self.trials, own, self.default
             )
-            for number, (key, guesses) in enumerate(zip(self.keys, estimates, strict=True))
-        }  # fmt: skip
+            self.studies[key] = KeyStudy(key, stamp, sampler, self.shelf, self.failures.forgotten)
         by_pointer = dict(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
-        self.search = Search(points, self.legal_points, list(self.studies.values()), self.trials, elsewhere=self._elsewhere,
-                             free_launches=self.plan.target.obtained != PREDICTED)  # fmt: skip
-        self.search.seeds.extend([self.default, by_pointer, *self.search.twins([self.default])])
+        self.search = Search(
+            points, self.legal_points, list(self.studies.values()), self.trials, [self.default, by_pointer],
+            self._elsewhere, free_launches=self.plan.target.obtained != PREDICTED,
+        )  # fmt: skip
+        self.search.seeds.extend(self.search.twins([self.default]))
         self.verdicts: dict[Point, Verdict | None] = {}  #: by binary; None while it compiles
         self.waiting: dict[Point, list[Config]] = {}  #: by binary that compiles, its other launches
 

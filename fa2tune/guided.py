@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_factor, cho_solve, cholesky, solve_triangular
 from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.special import ndtr
@@ -60,11 +60,10 @@ class Process:
     ) -> None:
         self.vectors, self.columns, self.prior = vectors, list(columns), prior
         logs = np.zeros(len(vectors)) if estimates is None else np.log(np.asarray(estimates, dtype=float))
-        self.logs: Array = logs - logs.min()
+        self.logs: Array = logs - logs.min(initial=np.inf)
         start = [prior.scale, prior.noise, prior.trust, *[prior.rate] * len(self.columns)]
         self.start: Array = np.log(start)
         self.theta: Array = self.start.copy()
-        self.first_best = float(self.logs.min())  #: what to improve on before the first measurement
         self.fitted_at = 0
 
     # ---- the kernel
@@ -165,7 +164,7 @@ class Process:
     def _factor(self, indices: Sequence[int], noise: float) -> Array:
         k = self._covariance(indices, indices)
         k[np.diag_indices_from(k)] += noise**2 + 1e-8
-        return np.linalg.cholesky(k)
+        return cholesky(k, lower=True)
 
 
 def hopeful(estimates: Sequence[Sequence[float]], ways: Sequence[str]) -> list[int]:

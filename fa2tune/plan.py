@@ -16,7 +16,8 @@ from fa2tune.row import MEASURED, PREDICTED, SIBLING
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": KERNELS}
 
-MEASURED_TRIALS = 30
+#: Binaries. In the replays of benchmarks/search_quality.py the winners of all six tables are among the first 32.
+MEASURED_TRIALS = 48
 #: Without the GPU a trial costs 1 to 4 s of one core and nothing else; two cores should end a head dim within 5 minutes.
 PREDICTED_TRIALS_PER_CORE, PREDICTED_TRIALS_AT_LEAST = 5, 8
 PREDICTED_SECONDS = 240.0  #: time budget without the GPU, unless trials or a budget are asked for
@@ -36,7 +37,7 @@ class TuneRequest:
     pass_: str = "both"  #: "fwd", "bwd" or "both"
     kernels: tuple[str, ...] | None = None  #: None: every kernel of the pass
     buckets: tuple[int, ...] = BUCKETS
-    trials: int | None = None  #: candidates compiled per kernel, dtype, mask and head dim; None: 30, or fewer if absent
+    trials: int | None = None  #: binaries compiled per kernel, dtype, mask and head dim; None: 48, or fewer if absent
     #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
     time_budget_s: float | None = None
     sampler: str = "guided"

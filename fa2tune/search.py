@@ -7,17 +7,34 @@ the other way of loading; else what the sampler of one of the lengths wants, in 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from fa2tune.candidates import Field, Point, point
-from fa2tune.problem import Config
+from fa2tune.problem import Config, Specialization
+from fa2tune.row import PREDICTED, Row
 from fa2tune.study import KeyStudy, Outcome
 
 #: Every third proposal is a neighbour's winner, or the best so far with the other load variant, while there are any.
 NEIGHBOUR_EVERY = 3
 #: A binary this close to the best of its load variant at some length is tried with its other launches, too.
 LAUNCHES_WITHIN = 1.08
+WINNERS = 4  #: for other GPUs and lengths, out of cache files, that a search starts from
+
+
+def winners(rows: Iterable[Row], kernel: str, spec: Specialization, arch: int) -> Sequence[Config]:
+    """What won elsewhere for this kernel, head dim and mask, out of cache files: on the most similar architecture first,
+    measured before predicted, of the same dtype first, and of these what won at the most lengths."""
+    wanted = (kernel, spec.causal, spec.head_dim, spec.head_dim_v)
+    near: dict[tuple[Any, ...], Counter[Point]] = {}
+    for row in rows:
+        key = row.key
+        if (key.kernel, key.causal, key.head_dim, key.head_dim_v) == wanted:
+            rank = (abs(key.arch - arch), row.obtained == PREDICTED, key.dtype != spec.dtype)
+            near.setdefault(rank, Counter())[point(row.config)] += 1
+    found = [where for _, counted in sorted(near.items()) for where, _ in counted.most_common()]
+    return [dict(where) for where in dict.fromkeys(found)][:WINNERS]
 
 
 class Search:
@@ -25,11 +42,11 @@ class Search:
 
     def __init__(
         self, field: Field, allowed: Collection[Point], studies: Sequence[KeyStudy], trials: int,
-        seeds: Iterable[Config] = (), elsewhere: Callable[[], Iterable[Config]] = tuple, free_launches: bool = True,
+        seeds: Sequence[Config] = (), elsewhere: Callable[[], Iterable[Config]] = tuple, free_launches: bool = True,
     ) -> None:  # fmt: skip
         """``field``: what samplers choose from; ``allowed``: what a seed may be, a hopeless one too: somebody saw it win;
-        ``trials``: binaries; ``elsewhere``: what is best for others by now; ``free_launches``: another launch of a binary
-        costs no compile."""
+        ``trials``: binaries; ``seeds``: to try first, the default before all; ``elsewhere``: what is best for others by now;
+        ``free_launches``: another launch of a binary costs no compile."""
         self.field, self.allowed, self.studies, self.trials = field, allowed, studies, trials
         self.seeds = deque(seeds)
         self.elsewhere = elsewhere
@@ -42,9 +59,10 @@ class Search:
         self.runtime = frozenset(name for launch in field.launches[:1] for name, _ in launch)
         tried = self.tried()
         self.proposed = len(tried)
+        first = {point(config) for config in seeds[:1]}  # the default, against which the others race
         self.backfill = deque(
             dict(where)
-            for where in sorted(tried, key=repr)
+            for where in sorted(tried, key=lambda where: (where not in first, repr(where)))
             if where in allowed and any(where not in study.outcomes for study in studies)
         )
 

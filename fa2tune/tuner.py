@@ -9,21 +9,20 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fa2tune import crown, fingerprint, ledger, reader, worker
 from fa2tune.books import Books, Hands, Report, Watcher, describe, fate_of
-from fa2tune.candidates import point
 from fa2tune.family import Family
 from fa2tune.judge import Verdict
-from fa2tune.measured import Measured, Task
+from fa2tune.measured import HEAT, Measured, Task
 from fa2tune.plan import Plan, TuneRequest, make_plan
 from fa2tune.predicted import Predicted
 from fa2tune.problem import Config, Specialization
-from fa2tune.row import PREDICTED, Row
+from fa2tune.row import PREDICTED
+from fa2tune.search import winners
 from fa2tune.store import Store
 from fa2tune.study import Shelf
 from fa2tune.worker import Crew, Job
@@ -33,7 +32,6 @@ from fa2tune.worker import Crew, Job
 COMPILE_PATIENCE, COMPILE_AT_LEAST, COMPILE_AT_FIRST, COMPILE_AT_MOST = 6.0, 20.0, 40.0, 120.0
 COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
 LOOKAHEAD = 1  #: configs under way per compiling core: more waste cores less, but know less when they are proposed
-NEIGHBOUR_SEEDS = 4  #: winners for other GPUs and lengths, out of cache files, that a family starts from
 LEADERS_SHARE = 0.75  #: of a time budget, when other dtypes wait for the winners
 
 
@@ -85,7 +83,7 @@ class Run:
         for spec in self.plan.specializations():
             for kernel in self.plan.kernels:
                 family = Family(kernel, spec, self.plan, self.shelf, stamp, self.ledger)
-                family.search.seeds.extend(self._from_caches(family, known))
+                family.search.seeds.extend(winners(known, kernel, spec, self.plan.target.gpu.arch))
                 if family.legal.configs:
                     families.append(family)
                 else:
@@ -99,16 +97,6 @@ class Run:
             leader = self.plan.leader_of(spec)
             family.leader = next((f for f in alike if f.spec.dtype == leader and f.spec.causal == spec.causal), None)
         return families
-
-    def _from_caches(self, family: Family, known: Sequence[Row]) -> list[Config]:
-        """What won elsewhere: for this kernel, head dim and mask, on the most similar architecture first."""
-        spec = family.spec
-        wanted = (family.kernel, spec.causal, spec.head_dim, spec.head_dim_v)
-        near = [
-            row for row in known if (row.key.kernel, row.key.causal, row.key.head_dim, row.key.head_dim_v) == wanted
-        ]
-        near.sort(key=lambda row: (abs(row.key.arch - self.plan.target.gpu.arch), -(row.gain or 0.0)))
-        return list({point(row.config): row.config for row in near}.values())[:NEIGHBOUR_SEEDS]
 
     def go(self) -> Report:
         """Until everything is crowned, or Ctrl-C."""
@@ -170,9 +158,11 @@ class Run:
     def _propose(self) -> None:
         """Keep the compilers busy: the families furthest from their number of trials first."""
         open_ = [f for f in self.families if not f.crowning and not self._time_is_up(f)]
+        # no further ahead of what is timed than that: a proposal should know how the others went
+        ahead = HEAT + -(-self.plan.workers // max(1, len(open_)))
         while open_ and self.compilers.load < LOOKAHEAD * self.plan.workers:
             family = min(open_, key=lambda f: f.search.binaries / f.trials)
-            config = family.propose()
+            config = family.propose() if len(family.search.in_flight) < ahead else None
             if config is None:
                 open_.remove(family)
                 continue

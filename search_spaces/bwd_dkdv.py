@@ -21,7 +21,7 @@ FP32 = {64: (32, 64, 8, 1), 128: (16, 64, 8, 1), 256: (16, 16, 4, 1)}
 def default(spec: Specialization, arch: int) -> Config:
     """The config that serves when no row does."""
     # with 256 columns the branch inside the loop costs 80 registers more than a loop of its own
-    masked = "last" if max(spec.head_dim, spec.head_dim_v) > 128 else "inside"
+    masked = "first" if max(spec.head_dim, spec.head_dim_v) > 128 else "inside"
     return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED=masked)
 
 

@@ -30,7 +30,8 @@ STOREYS = {
     "__main__": 4,
 }
 #: What a call to attention must never pull in, and what the search has no business with.
-TUNING = {"tuner", "worker", "ledger", "measure", "racing", "witness", "verify", "model", "store", "report", "bench", "page", "cli"}
+TUNING = {"tuner", "search", "guided", "prior", "worker", "ledger", "measure", "racing", "witness", "verify", "model", "store",
+          "report", "bench", "page", "cli"}  # fmt: skip
 CALLING = {"ops", "dispatch"}
 SHARED_BY_KERNELS = {"fa2tune.problem", "fa2tune.variant", "fa2tune.kernels.common"}
 

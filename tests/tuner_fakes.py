@@ -27,6 +27,11 @@ def true_time(config, bucket):
     return bucket / 10 * (1 + off)
 
 
+def hangs(config):
+    """Where it is told to: the default for tensors without descriptors is among these."""
+    return (config.get("BLOCK_M"), config.get("BLOCK_N"), config.get("LOADS")) == (64, 64, "pointer")
+
+
 def judge(kernel, spec, config, gpu, problems):
     _log("compile", kernel, spec.dtype, spec.causal, config)
     binary = {"registers": 128, "spills": 0, "shared_bytes": 1000}
@@ -52,7 +57,7 @@ def race(key, contenders, effort, best_ratio=1.0):
         worker.report(index)
         if "crash" in poison and config.get("BLOCK_N") == 128:
             os.kill(os.getpid(), 11)
-        if "hang" in poison and config.get("BLOCK_M") == 256:
+        if "hang" in poison and hangs(config):
             time.sleep(3600)
     drift = 1 + 0.3 * (os.getpid() % 7)  # every process has clocks of its own: only ratios may count
     times = [[drift * _kernel_time(key, c) * (1 + 0.001 * r) for r in range(9)] for c in contenders]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -155,7 +156,7 @@ def _close(console: Console, report: Report) -> None:
 )
 @click.option("--seqlen", type=click.Choice([str(bucket) for bucket in BUCKETS]), multiple=True,
               help="Length bucket; may be repeated. Default: all.")  # fmt: skip
-@click.option("--trials", type=int, help="Candidates compiled per kernel, dtype, head dim and mask. Default: 30, or for an "
+@click.option("--trials", type=int, help="Binaries compiled per kernel, dtype, head dim and mask. Default: 48, or for an "
               "absent GPU 5 per core. (fp16 starts from bf16's winners and takes a third.)")  # fmt: skip
 @click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
               "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
@@ -184,6 +185,7 @@ def tune(
 
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
     from fa2tune.books import Hands
     from fa2tune.ledger import LedgerError
     from fa2tune.measured import GpuLost
