@@ -311,7 +311,10 @@ def budget_of(points: int, most: int) -> int:
 
 def summary(found: Mapping[str, Any]) -> str:
     """Markdown: per key and searcher the regret at three budgets, and whether the bar is met."""
-    lines = []
+    lines = [
+        f"Replays end after {found['most']} configs or a tenth of the space, Optuna's GP after {GP_TRIALS}. Behind the best: "
+        "the true time of the config that the finals would crown by then.", "",
+    ]  # fmt: skip
     for name, key in found["keys"].items():
         tenth = int(SHARE * key["points"])
         lines += [
@@ -396,6 +399,7 @@ def plot(found: Mapping[str, Any], path: Path, place: int) -> None:
         axis.set(xscale="log", yscale="log", ylim=(floor, ceiling), title=f"{name} ({key['points']} configs)")
         axis.set_yticks([0.1, 1, 10, 100], ["0.1 %", "1 %", "10 %", "100 %"])
         axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
         axis.grid(alpha=0.25, which="both", lw=0.4)
     for axis in axes[-1]:
         axis.set_xlabel("configs measured" if place == 0 else "seconds, 16 cores and one H200 (replayed)")

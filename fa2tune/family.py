@@ -72,9 +72,9 @@ class Family:
         }
         hopeful = guided.hopeful(estimates, [config["LOADS"] for config in self.legal.configs])
         self.hopeful = {point(self.legal.configs[index]) for index in hopeful}
-        points = Field(
-            self.variant.space, [self.legal.configs[index] for index in hopeful], compiler.runtime_names(self.variant)
-        )
+        # where nothing is launched, each point has a prediction of its own: none comes for nothing
+        free = compiler.runtime_names(self.variant) if self.plan.target.obtained != PREDICTED else ()
+        points = Field(self.variant.space, [self.legal.configs[index] for index in hopeful], free)
         self.studies = {}
         for number, (key, guesses) in enumerate(zip(self.keys, estimates, strict=True)):
             own = [guesses[index] for index in hopeful]
@@ -85,7 +85,7 @@ class Family:
         by_pointer = dict(self.variant.space.default(replace(self.spec, aligned=False), gpu.arch))
         self.search = Search(
             points, self.legal_points, list(self.studies.values()), self.trials, [self.default, by_pointer],
-            self._elsewhere, free_launches=self.plan.target.obtained != PREDICTED,
+            self._elsewhere,
         )  # fmt: skip
         self.search.seeds.extend(self.search.twins([self.default]))
         self.verdicts: dict[Point, Verdict | None] = {}  #: by binary; None while it compiles

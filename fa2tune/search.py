@@ -42,15 +42,13 @@ class Search:
 
     def __init__(
         self, field: Field, allowed: Collection[Point], studies: Sequence[KeyStudy], trials: int,
-        seeds: Sequence[Config] = (), elsewhere: Callable[[], Iterable[Config]] = tuple, free_launches: bool = True,
+        seeds: Sequence[Config] = (), elsewhere: Callable[[], Iterable[Config]] = tuple,
     ) -> None:  # fmt: skip
         """``field``: what samplers choose from; ``allowed``: what a seed may be, a hopeless one too: somebody saw it win;
-        ``trials``: binaries; ``seeds``: to try first, the default before all; ``elsewhere``: what is best for others by now;
-        ``free_launches``: another launch of a binary costs no compile."""
+        ``trials``: binaries; ``seeds``: to try first, the default before all; ``elsewhere``: what is best for others by now."""
         self.field, self.allowed, self.studies, self.trials = field, allowed, studies, trials
         self.seeds = deque(seeds)
         self.elsewhere = elsewhere
-        self.free_launches = free_launches
         self.in_flight: set[Point] = set()  #: proposed, not yet filed
         self.launches: deque[Config] = deque()  #: of good binaries, not yet proposed
         self.siblings: dict[Point, list[Config]] = {}
@@ -136,8 +134,6 @@ class Search:
         """Its outcomes are in the studies. If it is good anywhere, the other launches of its binary come next."""
         where = point(config)
         self.in_flight.discard(where)
-        if not self.free_launches:
-            return
         if any(self._is_good(study, study.outcomes.get(where)) for study in self.studies):
             self.launches.extend(self.siblings.get(self.binary(where), ()))
 

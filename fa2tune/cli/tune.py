@@ -161,7 +161,10 @@ def _close(console: Console, report: Report) -> None:
 @click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
               "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
 @click.option(
-    "--sampler", type=click.Choice(("guided", "tpe", "random", "grid", "gp", "cmaes")), default="guided", show_default=True
+    "--sampler",
+    type=click.Choice(("guided", "tpe", "random", "grid", "gp", "cmaes")),
+    default="guided",
+    show_default=True,
 )
 @click.option(
     "--cache", type=click.Path(dir_okay=False, path_type=Path), help="SQLite file for the rows. Default: the user's."
