@@ -27,7 +27,7 @@ from fa2tune import compiler, model, prior
 from fa2tune.candidates import legal
 
 COLUMNS = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level")
-BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what issue 3 asks of each key
+BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what is asked of each key
 
 CUTS = (1.5, 2.0)  #: times prior.py's smallest estimate
 

@@ -190,7 +190,9 @@ class _NoKeys:
         self.causal, self.softmax_scale = problem.causal, softmax_scale
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return empty_ordered(q, v.shape[3]).zero_(), q.new_full(lse_shape(q), float("-inf"), dtype=torch.float32)
+        lse = q.new_zeros(lse_shape(q), dtype=torch.float32)
+        lse_of(lse).fill_(float("-inf"))
+        return empty_ordered(q, v.shape[3]).zero_(), lse
 
 
 def _is_empty(problem: Problem) -> bool:
@@ -243,6 +245,8 @@ def backward(
     """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free."""
     if dlse is not None:
         dlse = lse_of(dlse)
+        if max(dlse.stride()) >= 1 << 31:  # its strides are 32-bit arguments of the kernels
+            dlse = dlse.contiguous()
     if do is None:
         do = torch.zeros_like(o)
     elif do.stride(3) != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows

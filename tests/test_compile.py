@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from fa2tune import compiler, gpus, limits, model, sass
-from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_head_dim
+from fa2tune import compiler, fingerprint, gpus, limits, model, reader, sass
+from fa2tune.problem import BACKWARD, KERNELS, Problem, Specialization, TuningKey, padded_head_dim
 
 GPUS = {80: "a100", 86: "rtx-3090", 89: "rtx-4090", 90: "h200", 100: "b200", 120: "rtx-5090"}
 bf16 = partial(Specialization, "bf16")
@@ -102,3 +103,13 @@ def test_the_pre_pass_compiles(arch: int) -> None:
     assert sass.counts(binary.cubin_path) == ()
     problem = Problem("bf16", 1, 16, 16, 16384, 16384, 128, 128, causal=False)
     assert model.predict(binary, problem, gpu) > 2 * 16 * 16384 * 128 * 2 / (gpu.hbm_gbs * 1e9)
+
+
+@pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
+def test_shipped_rows_belong_to_these_kernels(path: Path) -> None:
+    """A kernel was edited: tune and ship again, or the rows are stale where they are newest."""
+    hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
+    hashes[BACKWARD] = fingerprint.backward_hash()
+    rows = reader.read(path)
+    assert rows
+    assert {(row.key.kernel, row.kernel_hash) for row in rows} <= set(hashes.items())

@@ -101,7 +101,7 @@ def least_bytes(problem: Problem, kernel: str) -> float:
     moved = {
         "fwd": inputs,  # q, k, v in; o, lse out
         "bwd_dkdv": inputs + line + k + v,
-        "bwd_dq": inputs + line + q,
+        "bwd_dq": inputs + o + line + q,  # o in, delta out besides
         "bwd_fused": inputs + line + k + v + 2 * rows_q * p.head_dim * 4,
         BACKWARD: inputs + o + q + k + v,
     }
@@ -166,7 +166,7 @@ _LIMITS = {
     "threads_per_block": "more threads than a block may have",
     "mma_shape": "a side smaller than a tensor core's product",
     "shared_memory_of_tiles": "the streamed tiles alone take more shared memory than a block may have",
-    "hopeless": "by the model's estimate many times slower than its best, at every length",
+    "hopeless": "by the model's estimate more than twice as slow as its best, at every length",
     "instruction_cache": "float32 products unroll past the instruction cache: minutes to compile, and slow",
 }
 _AFTER = {
