@@ -204,11 +204,6 @@ def load(path: Path | str) -> Table:
     return table
 
 
-def load_all(folder: Path = FOLDER) -> list[Table]:
-    """Every packed table of a folder, by file name."""
-    return [load(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
-
-
 def pack(table: Table, path: Path) -> None:
     """Write the packed file, whole or not at all."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in table.lines())

@@ -119,7 +119,7 @@ _WORDS = (
 
 def fate_of(job: worker.Job) -> str:
     """The short word for a job that failed. "failed": not the candidate's doing, as far as anyone knows."""
-    if not job.began:
+    if not job.began or (job.failure or "").startswith("MemoryError"):  # Python's own: this host has no more to give
         return "failed"
     return word_for(job.failure or "", _WORDS if job.died else _WORDS[:2], "crash" if job.died else "failed")
 

@@ -25,6 +25,10 @@ class CompileError(RuntimeError):
     """Triton or ptxas refused a config. The message is the reason, on one line."""
 
 
+class HostTrouble(RuntimeError):
+    """ptxas was killed in the midst of a compile (by the OOM killer, say), which says nothing of the config."""
+
+
 @cache
 def variants() -> Mapping[str, Variant]:
     """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold."""
@@ -165,17 +169,25 @@ def options(config: Config) -> dict[str, Any]:
     return {**chosen, "enable_fp_fusion": True}
 
 
+#: How Triton words the end of a ptxas that got SIGKILL or SIGTERM.
+_PTXAS_KILLED = re.compile(r"ptxas\W+failed with error code (-9|-15|137|143)\b")
+
+
 def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
-    """Triton's CompiledKernel. Raises CompileError with the compiler's reason."""
+    """Triton's CompiledKernel. Raises CompileError with the compiler's reason; HostTrouble, OSError or MemoryError where the
+    host is to blame."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
     try:
         return triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
+    except (OSError, MemoryError):
+        raise
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CompileError(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
+        kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
+        raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
 
 
 @cache
@@ -204,7 +216,7 @@ def resources(cubin_path: str) -> tuple[int, int]:
 
 
 def build(variant: Variant, spec: Specialization, config: Config, arch: int) -> Binary:
-    """Compile (or take from Triton's cache) and inspect. Needs no GPU. Raises CompileError."""
+    """Compile (or take from Triton's cache) and inspect. Needs no GPU. Raises as ``compile_kernel`` does."""
     compiled = compile_kernel(variant, spec, config, arch)
     cubin_path = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     registers, stack = resources(cubin_path)

@@ -96,9 +96,10 @@ def leader(race: Race, among: Sequence[int]) -> int:
     return min(ran, key=lambda index: median(ratios(race.times[index], race.times[0])))
 
 
-def replaces(default: Sequence[float], this: Sequence[float]) -> bool:
-    """Whether a config takes the default's place: it is faster beyond the interval, in rounds that did not choose it."""
-    return gain_over(default, this).low > 1.0
+def replaces(default: Sequence[float], this: Sequence[float], tainted: int = 0) -> bool:
+    """Whether a config takes the default's place: it is faster beyond the interval, in rounds that did not choose it.
+    ``tainted``: launches of those rounds on a throttled card, which prove nothing."""
+    return not tainted and gain_over(default, this).low > 1.0
 
 
 def watched(*races: Race) -> dict[str, Any]:

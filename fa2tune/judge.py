@@ -22,12 +22,11 @@ class Verdict:
 
 
 def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems: Sequence[Problem] = ()) -> Verdict:
-    """Compile for ``gpu`` (or take from Triton's cache), apply its limits, predict the time of each problem."""
+    """Compile for ``gpu`` (or take from Triton's cache), apply its limits, predict the time of each problem. What the host is
+    to blame for is raised, and no verdict."""
     try:
         binary = compiler.build(compiler.variant_named(kernel), spec, config, gpu.arch)
     except compiler.CompileError as error:
-        if isinstance(error.__cause__, OSError):  # a full disk, a missing tool: not this config's doing
-            raise error.__cause__ from None
         return Verdict("compile_error", str(error))
     facts = {"registers": binary.registers, "spills": binary.spills, "shared_bytes": binary.shared_bytes}
     refusal = limits.after_compile(binary, gpu)

@@ -1,5 +1,6 @@
 """What crashed, hung or did not compile, and why: remembered across runs and studies, so that under one toolchain no
-candidate fails twice.
+candidate fails twice. But for a compile that took too long, which is by the wall clock, on a host that may have been busy: it
+counts when a later run has seen it again.
 
 A small SQLite file beside the studies, shared by whoever tunes there; short transactions, so that processes may write at the
 same time. Cache files never contain any of it. An entry is keyed by what the failure depends on: Triton, architecture,
@@ -33,6 +34,8 @@ FATES = frozenset(
 )
 #: What is not, or nobody knows: an exception on the host, a process killed from outside. Tried again by the next run.
 BLAMELESS = frozenset(("failed", "killed"))
+
+ONCE = "timeout_once"  #: filed for a compile that took too long in one run so far: tried again by the next
 
 LOCK_TIMEOUT_S = 60.0  #: how long a writer waits for its turn
 
@@ -116,10 +119,14 @@ class Page:
             "specialization": json.dumps(asdict(spec), sort_keys=True),
         }
         self._found: dict[tuple[str, str], Failure] = {}
+        self._slow: set[str] = set()  #: configs filed as ONCE by earlier runs
         for stage in (COMPILE, LAUNCH):
             query = sa.select(TABLE).where(*self._conditions(stage))
             for row in ledger._do(lambda connection, query=query: connection.execute(query).all()) or ():
-                self._found[stage, row.config] = Failure(row.stage, row.fate, row.why, row.created)
+                if row.fate == ONCE:
+                    self._slow.add(row.config)
+                else:
+                    self._found[stage, row.config] = Failure(row.stage, row.fate, row.why, row.created)
 
     def _key(self, stage: str) -> dict[str, str]:
         launched = stage == LAUNCH
@@ -153,8 +160,9 @@ class Page:
         text = self._config(stage, config)
         failure = Failure(stage, fate, why, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
         self._found[stage, text] = failure
-        statement = insert(TABLE).values(**self._key(stage), config=text, fate=fate, why=why, created=failure.created)
-        what = {"fate": fate, "why": why, "created": failure.created}
+        filed = ONCE if (stage, fate) == (COMPILE, "timeout") and text not in self._slow else fate
+        what = {"fate": filed, "why": why, "created": failure.created}
+        statement = insert(TABLE).values(**self._key(stage), config=text, **what)
         self._ledger._do(
             lambda connection: connection.execute(
                 statement.on_conflict_do_update(index_elements=list(TABLE.primary_key.columns), set_=what)
@@ -168,8 +176,9 @@ class Page:
 
     def forget(self) -> int:
         """Strike out everything on this page, so that it is tried again. How many entries there were."""
-        count = len(self._found)
+        count = len(self._found) + len(self._slow)
         self._found.clear()
+        self._slow.clear()
         for stage in (COMPILE, LAUNCH):
             statement = sa.delete(TABLE).where(*self._conditions(stage))
             self._ledger._do(lambda connection, statement=statement: connection.execute(statement))

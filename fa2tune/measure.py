@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from fa2tune import launch, passes, racing, reference, witness, worker
 from fa2tune.compiler import CompileError, variant_named
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
-from fa2tune.samples import EFFORTS, Race
+from fa2tune.samples import CRAWLING, EFFORTS, Race
 from fa2tune.witness import Reading
 
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
@@ -26,10 +27,10 @@ FLUSH_BYTES_AT_MOST = 256 << 20
 LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track.launch``
 #: Seconds until a launch counts as hung: the anchor's first, others', a block of the race
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
-#: A first launch that takes longer, and so many times as long as the anchor's, is not raced.
-CRAWLING_SECONDS, CRAWLING = 0.2, 50.0
+#: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
+SLOW_SECONDS, SLOWER = 0.2, 50.0
 REST_SECONDS = 0.5  #: at a time, for a throttled card
-RESTS = 60  #: in the life of this process; then the card is taken as it is
+RESTS = 20  #: in a race; then the card is taken as it is
 
 
 class _Card:
@@ -40,7 +41,6 @@ class _Card:
         size = min(FLUSH_BYTES_AT_MOST, 4 * int(properties.L2_cache_size) or FLUSH_BYTES_AT_MOST)
         self.flush_buffer = torch.empty(size, dtype=torch.int8, device="cuda")
         self.last_used = -IDLE_SECONDS
-        self.rests = RESTS
         self.stage: tuple[tuple[Problem, bool], dict[str, torch.Tensor]] | None = None
 
     def warm_up(self) -> None:
@@ -115,20 +115,29 @@ def _line_up(
         try:
             runner = _runner(key, contender, tensors)
             worker.report(index, patience)  # compiled and loaded: from here on the GPU alone takes time
-            begun = time.monotonic()
-            runner()
-            torch.cuda.synchronize()
-            took = time.monotonic() - begun
+            took = _seconds(runner)
+            slow = took > max(SLOW_SECONDS, SLOWER * first)
+            if slow:  # perhaps the host was busy, or the card
+                worker.report(index, patience)
+                took = _seconds(runner)
+                slow = took > max(SLOW_SECONDS, SLOWER * first)
         except (CompileError, OutOfResources, torch.cuda.OutOfMemoryError) as error:
             failures[index] = worker.reason_of(error)
             continue
         if index == 0:
-            first, patience = took, max(LAUNCH_SECONDS, CRAWLING * took)
-        elif took > max(CRAWLING_SECONDS, CRAWLING * first):
-            failures[index] = f"its first launch took {took:.2f} s, the default's {first:.3f} s"
+            first, patience = took, max(LAUNCH_SECONDS, SLOWER * took)
+        elif slow:
+            failures[index] = f"{CRAWLING}: its second launch still took {took:.2f} s, the anchor's first {first:.3f} s"
             continue
         runners[index] = runner
     return runners, failures
+
+
+def _seconds(runner: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    runner()
+    torch.cuda.synchronize()
+    return time.monotonic() - begun
 
 
 class _Track:
@@ -136,6 +145,7 @@ class _Track:
 
     def __init__(self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness) -> None:
         self.card, self.runners, self.seen = card, runners, seen
+        self.rests = RESTS
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
         """Each launch stands between two events, behind an overwrite of the L2. Events see the kernels alone as long as the
@@ -162,8 +172,8 @@ class _Track:
         return self.seen.read()
 
     def rest(self) -> bool:
-        self.card.rests -= 1
-        if self.card.rests < 0:
+        self.rests -= 1
+        if self.rests < 0:
             return False
         time.sleep(REST_SECONDS)
         worker.report(-1)
@@ -172,11 +182,12 @@ class _Track:
 
 
 def race(
-    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str, best_ratio: float = math.inf
-) -> Race:
+    key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str,
+    best_ratios: Mapping[Any, float] = MappingProxyType({}),
+) -> Race:  # fmt: skip
     """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison: the
-    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratio``: best time so far over the anchor's, by
-    which the hopeless are told.
+    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way of loading -> its best time so
+    far over the anchor's, by which the hopeless are told.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
     card = _card()
@@ -190,5 +201,5 @@ def race(
     seen = witness.of_device(torch.cuda.current_device())
     # each way of loading has a row, so a leader, of its own
     groups = [contender.get("LOADS") for contender in contenders]
-    found = racing.run(_Track(card, runners, seen), groups, list(runners), EFFORTS[effort], best_ratio)
+    found = racing.run(_Track(card, runners, seen), groups, list(runners), EFFORTS[effort], best_ratios)
     return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

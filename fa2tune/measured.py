@@ -10,15 +10,15 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from fa2tune import crown
+from fa2tune import crown, fingerprint
 from fa2tune.books import Books, describe, fate_of, word_for
 from fa2tune.candidates import Point, point
 from fa2tune.family import Family
 from fa2tune.judge import Verdict
-from fa2tune.ledger import LAUNCH
+from fa2tune.ledger import BLAMELESS, LAUNCH
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.row import Row
-from fa2tune.samples import Race, gain_over
+from fa2tune.samples import CRAWLING, Race, gain_over
 from fa2tune.study import KeyStudy, Outcome
 from fa2tune.worker import Crew, Job
 
@@ -121,8 +121,8 @@ class Measured:
             contenders = [anchor, *(config for config in group if config != anchor)]
             known = study.outcomes.get(point(anchor))
             reference = (known.time_us if known else None) or found.get(point(anchor))
-            ranked = study.ranked()
-            best = (ranked[0].time_us or reference) / reference if ranked and reference else 1.0
+            ranks = {loads: study.ranked(loads) for loads in family.loads_variants()}
+            best = {loads: (r[0].time_us or 0.0) / reference for loads, r in ranks.items() if r} if reference else {}
             job = yield from self._run(self.books.hands.race, (key, contenders, "screen", best))
             if job.failure is not None:
                 groups = self._after_failure(family, key, job, contenders, group, dead) + groups
@@ -132,7 +132,7 @@ class Measured:
             found[point(anchor)] = reference
             for config, samples, index in zip(contenders, race.times, range(len(contenders)), strict=True):
                 if index in race.failures:
-                    dead[point(config)] = word_for(race.failures[index]), race.failures[index]
+                    dead[point(config)] = _refusal(race.failures[index]), race.failures[index]
                 elif index:
                     found[point(config)] = reference / gain_over(race.times[0], samples).median
         return {where: time_us for where, time_us in found.items() if any(point(c) == where for c in todo)}
@@ -144,8 +144,8 @@ class Measured:
         """A race failed as a whole. The groups to race again: without the culprit if it is known, else one by one."""
         self.books.lost(job, f"racing {family.title} {key.bucket}")
         last = job.notes[-1] if job.notes else -1
-        # the anchor without memory: perhaps somebody else holds it
-        reason = fate_of(job) if job.died or last > 0 else "failed", job.failure or ""
+        # an anchor that cannot be launched: perhaps it is not its own doing
+        reason = _fate(job) if job.died or last > 0 else "failed", job.failure or ""
         if last >= 0:
             dead[point(contenders[last])] = reason
         elif len(group) == 1:
@@ -162,23 +162,27 @@ class Measured:
         for key, study in family.studies.items():
             rows = study.kept("crowned", study.token)
             if rows is None:
-                rows = yield from self._final(family, key, study)
-                study.keep("crowned", study.token, rows)
+                rows, sound = yield from self._final(family, key, study)
+                if sound:
+                    study.keep("crowned", study.token, rows)
             self.books.put(rows, f"{family.title} {key.bucket}")
         family.crowned = True
 
-    def _final(self, family: Family, key: TuningKey, study: KeyStudy) -> Generator[Job, Job, list[Row]]:
-        """Each load variant's leader is found in a race, shown to be right, and raced against its default once more: samples
-        that chose a winner flatter it. Ends, as each time around somebody has been disqualified."""
+    def _final(
+        self, family: Family, key: TuningKey, study: KeyStudy
+    ) -> Generator[Job, Job, tuple[list[Row], bool]]:  # fmt: skip
+        """The rows, and whether they are worth keeping. Each load variant's leader is found in a race, shown to be right, and
+        raced against its default once more: samples that chose a winner flatter it. Ends, as each time around somebody has been
+        disqualified."""
         ways = family.loads_variants()
         while True:
             timed = {point(outcome.config): outcome for outcome in study.ranked()}
             near = {loads: found for loads in ways if (found := crown.finalists(study.ranked(loads)))}
             if not near:
                 self.books.watcher.line(f"{family.title} {key.bucket}: no candidate ran and was right")
-                return []
+                return [], True
             default = timed.get(point(family.default), next(iter(near.values()))[0])
-            rivals = {loads: timed.get(point(self._rival(family, loads))) for loads in near}
+            rivals = {loads: self._rival_of(family, study, loads) for loads in near}
             leaders = {loads: found[0] for loads, found in near.items()}
             races = []
             if any(len(found) > 1 for found in near.values()):
@@ -189,36 +193,61 @@ class Measured:
                 races.append(race)
                 for loads, found in near.items():
                     leaders[loads] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
-            contenders = _distinct([default, *(o for o in rivals.values() if o is not None), *leaders.values()])
+            contenders = _distinct(
+                [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
+            )
             errors = yield from self._all_proved(family, study, contenders)
             if errors is None:
                 continue
             race = yield from self._raced(family, key, study, contenders, "proof")
             if race is not None:
-                return self._rows(family, key, study, leaders, rivals, contenders, errors, [*races, race])
+                rows = self._rows(family, key, study, leaders, rivals, contenders, errors, [*races, race])
+                return rows, not race.tainted
 
-    def _rival(self, family: Family, loads: str) -> Config:
-        return crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, loads)
+    def _rival_of(self, family: Family, study: KeyStudy, loads: str) -> Outcome | str:
+        """The default that these loads have to beat, timed or not; or why it cannot run."""
+        config = crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, loads)
+        where = point(config)
+        if where in study.disqualified:
+            return study.disqualified[where]
+        known = study.outcomes.get(where)
+        if known is not None and known.fate not in BLAMELESS:
+            return known if known.time_us is not None else f"{known.fate}: {known.why}"
+        if (failure := family.failures.of(config)) is not None:
+            return f"{failure.fate}: {failure.why}"
+        if where not in family.legal_points:
+            return f"not legal on {family.plan.target.gpu.name}"
+        verdict = family.verdicts.get(family.binary(config))
+        return Outcome(config, binary=verdict.binary if verdict else {})
 
     def _raced(
-        self, family: Family, key: TuningKey, study: KeyStudy, contenders: Sequence[Outcome], effort: str
-    ) -> Generator[Job, Job, Race | None]:
-        """The race, written down; None if it failed, and whoever it was is disqualified."""
+        self, family: Family, key: TuningKey, study: KeyStudy, contenders: Sequence[Outcome], effort: str,
+        retry: bool = True,
+    ) -> Generator[Job, Job, Race | None]:  # fmt: skip
+        """The race, written down; None if it failed, and whoever it was is disqualified. ``retry``: may be run once more where
+        nobody is to blame."""
         configs = [outcome.config for outcome in contenders]
         job = yield from self._run(self.books.hands.race, (key, configs, effort))
         if job.failure is None and not job.result.failures:
             for outcome, samples in zip(contenders, job.result.times, strict=True):
                 again = replace(outcome, time_us=median(samples))
                 more = {"samples_us": [round(s, 2) for s in samples], "power_capped": job.result.power_capped}
+                more |= {"tainted": job.result.tainted}
                 self.books.record([(key, again)], effort, **more, **crown.watched(job.result))
             return job.result
         self.books.lost(job, f"in the {effort} of {family.title} {key.bucket}")
         culprits = list(job.result.failures) if job.failure is None else [job.notes[-1] if job.notes else -1]
         if culprits == [-1]:  # while they ran in turns
-            culprits = (yield from self._failing_alone(key, configs, effort)) or list(range(len(configs)))
+            culprits = yield from self._failing_alone(key, configs, effort)
+            if not culprits and retry:
+                return (yield from self._raced(family, key, study, contenders, effort, retry=False))
+            if not culprits:  # nobody knows who it is
+                for config in configs:
+                    study.disqualify(config, f"failed: {job.failure}")
+                return None
         for index in culprits:
             why = job.failure or job.result.failures[index]
-            fate = fate_of(job) if job.failure else word_for(why)
+            fate = _fate(job) if job.failure else _refusal(why)
             family.failures.add(LAUNCH, configs[index], fate, why)
             study.disqualify(configs[index], f"{fate}: {why}")
         return None
@@ -259,27 +288,38 @@ class Measured:
     ) -> Generator[Job, Job, Mapping[str, Any] | str]:
         if key not in self.books.checked:
             job = yield from self._run(function, arguments)
+            if fate_of(job) == "timeout":  # perhaps the GPU was busy
+                self.books.watcher.line(f"{what}: {job.failure}; checked once more")
+                job = yield from self._run(function, arguments)
             self.books.report.checked += 1
             if job.failure:
                 self.books.watcher.line(f"{what}: {job.failure}")
-            # without memory: perhaps the oracle is, or somebody else holds it
-            fate = "failed" if not job.died and fate_of(job) == "out_of_memory" else fate_of(job)
-            self.books.checked[key] = f"{fate}: {job.failure}" if job.failure else job.result
+            self.books.checked[key] = f"{_fate(job)}: {job.failure}" if job.failure else job.result
         return self.books.checked[key]
 
     def _rows(
         self, family: Family, key: TuningKey, study: KeyStudy, leaders: Mapping[str, Outcome],
-        rivals: Mapping[str, Outcome | None], contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]],
+        rivals: Mapping[str, Outcome | str], contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]],
         races: Sequence[Race],
     ) -> list[Row]:  # fmt: skip
         """Per load variant its leader, or the default that the leader does not beat."""
-        times = races[-1].times
+        times, tainted = races[-1].times, races[-1].tainted
         rows = []
+        if tainted:
+            self.books.watcher.line(
+                f"{family.title} {key.bucket}: the card stayed throttled in the proof ({tainted} launches): the default stays"
+            )
         for loads, leader in leaders.items():
             rival, best = rivals[loads], contenders.index(leader)
-            default_times = times[contenders.index(rival)] if rival is not None else None
-            if rival is not None and default_times is not None and not crown.replaces(default_times, times[best]):
-                best = contenders.index(rival)
+            default_times = None
+            if isinstance(rival, str):
+                self.books.watcher.line(
+                    f"{family.title} {key.bucket}: no default beside the {loads} winner, as it cannot run ({rival})"
+                )
+            else:
+                default_times = times[contenders.index(rival)]
+                if not crown.replaces(default_times, times[best], tainted):
+                    best = contenders.index(rival)
             outcome = contenders[best]
             if outcome.loads != loads:
                 continue  # the default, by pointer, serves every tensor that a descriptor could address
@@ -307,47 +347,75 @@ class Measured:
                 for road, kernels in crown.ROADS.items()
                 if all(best[name] for name in kernels)
             }
-            token = repr([(road, sorted(map(point, configs.values()))) for road, configs in roads.items()])
+            ways = [(road, sorted(map(point, configs.values()))) for road, configs in roads.items()]
+            token = repr((fingerprint.backward_hash(), ways))
             study = by_name["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
             rows = study.kept("whole", token)
             if rows is None:
-                proved = []
+                proved, sound = [], True
                 for road, configs in roads.items():
                     what = f"checking the {road} backward {members[0].short}"
                     arguments = ({"fwd": forward, **configs}, spec, road, "cuda")
                     memo = (road, spec, *(point(config) for config in configs.values()))
                     errors = yield from self._check(self.books.hands.check_backward, arguments, memo, what)
-                    if not isinstance(errors, str):
+                    if isinstance(errors, str):
+                        sound = sound and errors.partition(":")[0] not in BLAMELESS
+                    else:
                         proved.append((road, configs, errors))
-                rows = yield from self._whole_rows(key.with_(kernel=BACKWARD), proved, defaults)
-                study.keep("whole", token, rows)
+                rows, raced = yield from self._whole_rows(key.with_(kernel=BACKWARD), proved, defaults)
+                if sound and raced:
+                    study.keep("whole", token, rows)
             self.books.put(rows, f"{BACKWARD} {members[0].short} {key.bucket}")
 
     def _whole_rows(
         self, key: TuningKey, roads: Sequence[tuple[str, dict[str, Config], Any]], defaults: dict[str, Config]
-    ) -> Generator[Job, Job, list[Row]]:
-        if not roads:
-            return []
-        contenders = [{"road": "split", "configs": defaults}]
-        contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
-        job = yield from self._run(self.books.hands.race, (key, contenders, "proof"))
-        if job.failure is not None:
-            self.books.watcher.line(f"whole backward {key.dtype} {key.head_dim} {key.bucket}: {job.failure}")
-            return []
+    ) -> Generator[Job, Job, tuple[list[Row], bool]]:
+        """The rows, and whether they are worth keeping. A road that fails does not cost the other its row."""
+        title = f"whole backward {key.dtype} {key.head_dim} {key.bucket}"
+        roads, sound = list(roads), True
+        while True:
+            if not roads:
+                return [], sound
+            contenders = [{"road": "split", "configs": defaults}]
+            contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
+            job = yield from self._run(self.books.hands.race, (key, contenders, "proof"))
+            if job.failure is None:
+                break
+            self.books.watcher.line(f"{title}: {job.failure}")
+            last = job.notes[-1]
+            if last == 0 or (last < 0 and len(roads) == 1):
+                return [], False
+            # while they ran in turns: the fused road, which comes last, is no road's rival
+            sound = sound and last > 0 and _fate(job) not in BLAMELESS
+            roads.pop(last - 1 if last > 0 else -1)
         race = job.result
+        if race.tainted:
+            self.books.watcher.line(f"{title}: the card stayed throttled: fused does not replace split")
+            sound = False
         for (road, _, _), samples in zip(roads, race.times[1:], strict=True):
             if road == "split" and samples and crown.replaces(samples, race.times[0]):
                 # each kernel's row was proved by itself; nothing chooses them together
-                self.books.watcher.line(
-                    f"whole backward {key.dtype} {key.head_dim} {key.bucket}: slower than by default"
-                )
-        return [
+                self.books.watcher.line(f"{title}: slower than by default")
+        rows = [
             crown.measured(
                 key, road, {}, self.books.toolchain, samples, race.times[0], errors=errors, **crown.watched(race)
             )
             for (road, _, errors), samples in zip(roads, race.times[1:], strict=True)
-            if samples
+            if samples and (road == "split" or not race.tainted)
         ]  # fmt: skip
+        return rows, sound
+
+
+def _fate(job: Job) -> str:
+    """The short word for a launch that failed. Kernels allocate nothing: memory that is missing is held by somebody else."""
+    fate = fate_of(job)
+    return "failed" if fate == "out_of_memory" and not job.died else fate
+
+
+def _refusal(why: str) -> str:
+    """The same for a contender that a race left out."""
+    word = CRAWLING if why.startswith(CRAWLING) else word_for(why)
+    return "failed" if word == "out_of_memory" else word
 
 
 def _distinct(outcomes: Sequence[Outcome]) -> list[Outcome]:

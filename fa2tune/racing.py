@@ -10,15 +10,17 @@ the median ratio leaves then; samples go to those who are close, until the leade
 ``Effort.tie``) or the rounds are used up. That an interval is looked at more than once makes it promise less: that may drop
 one of several equals, which costs nothing, and says nothing about the winner, who is proved on samples of its own.
 
-The card is looked at around each block. A block in which it was throttled is rejected and run again.
+The card is looked at around each block. A block in which it was throttled is rejected and run again; where the card does not
+recover it is kept, and said to be tainted.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Protocol
 
 from fa2tune.samples import Effort, Race, median_interval, ratios
@@ -45,11 +47,14 @@ class Track(Protocol):
 class _Field:
     """The contenders still in the race."""
 
-    def __init__(self, groups: Sequence[Hashable], alive: Sequence[int], effort: Effort, best_ratio: float) -> None:
+    def __init__(
+        self, groups: Sequence[Hashable], alive: Sequence[int], effort: Effort, best_ratios: Mapping[Hashable, float]
+    ) -> None:  # fmt: skip
         self.groups = groups
         self.alive = list(alive)
         self.tie = effort.tie or 0.0
-        self.elsewhere = best_ratio * (1 + self.tie)  # it is not paired with what runs here
+        # they are not paired with what runs here
+        self.elsewhere = {group: ratio * (1 + self.tie) for group, ratio in best_ratios.items()}
         self.times: list[list[float]] = [[] for _ in groups]
         self.done = 0  #: rounds
 
@@ -70,12 +75,13 @@ class _Field:
         }
 
     def drop(self) -> None:
-        """Whoever is behind the leader of its group, or behind the best known from elsewhere."""
+        """Whoever is behind the leader of its group, or behind the best of that group known from elsewhere."""
         leaders = self._leaders()
         self.alive = [
             index for index in self.alive
             if index == 0 or not (self._behind(self._over(index, leaders[self.groups[index]]))
-                                  or self._behind([ratio / self.elsewhere for ratio in self._over(index, 0)]))
+                                  or self._behind([ratio / self.elsewhere.get(self.groups[index], math.inf)
+                                                   for ratio in self._over(index, 0)]))
         ]  # fmt: skip
 
     def _behind(self, pairs: Sequence[float]) -> bool:
@@ -101,17 +107,18 @@ class _Field:
 
 
 def run(
-    track: Track, groups: Sequence[Hashable], runnable: Sequence[int], effort: Effort, best_ratio: float = math.inf
-) -> Race:
+    track: Track, groups: Sequence[Hashable], runnable: Sequence[int], effort: Effort,
+    best_ratios: Mapping[Hashable, float] = MappingProxyType({}),
+) -> Race:  # fmt: skip
     """Race the contenders ``runnable`` among ``range(len(groups))``. Contender 0 is the anchor of every comparison and is
-    never dropped. ``groups``: what each belongs to, for efforts that hold it against its own group only. ``best_ratio``: the
-    best time known from elsewhere, over the anchor's.
+    never dropped. ``groups``: what each belongs to; it is held against its own group only. ``best_ratios``: group -> the best
+    time known from elsewhere, over the anchor's.
 
     The race's failures and power limit are the caller's to add."""
-    field = _Field(groups if effort.by_group else [0] * len(groups), runnable, effort, best_ratio)
+    field = _Field(groups, runnable, effort, best_ratios)
     shuffled = random.Random(0)
     clocks: list[int] = []
-    looks = capped = throttled = 0
+    looks = capped = throttled = tainted = 0
     patient = True
     before = track.read()
     watched = before.reasons is not None
@@ -122,11 +129,12 @@ def run(
         found = track.launch(schedule)
         after = track.read()
         if before.throttled or after.throttled:
-            throttled += len(schedule)
             patient = patient and track.rest()
             if patient:
+                throttled += len(schedule)
                 before = track.read()
                 continue
+            tainted += len(schedule)
         before = after
         looks += 1
         capped += after.power_capped
@@ -140,5 +148,5 @@ def run(
                 break
     return Race(
         field.times, clock_mhz=round(median(clocks)) if clocks else None, throttled=throttled if watched else None,
-        power_capped=capped / looks if watched else None,
+        tainted=tainted, power_capped=capped / looks if watched else None,
     )  # fmt: skip

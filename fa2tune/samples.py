@@ -18,18 +18,20 @@ class Effort:
     #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and
     #: nobody is dropped, so that the intervals are those of a number of samples fixed beforehand
     tie: float | None
-    by_group: bool = False  #: contenders are held against the best of their own group only (see ``racing.run``)
 
     def rounds(self, launch_seconds: float) -> int:
         """At most this many, of launches that take so long."""
         return max(self.fewest, min(self.most, int(self.seconds / launch_seconds)))
 
 
+#: How the reason begins of a contender that is not raced because it is too slow: no failure, so nothing for the ledger.
+CRAWLING = "crawling"
+
 EFFORTS = {
     #: every candidate, once: which of them are worth a final
     "screen": Effort(0.020, 6, 20, tie=0.01),
     #: the fastest of the screening: who leads
-    "final": Effort(0.100, 20, 100, tie=0.003, by_group=True),
+    "final": Effort(0.100, 20, 100, tie=0.003),
     #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
     #: candidates the luckiest looks faster than the default, often beyond its interval.
     "proof": Effort(0.060, 22, 60, tie=None),
@@ -46,6 +48,7 @@ class Race:
     power_limit_w: int | None = None
     #: launches timed while the card was throttled, which were rejected and taken again; None: nobody watched
     throttled: int | None = None
+    tainted: int = 0  #: launches timed while the card was throttled and kept, as it did not recover in time
     #: share of the looks at which the card was at its power limit, as it normally is under full load; None: nobody watched
     power_capped: float | None = None
 

@@ -32,6 +32,8 @@ from fa2tune.worker import Crew, Job
 COMPILE_PATIENCE, COMPILE_AT_LEAST, COMPILE_AT_FIRST, COMPILE_AT_MOST = 6.0, 20.0, 40.0, 120.0
 COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
 LOOKAHEAD = 1  #: configs under way per compiling core: more waste cores less, but know less when they are proposed
+#: What predictions come from, and what is compiled at all on their word.
+MODEL_FILES = ("model.py", "prior.py", "limits.py", "tiles.py", "sass.py", "gpus.py")
 LEADERS_SHARE = 0.75  #: of a time budget, when other dtypes wait for the winners
 
 
@@ -45,7 +47,7 @@ def tune(request: TuneRequest, watcher: Watcher | None = None, hands: Hands | No
 def _model_hash() -> str:
     """Of what predictions come from: they are worth nothing when it changes."""
     folder = Path(__file__).parent
-    text = b"".join((folder / name).read_bytes() for name in ("model.py", "tiles.py", "sass.py", "gpus.py"))
+    text = b"".join((folder / name).read_bytes() for name in MODEL_FILES)
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -78,6 +80,8 @@ class Run:
         stamp = f"{toolchain.obtained} triton={toolchain.stamp()['triton']}"
         if toolchain.obtained == PREDICTED:
             stamp += f" model={_model_hash()}"
+        else:  # times, and rows kept with them, are of this GPU under this driver
+            stamp += f" on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
         known = [row for layer in reader.layers() for row in layer.rows]
         families = []
         for spec in self.plan.specializations():

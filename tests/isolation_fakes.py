@@ -18,15 +18,15 @@ import tuner_fakes
 from fa2tune import worker
 from fa2tune.judge import Verdict
 
-COMPILING = ("abort", "segfault", "spin", "eat", "refuse")
-LAUNCHING = ("illegal", "assert", "hang", "crash", "no_memory", "late_hang")
+COMPILING = ("abort", "segfault", "stall", "eat", "refuse")
+LAUNCHING = ("illegal", "assert", "hang", "crash", "no_room", "late_hang")
 CHECKING = ("check_hang",)
 FATE = {
-    "abort": "crash", "segfault": "crash", "spin": "timeout", "eat": "out_of_memory", "refuse": "compile_error",
+    "abort": "crash", "segfault": "crash", "stall": "timeout", "eat": "out_of_memory", "refuse": "compile_error",
     "illegal": "illegal_access", "assert": "device_assert", "hang": "timeout", "crash": "crash",
-    "no_memory": "out_of_memory", "late_hang": "timeout", "check_hang": "timeout",
+    "no_room": "launch_error", "late_hang": "timeout", "check_hang": "timeout",
 }  # fmt: skip
-QUICK = ("abort", "segfault", "refuse", "illegal", "crash", "no_memory")  #: those that need no deadline to end
+QUICK = ("abort", "segfault", "refuse", "illegal", "crash", "no_room")  #: those that need no deadline to end
 SECONDS = 1.0  #: until a launch counts as hung here
 
 
@@ -54,6 +54,11 @@ def spin():
         pass
 
 
+def stall():
+    """As good as ``spin`` for whoever waits, and the cores are free."""
+    time.sleep(3600)
+
+
 def eat(most=2 << 30):
     """16 MiB at a time, each page touched."""
     held = []
@@ -63,8 +68,8 @@ def eat(most=2 << 30):
 
 
 def spawn(kind, path):
-    """As ptxas would: a process of its own, which spins or eats; its pid is left at ``path``."""
-    code = "import isolation_fakes as f; f.spin()" if kind == "spin" else "import isolation_fakes as f; f.eat()"
+    """As ptxas would: a process of its own, which stalls or eats; its pid is left at ``path``."""
+    code = f"import isolation_fakes as f; f.{kind}()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     )
@@ -130,7 +135,7 @@ def judge(kernel, spec, config, gpu, problems):
         _note(fault, config)
         if fault == "refuse":
             return Verdict("compile_error", "CompilationError: no")
-        {"abort": abort, "segfault": segfault, "spin": spin, "eat": eat}[fault]()
+        {"abort": abort, "segfault": segfault, "stall": stall, "eat": eat}[fault]()
     return tuner_fakes.judge(kernel, spec, config, gpu, problems)
 
 
@@ -141,9 +146,10 @@ def race(key, contenders, effort, *more):
         if fault not in LAUNCHING:
             continue
         _note(fault, config)
-        worker.report(-1 if fault == "late_hang" else index, SECONDS)
-        if fault in ("hang", "late_hang"):
-            spin()
+        hangs = fault in ("hang", "late_hang")
+        worker.report(-1 if fault == "late_hang" else index, SECONDS if hangs else None)
+        if hangs:
+            stall()
         elif fault == "crash":
             segfault()
         elif fault == "illegal":
@@ -151,7 +157,7 @@ def race(key, contenders, effort, *more):
         elif fault == "assert":
             broken("device-side assert triggered")
         else:
-            missing[index] = "OutOfMemoryError: CUDA out of memory. Tried to allocate 99 GiB"
+            missing[index] = "OutOfResources: out of resource: shared memory, Required: 999999"
     found = tuner_fakes.race(key, contenders, effort, *more)
     times = [[] if index in missing else times for index, times in enumerate(found.times)]
     return replace(found, times=times, failures=missing)
@@ -161,5 +167,5 @@ def check(kernel, config, spec, arch, device, small=False):
     if fault_of(config) == "check_hang":
         _note("check_hang", config)
         worker.report("launched", SECONDS)
-        spin()
+        stall()
     return tuner_fakes.check(kernel, config, spec, arch, device, small)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import isolation_fakes as faults
@@ -24,6 +25,7 @@ from fa2tune import books, compiler, gpus, plan, reader, tuner, worker
 from fa2tune.books import Hands, Watcher, fate_of
 from fa2tune.cli.tune import tune as tune_command
 from fa2tune.compiler import variant_named
+from fa2tune.judge import judge
 from fa2tune.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, LedgerError, Toolchain
 from fa2tune.measured import GpuLost
 from fa2tune.plan import Target, TuneRequest
@@ -33,6 +35,7 @@ from fa2tune.worker import Crew, Job, wait
 
 HERE = str(Path(__file__).parent)
 SPEC = Specialization("bf16", 128, 128, True)
+ROOM = 200 << 20  #: bytes that a child may take beyond what it needs to be there
 H200 = gpus.named("h200")
 
 
@@ -44,11 +47,18 @@ def importable(monkeypatch):
 def outcome(crew, function, *arguments, seconds=20.0):
     """The ended job of one function of isolation_fakes."""
     crew.submit(Job(f"isolation_fakes:{function}", arguments, seconds))
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         if ended := wait([crew], 1.0):
             return ended[0]
     raise AssertionError(f"{function} never ended")
+
+
+@cache
+def resident():
+    """Bytes that a child holds which has imported isolation_fakes and done nothing yet: it depends on the libraries."""
+    with Crew(1) as crew:
+        return worker._held_bytes(outcome(crew, "pid").result)
 
 
 def alive(pid):
@@ -60,7 +70,7 @@ def alive(pid):
     return state not in "ZX"
 
 
-def until(condition, seconds=15.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -77,7 +87,7 @@ def until(condition, seconds=15.0):
         ("segfault", (), "crash", "process died (SIGSEGV)"),
         ("leave", (), "crash", "process died (exit 3)"),
         ("spin", (), "timeout", "no answer within 1 s"),
-        ("eat", (), "out_of_memory", "GiB, 0.2 are allowed"),
+        ("eat", (), "out_of_memory", "out of memory: it held"),
         ("broken", ("an illegal memory access was encountered",), "illegal_access", "Assertion `in bounds' failed"),
         ("broken", ("device-side assert triggered",), "device_assert", "CUDA error: device-side assert"),
         ("broken", ("uncorrectable ECC error encountered",), "failed", "ECC"),
@@ -86,7 +96,7 @@ def until(condition, seconds=15.0):
     ],
 )
 def test_each_fault_costs_one_job_and_seconds_and_has_a_word(function, arguments, fate, says):
-    with Crew(1, memory=250 << 20) as crew:
+    with Crew(1, memory=resident() + ROOM) as crew:
         first = outcome(crew, "pid").result
         begun = time.monotonic()
         job = outcome(crew, function, *arguments, seconds=1.0 if function == "spin" else 20.0)
@@ -94,15 +104,15 @@ def test_each_fault_costs_one_job_and_seconds_and_has_a_word(function, arguments
         assert fate_of(job) == fate and fate in FATES | BLAMELESS
         assert not alive(first)
         second = outcome(crew, "pid")
-        assert second.result != first and crew.started == 2 and time.monotonic() - begun < 8
+        assert second.result != first and crew.started == 2 and time.monotonic() - begun < 60
 
 
 def test_a_child_says_how_long_it_needs():
     with Crew(1) as crew:
-        assert outcome(crew, "patient", 20.0, 1.5, seconds=1.0).result == "done"
+        assert outcome(crew, "patient", 60.0, 3.0, seconds=2.0).result == "done"
         hung = outcome(crew, "patient", 0.5, 60.0, seconds=60.0)
         assert hung.failure == "no answer within 0 s" or hung.failure == "no answer within 1 s"
-        assert hung.took < 5 and fate_of(hung) == "timeout"
+        assert hung.took < 50 and fate_of(hung) == "timeout"
 
 
 def test_an_answer_that_waited_for_the_parent_is_not_late():
@@ -110,33 +120,33 @@ def test_an_answer_that_waited_for_the_parent_is_not_late():
     with Crew(1) as crew:
         outcome(crew, "pid")
         crew.submit(Job("isolation_fakes:patient", (0.5, 0.1), 0.5))
-        time.sleep(1.5)
+        time.sleep(3.0)
         while crew.load:
-            ended = crew.collect([]) or wait([crew], 5)  # the first knows of no pipe that is ready
+            ended = crew.collect([]) or wait([crew], 30)  # the first knows of no pipe that is ready
         assert [job.result for job in ended] == ["done"]
 
 
 def test_imports_are_no_part_of_a_deadline(tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.5)\ndef answer():\n    return 42\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3.5)\ndef answer():\n    return 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with Crew(1) as crew:
-        crew.submit(Job("slow_to_import:answer", (), 0.8))
-        (job,) = wait([crew], 20)
-        assert job.result == 42 and job.took < 0.8
-        job = Job("no_such_module:answer", (), 5)
+        crew.submit(Job("slow_to_import:answer", (), 3.0))
+        (job,) = wait([crew], 60)
+        assert job.result == 42 and job.took < 3.0
+        job = Job("no_such_module:answer", (), 20)
         crew.submit(job)
-        wait([crew], 20)
+        wait([crew], 60)
         assert "ModuleNotFoundError" in job.failure and fate_of(job) == "failed"  # no candidate's fault
 
 
-@pytest.mark.parametrize("kind", ["spin", "eat"])
+@pytest.mark.parametrize("kind", ["stall", "eat"])
 def test_what_a_compiler_started_ends_with_it(kind, tmp_path):
     """ptxas is a process of its own: it must not outlive its compile, and its memory counts."""
-    with Crew(1, memory=250 << 20) as crew:
-        job = outcome(crew, "spawn", kind, str(tmp_path / "pids"), seconds=2.0 if kind == "spin" else 30.0)
-        assert fate_of(job) == {"spin": "timeout", "eat": "out_of_memory"}[kind]
+    with Crew(1, memory=2 * resident() + ROOM) as crew:
+        job = outcome(crew, "spawn", kind, str(tmp_path / "pids"), seconds=3.0 if kind == "stall" else 60.0)
+        assert fate_of(job) == {"stall": "timeout", "eat": "out_of_memory"}[kind]
         started, child = map(int, (tmp_path / "pids").read_text().split())
-        assert until(lambda: not alive(started) and not alive(child), 5)
+        assert until(lambda: not alive(started) and not alive(child))
 
 
 def test_nobody_survives_a_parent_that_is_killed(tmp_path):
@@ -145,20 +155,20 @@ def test_nobody_survives_a_parent_that_is_killed(tmp_path):
         f"import sys; sys.path[:0] = {[HERE, *sys.path]!r}\n"
         "from fa2tune.worker import Crew, Job, wait\n"
         "crew = Crew(2)\n"
-        f"crew.submit(Job('isolation_fakes:spawn', ('spin', {str(tmp_path / 'pids')!r}), 600))\n"
-        "crew.submit(Job('isolation_fakes:spin', (), 600))\n"
+        f"crew.submit(Job('isolation_fakes:spawn', ('stall', {str(tmp_path / 'pids')!r}), 600))\n"
+        "crew.submit(Job('isolation_fakes:stall', (), 600))\n"
         f"open({str(tmp_path / 'children')!r}, 'w').write(' '.join(str(c.process.pid) for c in crew.children))\n"
         "wait([crew], 600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert until((tmp_path / "pids").exists, 30)
+        assert until((tmp_path / "pids").exists, 60)
         family = [int(pid) for name in ("pids", "children") for pid in (tmp_path / name).read_text().split()]
         assert all(alive(pid) for pid in family) and len(set(family)) == 3
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert until(lambda: not any(alive(pid) for pid in family), 10), "orphans go on"
+    assert until(lambda: not any(alive(pid) for pid in family)), "orphans go on"
 
 
 def test_a_spare_stands_by_and_takes_over():
@@ -175,7 +185,7 @@ def test_a_spare_that_cannot_live_is_not_started_for_ever(monkeypatch):
     with Crew(1, spare="isolation_fakes") as crew:
         outcome(crew, "pid")
         crew.children[1].process.kill()
-        wait([crew], 1.0)
+        until(lambda: wait([crew], 0.2) or len(crew.children) == 1)
         assert len(crew.children) == 1 and crew.started == 2
 
 
@@ -183,7 +193,7 @@ def test_a_process_that_cannot_be_killed_ends_the_run(monkeypatch):
     """In the driver's hands a process may outlive SIGKILL: then the GPU is not free, and nothing may be measured on it."""
     monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
     with Crew(1) as crew:
-        crew.submit(Job("isolation_fakes:spin", (), 0.5))
+        crew.submit(Job("isolation_fakes:stall", (), 0.5))
         (child,) = crew.children
         real = child.process.wait
 
@@ -191,9 +201,9 @@ def test_a_process_that_cannot_be_killed_ends_the_run(monkeypatch):
             raise subprocess.TimeoutExpired("child", timeout)
 
         child.process.wait = never
-        (job,) = wait([crew], 20)
+        (job,) = wait([crew], 60)
         assert job.stuck and job.died
-        real(10)
+        real(30)
     from fa2tune.measured import Measured
 
     task = Measured._run(None, "fa2tune.measure:race", ())
@@ -236,12 +246,56 @@ def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
     assert "HEADS_PER_WAVE" in DEFAULT
     values = FWD.space.dimensions["HEADS_PER_WAVE"]
     page = Ledger(tmp_path / "ledger.sqlite", TODAY).page(FWD, SPEC, 90)
-    page.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
+    page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "timeout", "no answer within 5 s")
     assert all(page.of({**DEFAULT, "HEADS_PER_WAVE": value}) for value in values)
     assert [bool(page.of({**OTHER, "HEADS_PER_WAVE": value})) for value in values] == [
         value == OTHER["HEADS_PER_WAVE"] for value in values
     ]
+
+
+def test_a_compile_that_took_too_long_counts_when_it_happened_in_two_runs(tmp_path):
+    def page():
+        return Ledger(tmp_path / "ledger.sqlite", TODAY).page(FWD, SPEC, 90)
+
+    first = page()
+    first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
+    first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")  # the same busy host
+    assert first.of(DEFAULT).fate == "timeout"  # not again in this run
+    second = page()
+    assert second.of(DEFAULT) is None and second.forgotten(DEFAULT, "timeout")
+    second.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
+    assert page().of(DEFAULT).fate == "timeout" and page().forget() == 1 and page().of(DEFAULT) is None
+    page().add(COMPILE, DEFAULT, "timeout", "x")
+    assert page().forget() == 1  # a first time is struck out, too
+    page().add(COMPILE, DEFAULT, "timeout", "x")
+    assert page().of(DEFAULT) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(28, "No space left on device"), OSError),
+        (MemoryError("std::bad_alloc"), MemoryError),
+        *((RuntimeError(f"`ptxas` failed with error code {code}\n`ptxas` stderr:\n"), compiler.HostTrouble)
+          for code in (-9, -15, 137, 143)),
+        (RuntimeError("`ptxas` failed with error code 1\n`ptxas` stderr:\n"), None),
+        (RuntimeError("`ptxas` failed with error code -11\n`ptxas` stderr:\n"), None),
+    ],
+)  # fmt: skip
+def test_trouble_of_the_host_is_no_verdict(monkeypatch, error, raised):
+    def failing(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("triton.compile", failing)
+    if raised is None:
+        verdict = judge("fwd", SPEC, DEFAULT, H200)
+        assert verdict.fate == "compile_error" and "failed with error code" in verdict.why
+        return
+    with pytest.raises(raised) as caught:
+        judge("fwd", SPEC, DEFAULT, H200)
+    job = Job("fa2tune.judge:judge", (), 20.0, began=True, failure=worker.reason_of(caught.value))
+    assert fate_of(job) in BLAMELESS
 
 
 def test_nobody_is_blamed_for_what_he_did_not_do(tmp_path):
@@ -306,9 +360,9 @@ class Bench:
         monkeypatch.setattr(reader, "shipped_paths", list)
         monkeypatch.setattr(plan, "resolve_target", lambda name: Target(H200, MEASURED, H200))
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-        monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 2.0)
-        monkeypatch.setattr(tuner, "COMPILE_AT_LEAST", 2.0)
-        monkeypatch.setattr(tuner, "COMPILE_MEMORY", 300 << 20)
+        monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 10.0)
+        monkeypatch.setattr(tuner, "COMPILE_AT_LEAST", 10.0)
+        monkeypatch.setattr(tuner, "COMPILE_MEMORY", resident() + ROOM)
         self.space = FWD.space
         dimensions = {
             "BLOCK_M": (64, 128), "BLOCK_N": (32, 64), "LOADS": ("pointer", "descriptor"), "MASKED": ("last",),
@@ -387,7 +441,7 @@ def winners(report):
     return {(row.key.bucket, row.variant): dict(row.config) for row in report.rows}
 
 
-def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench):
+def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench, monkeypatch):
     best = winners(bench.tune("clean"))
     assert set(best) == {(bucket, loads) for bucket in BUCKETS for loads in ("pointer", "descriptor")}
 
@@ -402,6 +456,12 @@ def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench):
     counted = Counter(faults.FATE[fault] for fault in hit)
     for row in poisoned.rows:
         assert {fate: row.pruned.get(fate, 0) for fate in counted} == counted and "failed" not in row.pruned
+
+    # a compile that took too long is given another chance, by the next run only
+    monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 3.0)  # nothing else is compiled in that run
+    second = bench.tune("poisoned")
+    monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 10.0)
+    assert {fault for fault, _ in bench.done()} == {"stall"} and second.compiled == 1 and winners(second) == best
 
     # another study (a file of its own, other lengths) leaves them out, and says so
     again = bench.tune("another", buckets=(1024,))
@@ -424,7 +484,7 @@ def test_a_check_that_hangs_disqualifies_its_candidate(bench):
     best = winners(bench.tune("clean", buckets=(512,)))
     bench.poison([(best[512, "pointer"], "check_hang")])
     sick = bench.tune("sick", buckets=(512,))
-    assert {fault for fault, _ in bench.done()} == {"check_hang"} and len(bench.done()) == 1
+    assert {fault for fault, _ in bench.done()} == {"check_hang"} and len(bench.done()) == 2  # looked at twice
     assert set(winners(sick)) == set(best) and winners(sick)[512, "pointer"] != best[512, "pointer"]
     bench.tune("another", buckets=(512,))
     assert not bench.done()
@@ -452,7 +512,8 @@ def test_another_driver_tries_launches_again_and_compiles_not(bench, monkeypatch
     kinds = Counter(fault for fault, _ in dict.fromkeys((f, json.dumps(c)) for f, c in bench.done()))
     assert sum(kinds[kind] for kind in faults.COMPILING) and sum(kinds[kind] for kind in faults.LAUNCHING)
     driver[0] = "590.1"
-    bench.tune("study", buckets=(512,))
+    rows = bench.tune("study", buckets=(512,)).rows
+    assert rows and {row.driver for row in rows} == {"590.1"}  # none that was kept under the other
     again = Counter(fault for fault, _ in dict.fromkeys((f, json.dumps(c)) for f, c in bench.done()))
     assert {kind: n for kind, n in kinds.items() if kind not in faults.COMPILING} == again
 

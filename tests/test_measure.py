@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from fa2tune import crown, gpus, measure
+from fa2tune import crown, gpus, measure, measured
 from fa2tune.compiler import variant_named
+from fa2tune.ledger import BLAMELESS, FATES
 from fa2tune.problem import Specialization, TuningKey
-from fa2tune.samples import Gain, Race, gain_over, median_interval, quantile
+from fa2tune.samples import CRAWLING, Gain, Race, gain_over, median_interval, quantile
 from fa2tune.study import Outcome
 from fa2tune.witness import Witness
+from fa2tune.worker import Job
 
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, False, 2048)
 
@@ -123,7 +125,7 @@ class Queue:
         monkeypatch.setattr(measure.worker, "report", lambda note, seconds=None: self.reports.append(note))
 
     flush_buffer = property(lambda self: self)
-    rests, last_used = 2, 0.0
+    last_used = 0.0
 
     def zero_(self):
         self.did.append("flush")
@@ -150,6 +152,32 @@ def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
 
 def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):
     queue = Queue(monkeypatch)
-    track = measure._Track(queue, {}, Witness(""))
-    assert [track.rest() for _ in range(4)] == [True, True, False, False]
-    assert queue.did == ["sleep", "warm"] * 2 and queue.reports == [-1, -1]  # it is alive
+    monkeypatch.setattr(measure, "RESTS", 2)
+    for _ in range(2):  # in each race anew
+        track = measure._Track(queue, {}, Witness(""))
+        assert [track.rest() for _ in range(4)] == [True, True, False, False]
+    assert queue.did == ["sleep", "warm"] * 4 and queue.reports == [-1] * 4  # it is alive
+
+
+def test_a_slow_first_launch_is_launched_again_before_it_is_refused(monkeypatch):
+    """Contender 1 crawls, 2 was held up once."""
+    now, took = [0.0], {0: [0.001], 1: [2.0, 2.0], 2: [2.0, 0.001], 3: [0.1]}
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
+
+    def runner(key, contender, tensors):
+        return lambda: now.__setitem__(0, now[0] + took[contender].pop(0))
+
+    monkeypatch.setattr(measure, "_runner", runner)
+    runners, failures = measure._line_up(KEY, [0, 1, 2, 3], {})
+    assert list(runners) == [0, 2, 3] and not any(took.values())
+    assert list(failures) == [1] and measured._refusal(failures[1]) == CRAWLING not in FATES | BLAMELESS
+
+
+def test_memory_that_is_missing_at_a_launch_is_nobodys_fault():
+    assert measured._refusal("OutOfMemoryError: CUDA out of memory") == "failed"
+    assert measured._refusal("OutOfResources: shared memory") == "launch_error"
+    job = Job("m:f", (), 1.0, began=True, failure="OutOfMemoryError: CUDA out of memory")
+    assert measured._fate(job) == "failed"
+    job.died = True
+    assert measured._fate(job) == "out_of_memory"

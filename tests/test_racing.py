@@ -66,18 +66,24 @@ def test_the_anchor_is_never_dropped():
 
 def test_the_best_known_from_elsewhere_ends_a_heat_of_losers():
     gpu = SimulatedGpu([1000.0, 980.0, 950.0], **SMOOTH)
-    found = race(gpu, SCREEN, best_ratio=0.5)
+    found = race(gpu, SCREEN, best_ratios={0: 0.5})
     assert [len(times) for times in found.times] == [2, 2, 2]
-    assert len(race(SimulatedGpu([1000.0, 520.0], **SMOOTH), SCREEN, best_ratio=0.5).times[1]) == racing.FIRST_LOOK
+    ahead = race(SimulatedGpu([1000.0, 520.0], **SMOOTH), SCREEN, best_ratios={0: 0.5})
+    assert len(ahead.times[1]) == racing.FIRST_LOOK
 
 
-def test_a_final_has_a_leader_for_each_way_of_loading():
+def test_the_best_of_one_way_of_loading_drops_nobody_of_another():
+    gpu = SimulatedGpu([1000.0, 980.0, 1300.0], **SMOOTH)
+    found = race(gpu, SCREEN, ["d", "d", "p"], best_ratios={"d": 0.5})
+    assert len(found.times[1]) == 2 and len(found.times[2]) == racing.FIRST_LOOK
+
+
+@pytest.mark.parametrize("effort", [SCREEN, FINAL])
+def test_there_is_a_leader_for_each_way_of_loading(effort):
     truth = [1000.0, 960.0, 1400.0, 1300.0, 1800.0]
-    found = race(SimulatedGpu(truth, seed=2), FINAL, ["d", "d", "p", "p", "p"])
+    found = race(SimulatedGpu(truth, seed=2), effort, ["d", "d", "p", "p", "p"])
     assert crown.leader(found, [0, 1]) == 1 and crown.leader(found, [2, 3, 4]) == 3
     assert len(found.times[4]) == 2
-    # in a screening everybody is held against everybody
-    assert len(race(SimulatedGpu(truth, seed=2), SCREEN, ["d", "d", "p", "p", "p"]).times[3]) <= 4
 
 
 def test_a_proof_runs_every_round_of_everybody():
@@ -93,16 +99,20 @@ def test_those_who_cannot_run_are_left_out():
 def test_throttled_samples_are_rejected_taken_again_and_counted():
     gpu = SimulatedGpu([1000.0, 990.0], seed=5, throttled=[(0.01, 0.4), (1.2, 1.6)])
     found = race(gpu, PROOF)
-    assert not gpu.bad & {t for times in found.times for t in times} and gpu.bad
+    assert not gpu.bad & {t for times in found.times for t in times} and gpu.bad and not found.tainted
     assert found.throttled % 4 == 0 and len(gpu.bad) <= found.throttled <= 12
     assert {len(times) for times in found.times} == {PROOF.rounds(1e-3)}
     assert 1980 <= found.clock_mhz < 2200 and found.power_capped == 1.0
 
 
 def test_a_card_that_stays_throttled_is_taken_as_it_is_and_said_to_be():
-    gpu = SimulatedGpu([1000.0, 900.0], throttled=[(0.0, 1e9)], patience=3)
+    gpu = SimulatedGpu([1000.0, 500.0], throttled=[(0.0, 1e9)], patience=3)
     found = race(gpu, PROOF)
-    assert len(found.times[0]) >= PROOF.fewest and found.throttled == 4 * len(gpu.schedules)
+    assert len(found.times[0]) >= PROOF.fewest
+    # three blocks were rejected, every other one was kept: nobody says that it was rejected
+    assert found.throttled == 4 * 3 and found.tainted == 4 * (len(gpu.schedules) - 3) == 2 * len(found.times[0])
+    assert crown.watched(found)["throttled"] == 12
+    assert crown.replaces(*found.times) and not crown.replaces(*found.times, found.tainted)
     assert gpu.patience == -1  # not asked again once it had time enough
 
 
@@ -242,6 +252,28 @@ def test_pointer_rows_are_held_against_the_default_by_pointer(script, tmp_path):
     assert dict(row.config) == dict(best)
     assert row.gain == pytest.approx(1300 / 1250, rel=0.01) and row.gain_low > 1.0
     assert row.default_time_us == pytest.approx(1300, rel=0.05)
+
+
+def test_a_card_that_stays_throttled_in_the_proof_replaces_no_default(script, tmp_path, monkeypatch):
+    request = script.plan_for("fwd", 128, True, 4096, tmp_path / "cache.sqlite")
+    family = script.family_of("fwd", request)
+    configs = script.candidates(family, [], most=8)
+    truth = {point(config): 1000.0 for config in configs}
+    truth[point(next(c for c in configs if c["LOADS"] == "descriptor" and c != family.default))] = 800.0
+    player = Player(script, 1, truth)
+
+    def hot(job):
+        proof = job.function == script.HANDS.race and job.arguments[2] == "proof"
+        player.gpu.windows, player.gpu.patience = [(0.0, 1e9)] if proof else [], 3
+        return player(job)
+
+    lines = []
+    monkeypatch.setattr(script.Watcher, "line", lambda self, text: lines.append(text))
+    script.tuned(family, configs, hot, tmp_path / "c.sqlite", crown.Toolchain(MEASURED, "simulated"))
+    rows = {row.variant: row for row in script.reader.read(tmp_path / "c.sqlite")}
+    assert dict(rows["descriptor"].config) == dict(family.default) and rows["descriptor"].throttled
+    assert any("stayed throttled" in line for line in lines)
+    assert family.kept() is None  # the next run looks again
 
 
 def test_the_record_of_two_orders(script, tmp_path):

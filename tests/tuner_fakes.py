@@ -18,6 +18,11 @@ def _log(kind, *what):
         file.write(json.dumps([kind, *what], default=repr) + "\n")
 
 
+def _logged(kind):
+    with open(os.environ["FA2TUNE_FAKE_LOG"]) as file:
+        return [entry for entry in map(json.loads, file) if entry[0] == kind]
+
+
 def true_time(config, bucket):
     """Microseconds. Best at BLOCK_M 128, BLOCK_N 64, 8 warps, 3 stages; whatever else there is matters less."""
     off = abs(config["BLOCK_M"] - 128) / 64 + abs(config["BLOCK_N"] - 64) / 64 + (config["num_warps"] == 4)
@@ -55,10 +60,24 @@ def race(key, contenders, effort, best_ratio=1.0):
         raise RuntimeError("no CUDA-capable device is detected")
     for index, config in enumerate(contenders):
         worker.report(index)
+        if "shy" in poison and effort == "screen" and config == json.loads(os.environ["FA2TUNE_FAKE_SHY"]):
+            raise RuntimeError("busy")
+        if "fused" in poison and config.get("road") == "fused":
+            os.kill(os.getpid(), 11)
+        if "whole" in poison and key.kernel == "bwd":
+            raise RuntimeError("busy")
         if "crash" in poison and config.get("BLOCK_N") == 128:
             os.kill(os.getpid(), 11)
         if "hang" in poison and hangs(config):
             time.sleep(3600)
+    if (
+        effort == "proof"
+        and len(contenders) > 1
+        and len(_logged("together")) < int(os.environ.get("FA2TUNE_FAKE_QUARRELS", 0))
+    ):
+        _log("together")
+        worker.report(-1)
+        os.kill(os.getpid(), 11)
     drift = 1 + 0.3 * (os.getpid() % 7)  # every process has clocks of its own: only ratios may count
     times = [[drift * _kernel_time(key, c) * (1 + 0.001 * r) for r in range(9)] for c in contenders]
     return Race(times, {}, 1980, 700)

@@ -106,7 +106,8 @@ def test_three_poisoned_in_ten_lead_to_the_same_winner(tmp_path, monkeypatch):
     finally:
         object.__setattr__(FWD, "space", space)
     (winner,) = sick.rows
-    counted = Counter(FATES[fault] for _, fault in poison)
+    # memory that is missing at a launch is held by somebody else, as far as the tuner knows
+    counted = Counter("failed" if fault == "no_memory" else FATES[fault] for _, fault in poison)
     assert {fate: winner.pruned.get(fate, 0) for fate in counted} == counted, (winner.pruned, lines)
     assert len(survivors) == len(times) - len(poison)
     # the very same config, unless two are so close that no race tells them apart
