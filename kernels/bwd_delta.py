@@ -29,7 +29,9 @@ def bwd_delta_kernel(
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
     o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [M, DV]
     do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")
-    sums = delta_of_rows(o_tile, do_tile, dlse, rows, stride_dlsem, inside & (has_dlse != 0))  # [M]
+    sums = delta_of_rows(
+        o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
+    )  # [M]
     tl.store(delta + head.to(tl.int64) * seqlen_q + rows, sums, mask=inside)
 
 

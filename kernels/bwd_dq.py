@@ -82,7 +82,9 @@ def bwd_dq_kernel(
     o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
     o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [M, DV]
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
-    delta_row = delta_of_rows(o_tile, do_tile, dlse, rows, stride_dlsem, inside & (has_dlse != 0))  # [M]
+    delta_row = delta_of_rows(
+        o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
+    )  # [M]
     tl.store(delta + first_row + rows, delta_row, mask=inside)
 
     if IS_CAUSAL:

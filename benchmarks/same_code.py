@@ -1,0 +1,108 @@
+"""Renew the kernel hash of cache rows after an edit of kernel sources that changes no machine code.
+
+    python benchmarks/same_code.py OLD_TREE cache/h200.sqlite [cache/h100.sqlite ...]
+
+OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, and bwd_delta's, is compiled
+from both trees, each in a process of its own. Only if the machine code of all of them is the same, instruction by instruction,
+are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fa2tune import compiler, fingerprint, reader
+from fa2tune.problem import BACKWARD
+from fa2tune.row import Row
+from fa2tune.store import Store
+
+HERE = Path(__file__).parent.parent
+
+# In a child, with a tree on sys.path: jobs on stdin -> hashes of sources, and of the machine code of each job, on stdout.
+CHILD = """
+import hashlib, json, subprocess, sys
+from fa2tune import compiler, fingerprint
+from fa2tune.problem import Specialization
+hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
+hashes["bwd"] = fingerprint.backward_hash()
+code = []
+for kernel, spec, config, arch in json.load(sys.stdin):
+    variant, spec = compiler.variant_named(kernel), Specialization(**spec)
+    config = config or variant.space.default(spec, arch)
+    binary = compiler.build(variant, spec, config, arch)
+    listing = subprocess.run([compiler.tool("cuobjdump"), "-sass", binary.cubin_path], capture_output=True, check=True).stdout
+    code.append(hashlib.sha256(listing).hexdigest())
+print(json.dumps([hashes, code]))
+"""
+
+
+def _of(tree: Path, jobs: list[Any]) -> tuple[dict[str, str], list[str]]:
+    """(kernel -> hash of its source, hash of each job's machine code), as ``tree`` has them."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps(jobs), cwd=tree, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise click.ClickException(f"{tree}: {done.stderr.strip().splitlines()[-1]}")
+    hashes, code = json.loads(done.stdout.splitlines()[-1])
+    return hashes, code
+
+
+def _jobs(rows: list[Row], edited: set[str]) -> list[Any]:
+    """Each distinct binary once: (kernel, specialization, config or None for the default, architecture)."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        spec = asdict(row.key.specialization())
+        if row.key.kernel in edited and row.key.kernel != BACKWARD:
+            config = compiler.binary_config(compiler.variant_named(row.key.kernel), row.config)
+            job = [row.key.kernel, spec, config, row.key.arch]
+        elif row.key.kernel == BACKWARD and "bwd_delta" in edited:
+            job = ["bwd_delta", spec, None, row.key.arch]
+        else:
+            continue
+        found[json.dumps(job, sort_keys=True)] = job
+    return list(found.values())
+
+
+@click.command(help=__doc__)
+@click.argument("old_tree", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(old_tree: Path, files: tuple[Path, ...]) -> None:
+    before, _ = _of(old_tree.absolute(), [])
+    after = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
+    after[BACKWARD] = fingerprint.backward_hash()
+    edited = {name for name in after if before.get(name) != after[name]}
+    click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
+    tables = {path: reader.read(path) for path in files}
+    rows = [row for found in tables.values() for row in found]
+    jobs = _jobs(rows, edited)
+    old, new = _of(old_tree.absolute(), jobs)[1], _of(HERE, jobs)[1]
+    changed = [job for job, a, b in zip(jobs, old, new, strict=True) if a != b]
+    click.echo(f"{len(jobs) - len(changed)} of {len(jobs)} binaries have the same machine code")
+    if changed:
+        raise click.ClickException(f"not the same, so nothing was written: {changed[0]}")
+    for path, found in tables.items():
+        kept = [
+            replace(row, kernel_hash=after[row.key.kernel]) if row.kernel_hash == before.get(row.key.kernel) else row
+            for row in found
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            store = Store(Path(folder) / "rows.sqlite")
+            store.put(kept)
+            store.export(path, "sqlite")
+            store.export(path.with_suffix(".json"), "json")
+        renewed = sum(a != b for a, b in zip(kept, found, strict=True))
+        click.echo(f"{path}: {renewed} of {len(found)} rows renewed")
+
+
+if __name__ == "__main__":
+    main()
