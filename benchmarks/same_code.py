@@ -2,9 +2,9 @@
 
     python benchmarks/same_code.py OLD_TREE cache/h200.sqlite [cache/h100.sqlite ...]
 
-OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, and bwd_delta's, is compiled
-from both trees, each in a process of its own. Only if the machine code of all of them is the same, instruction by instruction,
-are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU.
+OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, and bwd_delta's, is
+compiled from both trees, each in a process of its own. Only if the machine code of all of them is the same, instruction by
+instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU.
 """
 
 from __future__ import annotations
