@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, fingerprint, reader
+from fa2tune import compiler, reader
 from fa2tune.problem import BACKWARD
 from fa2tune.row import Row
 from fa2tune.store import Store
@@ -77,9 +77,7 @@ def _jobs(rows: list[Row], edited: set[str]) -> list[Any]:
 @click.argument("old_tree", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(old_tree: Path, files: tuple[Path, ...]) -> None:
-    before, _ = _of(old_tree.absolute(), [])
-    after = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
-    after[BACKWARD] = fingerprint.backward_hash()
+    before, after = (_of(tree, [])[0] for tree in (old_tree.absolute(), HERE))
     edited = {name for name in after if before.get(name) != after[name]}
     click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
     tables = {path: reader.read(path) for path in files}

@@ -79,10 +79,10 @@ class Field:
         self.configs = configs
         self.points = [point(config) for config in configs]
         self.index = {where: index for index, where in enumerate(self.points)}
-        split = [[tuple(part for part in where if (part[0] in runtime) == chosen) for where in self.points]
-                 for chosen in (False, True)]  # fmt: skip
-        self.binaries: list[Point] = split[0]  #: per point, the part that its binary depends on
-        self.launches: list[Point] = split[1]  #: per point, the rest
+        self.runtime = frozenset(runtime)
+        self.binaries = [self.binary(where) for where in self.points]  #: per point, the part that its binary depends on
+        #: per point, the rest
+        self.launches = [tuple(part for part in where if part[0] in self.runtime) for where in self.points]
         self.distributions = distributions(space)
         #: dimension -> value -> its coordinates: on a logarithmic scale of length 1, or any two values 1 apart
         self._coordinates: dict[str, dict[Any, list[float]]] = {}
@@ -107,6 +107,10 @@ class Field:
         )  # fmt: skip
         #: per dimension, its columns of ``vectors``
         self.columns = [slice(int(end) - width, int(end)) for end, width in zip(ends, widths, strict=True)]
+
+    def binary(self, where: Point) -> Point:
+        """The part of a point that its binary depends on."""
+        return tuple(part for part in where if part[0] not in self.runtime)
 
     def _vector(self, config: Config) -> list[float]:
         return [place for name, values in self._coordinates.items() for place in values[config[name]]]

@@ -91,7 +91,8 @@ def runtime_names(variant: Variant) -> frozenset[str]:
 
 def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
     """The part of a config that its binary depends on."""
-    return {name: value for name, value in config.items() if name not in runtime_names(variant)}
+    runtime = runtime_names(variant)
+    return {name: value for name, value in config.items() if name not in runtime}
 
 
 def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:

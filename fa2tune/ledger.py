@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +136,9 @@ class Page:
     def _conditions(self, stage: str) -> list[sa.ColumnElement[bool]]:
         return [TABLE.c[name] == value for name, value in self._key(stage).items()]
 
-    @cached_property
-    def _runtime(self) -> frozenset[str]:
-        return compiler.runtime_names(self._variant)
-
     def _config(self, stage: str, config: Config) -> str:
         """As it is filed: a compile depends on what the binary depends on."""
-        if stage == LAUNCH:
-            return _text(config)
-        return _text({name: value for name, value in config.items() if name not in self._runtime})
+        return _text(config if stage == LAUNCH else compiler.binary_config(self._variant, config))
 
     def of(self, config: Config) -> Failure | None:
         """How this config failed before, or None."""

@@ -112,13 +112,15 @@ class BackwardPlan:
             "bwd_dkdv": ("q", "k", "v", "do", "lse", "delta", "dk", "dv"),
             "bwd_fused": ("q", "k", "v", "do", "lse", "delta", "dq", "dk", "dv"),
         }
+        kernels: tuple[str, ...] = ROADS[road]
         if road == FUSED:
+            kernels = ("bwd_delta", *kernels)
             configs = {**configs, "bwd_delta": variant_named("bwd_delta").space.default(problem.specialization, 0)}
         self.launches = {
             kernel: bind(
                 variant_named(kernel), problem, configs[kernel], strides, softmax_scale, names[kernel], q.get_device()
             )
-            for kernel in (("bwd_delta", *ROADS[road]) if road == FUSED else ROADS[road])
+            for kernel in kernels
         }
 
     def __call__(

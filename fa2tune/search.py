@@ -54,7 +54,6 @@ class Search:
         self.siblings: dict[Point, list[Config]] = {}
         for index, binary in enumerate(field.binaries):
             self.siblings.setdefault(binary, []).append(field.configs[index])
-        self.runtime = frozenset(name for launch in field.launches[:1] for name, _ in launch)
         tried = self.tried()
         self.proposed = len(tried)
         first = {point(config) for config in seeds[:1]}  # the default, against which the others race
@@ -64,10 +63,6 @@ class Search:
             if where in allowed and any(where not in study.outcomes for study in studies)
         )
 
-    def binary(self, where: Point) -> Point:
-        """The part of a point that its binary depends on."""
-        return tuple(part for part in where if part[0] not in self.runtime)
-
     def tried(self) -> set[Point]:
         """What has been filed, for any length."""
         return set().union(*(study.outcomes.keys() for study in self.studies))
@@ -75,7 +70,7 @@ class Search:
     @property
     def binaries(self) -> int:
         """Binaries tried or under way."""
-        return len({self.binary(where) for where in self.tried() | self.in_flight})
+        return len({self.field.binary(where) for where in self.tried() | self.in_flight})
 
     @property
     def goal(self) -> int:
@@ -104,7 +99,7 @@ class Search:
         config = self._first_new(self.launches, taken)
         if config is not None:
             return config
-        if len({self.binary(where) for where in taken}) >= self.trials:
+        if len({self.field.binary(where) for where in taken}) >= self.trials:
             return None
         config = self._first_new(self.seeds, taken)
         if config is None and self.proposed % NEIGHBOUR_EVERY == 0:
@@ -135,7 +130,7 @@ class Search:
         where = point(config)
         self.in_flight.discard(where)
         if any(self._is_good(study, study.outcomes.get(where)) for study in self.studies):
-            self.launches.extend(self.siblings.get(self.binary(where), ()))
+            self.launches.extend(self.siblings.get(self.field.binary(where), ()))
 
     def _is_good(self, study: KeyStudy, outcome: Outcome | None) -> bool:
         if outcome is None or outcome.time_us is None:

@@ -144,7 +144,7 @@ def test_good_binaries_are_tried_with_every_launch_and_only_binaries_count(table
     assert proposed[0] == table.default and len({point(c) for c in proposed}) == len(proposed)
     by_binary = {}
     for config in proposed:
-        by_binary.setdefault(search.binary(point(config)), []).append(config)
+        by_binary.setdefault(search.field.binary(point(config)), []).append(config)
     assert len(by_binary) == search.binaries == search.goal == 12 and search.exhausted
     best = {loads: study.best_us(loads) for loads in ("pointer", "descriptor")}
     for launches in by_binary.values():

@@ -32,15 +32,25 @@ def attributes(**values: object) -> str:
 
 
 @dataclass(frozen=True)
-class Linear:
+class _Scale:
+    """From values ``low`` to ``high`` to places ``start`` to ``end``."""
+
     low: float
     high: float
     start: float = 0.0
     end: float = 1.0
 
+    def share(self, value: float) -> float:
+        """How far along the scale a value lies: 0 at ``low``, 1 at ``high``."""
+        raise NotImplementedError
+
     def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
+        return self.start + self.share(value) * (self.end - self.start)
+
+
+class Linear(_Scale):
+    def share(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low)
 
     def ticks(self, about: int = 5) -> list[float]:
         """Round values, ``about`` so many."""
@@ -51,16 +61,9 @@ class Linear:
         return [round(n * step, 10) for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-@dataclass(frozen=True)
-class Log:
-    low: float
-    high: float
-    start: float = 0.0
-    end: float = 1.0
-
-    def __call__(self, value: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.end - self.start)
+class Log(_Scale):
+    def share(self, value: float) -> float:
+        return math.log(value / self.low) / math.log(self.high / self.low)
 
     def ticks(self, steps: Sequence[float] = (1, 2, 5)) -> list[float]:
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
