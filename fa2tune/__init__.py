@@ -13,12 +13,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fa2tune.fleet import manifest as manifest
     from fa2tune.ops import attention as attention
 
 __version__ = "0.1.0"
-__all__ = ["attention"]
+__all__ = ["attention", "manifest"]
 
-_LAZY = {"attention": "fa2tune.ops"}  # not fa2tune.attention: a module of that name would hide the function
+#: name -> module, never of the same name: the module would hide what it holds
+_LAZY = {"attention": "fa2tune.ops", "manifest": "fa2tune.fleet"}
 _TOP_LEVEL = ("kernels", "search_spaces", "cache")
 
 

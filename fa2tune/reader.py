@@ -11,6 +11,7 @@ import logging
 import os
 import sqlite3
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ logger = logging.getLogger("fa2tune")
 APPLICATION_ID = 0x66613274
 #: Bytes; ten thousand rows take some 10 MB.
 MAX_FILE = 256 << 20
+#: How often a file that changes under the reader is looked at, and how long to wait in between.
+ATTEMPTS, PAUSE_S = 4, 0.05
 #: Environment variable that names fleet files, separated as PATH is.
 FLEET_VARIABLE = "FA2TUNE_CACHE"
 
@@ -87,12 +90,47 @@ def _checked_columns(database: sqlite3.Connection, path: Path, version: int) -> 
     return names
 
 
+def _state(path: Path) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Which file lies at ``path``, and what changes when it is written into; None: there is none to be seen."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns)
+
+
 def read(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a cache file, of this or an older schema version, every value checked.
 
-    CacheFileError names the file and what is wrong with it.
+    CacheFileError names the file and what is wrong with it. A file that is replaced meanwhile is the old one or the new
+    one; on a network disk the old one may vanish under the reader, who then looks again.
     """
-    path = Path(path).absolute()
+    try:
+        path = Path(path).absolute()
+    except OSError as error:  # a relative path, and the working directory is gone
+        raise CacheFileError(path, str(error)) from error
+    for _ in range(ATTEMPTS):
+        before = _state(path)
+        try:
+            rows, failure = _read(path), None
+        except CacheFileError as error:
+            rows, failure = [], error
+        after = _state(path)
+        if before == after or not (before and after):
+            break
+        if before[0] != after[0]:  # replaced
+            if failure is None:
+                break
+        else:  # written into: what was read may be half the one and half the other
+            failure = CacheFileError(path, "was written into while it was read: ship a file by a copy and a rename")
+            time.sleep(PAUSE_S)
+    if failure is not None:
+        raise failure
+    return rows
+
+
+def _read(path: Path) -> list[Row]:
+    """The rows of the file that lies there, absolutely, at this moment."""
     try:
         version = _schema_version(path)
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
@@ -144,7 +182,10 @@ def _discovered() -> Iterator[tuple[str, Path]]:
             yield "user", user
     for entry in os.environ.get(FLEET_VARIABLE, "").split(os.pathsep):
         if entry:
-            yield "fleet", Path(entry).expanduser()
+            try:
+                yield "fleet", Path(entry).expanduser()
+            except RuntimeError as error:  # the home of a user who is not known here
+                logger.warning("fleet layer skipped: cache file %s: %s", entry, error)
     yield from (("shipped", path) for path in shipped_paths())
 
 
@@ -152,9 +193,9 @@ def shipped_paths() -> list[Path]:
     """The cache files that came with fa2tune, by name."""
     try:
         folder = resources.files("fa2tune.cache")
-    except ModuleNotFoundError:  # a checkout with no cache files yet: git keeps no empty folder
+        return sorted(Path(str(file)) for file in folder.iterdir() if file.name.endswith(".sqlite"))
+    except (ModuleNotFoundError, OSError):  # a checkout with no cache files yet: git keeps no empty folder
         return []
-    return sorted(Path(str(file)) for file in folder.iterdir() if file.name.endswith(".sqlite"))
 
 
 def layers(named: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:

@@ -13,7 +13,8 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from fa2tune.row import Row
 LOCK_TIMEOUT_S = 120.0
 
 KINDS = ("sqlite", "json")
+
+HALF_DONE = ".rows.tmp"  #: ending of a file that a Store is writing
 
 #: Of a file being written. No journal on disk and no syncs: the file is nobody's until it is fsynced and renamed. The
 #: file itself comes out in rollback-journal mode, as every file that is not switched to WAL.
@@ -70,13 +73,14 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
         file.write((3_040_001).to_bytes(4, "big"))
 
 
-def _publish(path: Path, fill: Callable[[Path], None]) -> None:
-    """``fill`` a temporary file beside ``path``, then put it there at one stroke."""
+def _publish(path: Path, fill: Callable[[Path], None], suffix: str = ".tmp") -> None:
+    """``fill`` a temporary file beside ``path``, then put it there at one stroke. OSError, of a full disk too, leaves what
+    was there."""
     path = Path(os.path.realpath(path))  # a link stays, what it points to is replaced
     if path.exists() and not os.access(path, os.W_OK):  # renaming over it would not ask
         raise PermissionError(f"cache file {path} is write-protected")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{suffix}")
     try:
         temporary.unlink(missing_ok=True)
         fill(temporary)
@@ -85,14 +89,70 @@ def _publish(path: Path, fill: Callable[[Path], None]) -> None:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (sa.exc.DBAPIError, sqlite3.Error) as error:
+        raise OSError(f"cache file {path} cannot be written: {getattr(error, 'orig', error)}") from error
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with suppress(OSError):  # the file is in place; some network disks sync no folders
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two rows for one key, variant and way of being obtained, that do not say the same."""
+
+    kept: Row
+    left: Row
+    replaced: bool  #: whether the row kept came from the other file
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What became of the rows of one file."""
+
+    path: Path
+    added: int
+    replaced: int
+    left: int
+    conflicts: tuple[Conflict, ...] = ()
+
+
+def _age(row: Row) -> tuple[str, int, str]:
+    """By which the newest evidence wins; of two made in the same second that with more samples, and then always the same
+    one, so that files can be merged in any order."""
+    return row.created[:19], row.samples, record.digest([row])  # to the second, whichever way UTC is written
+
+
+def merge(rows: Iterable[Row], files: Iterable[str | os.PathLike[str]]) -> tuple[list[Row], list[Merged]]:
+    """``rows`` and those of cache files, where two have one the later made; and what came of each file. CacheFileError: a
+    file cannot be read."""
+    merged = {record.identity(row): row for row in rows}
+    reports = []
+    for path, theirs in [(Path(file), reader.read(file)) for file in files]:  # all of them, or nothing
+        added = replaced = 0
+        conflicts = []
+        for row in theirs:
+            mine = merged.get(record.identity(row))
+            if mine is None:
+                added += 1
+                merged[record.identity(row)] = row
+            elif row != mine:
+                newer = _age(row) > _age(mine)
+                replaced += newer
+                conflicts.append(Conflict(row, mine, True) if newer else Conflict(mine, row, False))
+                merged[record.identity(row)] = conflicts[-1].kept
+        reports.append(Merged(path, added, replaced, len(theirs) - added - replaced, tuple(conflicts)))
+    return list(merged.values()), reports
 
 
 class Store:
@@ -117,7 +177,7 @@ class Store:
         try:
             connection = sqlite3.connect(lock, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             if connection is not None:
                 connection.close()
             raise OSError(f"cache file {self.path} cannot be written: {lock}: {error}") from error
@@ -138,27 +198,34 @@ class Store:
         added = {record.identity(row): record.checked(row) for row in rows}
         with self._turn():
             current = {record.identity(row): row for row in self.rows()}
-            _publish(self.path, lambda path: _write(path, (current | added).values()))
+            self._replace((current | added).values())
 
-    def merge(self, other: str | os.PathLike[str]) -> tuple[int, int, int]:
-        """Take over the rows of another cache file. Where both have one, the later made stays; of two made in the same
-        second, ours. Returns how many were added, replaced, and left."""
-        theirs = reader.read(other)
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Take out the rows with the keys, variants and ways of being obtained of ``rows``."""
+        gone = {record.identity(row) for row in rows}
         with self._turn():
-            merged = {record.identity(row): row for row in self.rows()}
-            added = replaced = 0
-            for row in theirs:
-                mine = merged.get(record.identity(row))
-                if mine is None:
-                    added += 1
-                elif row.created[:19] > mine.created[:19]:  # to the second, whichever way UTC is written
-                    replaced += 1
-                else:
-                    continue
-                merged[record.identity(row)] = row
-            if added or replaced:
-                _publish(self.path, lambda path: _write(path, merged.values()))
-        return added, replaced, len(theirs) - added - replaced
+            current = self.rows()
+            kept = [row for row in current if record.identity(row) not in gone]
+            if len(kept) < len(current):
+                self._replace(kept)
+
+    def merge(self, *others: str | os.PathLike[str]) -> list[Merged]:
+        """Take over the rows of other cache files: all of them, or in case of an error none. Where two have one, the later
+        made stays. Returns what came of each file."""
+        with self._turn():
+            rows, reports = merge(self.rows(), others)
+            if any(report.added or report.replaced for report in reports):
+                self._replace(rows)
+        return reports
+
+    def _replace(self, rows: Iterable[Row]) -> None:
+        """The file anew, in our turn: nobody else writes, so what other writers left half done is nobody's."""
+        left_over = f".{self.path.name}."
+        with suppress(OSError), os.scandir(self.path.parent) as entries:
+            for entry in entries:
+                if entry.name.startswith(left_over) and entry.name.endswith(HALF_DONE):
+                    os.unlink(entry)
+        _publish(self.path, lambda path: _write(path, rows), HALF_DONE)
 
     def export(self, path: str | os.PathLike[str], kind: str = "sqlite") -> None:
         """Write what is here to another file, see ``export``."""
@@ -174,10 +241,15 @@ def export(rows: Iterable[Row], path: str | os.PathLike[str], kind: str = "sqlit
         raise ValueError(f"kind: got {kind!r}, allowed are {', '.join(KINDS)}")
     rows = [record.checked(row) for row in rows]
     if kind == "json":
-        _publish(Path(path), lambda temporary: _write_text(temporary, record.to_json(rows)))
+        write_text(path, record.to_json(rows))
     else:
         _publish(Path(path), lambda temporary: _write(temporary, rows))
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """A text file, put there at one stroke."""
+
+    def fill(temporary: Path) -> None:
+        temporary.write_bytes(text.encode())
+
+    _publish(Path(path), fill)

@@ -75,8 +75,13 @@ def test_export(user: Path, tmp_path: Path) -> None:
     assert out.with_suffix(".json").read_text() == record.to_json([BARE])
     assert run("export", tmp_path / "all.json", "--cache", out).exit_code == 0
     assert (tmp_path / "all.json").read_text() == record.to_json([BARE])
+    printed = run("export", "--format", "json", "--cache", out)
+    assert printed.output == record.to_json([BARE])
+    assert run("export", tmp_path / "plain", "--format", "json", "--cache", out).exit_code == 0
+    assert (tmp_path / "plain").read_text() == printed.output
     for arguments, said in (
         ([tmp_path / "x.yaml"], ".sqlite or .json"),
+        (["--cache", out], "OUT is missing"),
         ([user], "export from"),
         ([tmp_path / "x.sqlite", "--headdim", 16], "nothing written"),
         ([tmp_path / "x.sqlite", "--cache", tmp_path / "none.sqlite"], "no such file"),
@@ -100,6 +105,41 @@ def test_merge(user: Path, tmp_path: Path) -> None:
     assert reader.read(user) == [BARE, FULL]
     assert run("merge", node, "--cache", tmp_path / "new.sqlite").exit_code == 0
     assert (tmp_path / "new.sqlite").read_bytes() == node.read_bytes()
+
+
+def test_merge_shows_what_did_not_say_the_same(user: Path, tmp_path: Path) -> None:
+    node = tmp_path / "node.sqlite"
+    Store(node).put([replace(FULL, time_us=700.0, created="2026-02-01T00:00:00Z"), row({"bucket": 512})])
+    Store(user).put([FULL, row({"bucket": 512})])
+    before = user.read_bytes()
+    planned = run("merge", node, "--dry-run")
+    assert "0 rows would be added, 1 would be replaced, 1 left" in planned.output
+    assert user.read_bytes() == before
+    [line] = [line for line in planned.output.splitlines() if "700 us" in line]
+    assert "812.2 us, 2026-01-31T12:00:00Z" in line
+    assert "time_us, created" in line
+    assert run("merge", node).exit_code == 0
+    assert run("merge", node).output.count("us,") == 0, "nothing left to tell"
+
+
+def test_diff(user: Path, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.sqlite", tmp_path / "b.sqlite"
+    Store(a).put([FULL, row({"bucket": 512}), row({"bucket": 1024})])
+    Store(b).put([replace(FULL, time_us=406.125, config={**CONFIG, "BLOCK_M": 64}), row({"bucket": 512}), BARE])
+    done = run("diff", a, b)
+    assert done.exit_code == 1
+    assert (
+        "1 rows only in A (-), 1 only in B (+), 1 in both but different (~), 1 of them in their config; 1 the same"
+        in (done.output)
+    )
+    [line] = [line for line in done.output.splitlines() if line.startswith("~")]
+    assert "0.500" in line
+    assert "BLOCK_M 128 -> 64; time_us" in line
+    assert [line[0] for line in done.output.splitlines()[1:4]] == ["-", "+", "~"]
+    assert len(run("diff", a, b, "--brief").output.splitlines()) == 1
+    assert run("diff", a, b, "--bucket", 512).exit_code == 0
+    assert run("diff", a, a).exit_code == 0
+    assert run("diff", a, tmp_path / "none.sqlite").exit_code == 1
 
 
 def test_reading_commands_are_quick_and_import_nothing_heavy(user: Path) -> None:
@@ -163,7 +203,8 @@ def test_explain_shows_the_road_of_the_backward(user: Path) -> None:
     assert "bwd_fused: no row serves" in done.output, "its config names no dimension of the kernel"
     assert "refused   pointer" in done.output
     steady = explained("--gpu", "h200", "--causal", "--pass", "bwd", "--deterministic").output
-    assert "bwd: split, the deterministic road" in steady
+    assert "split is the deterministic road" in steady
+    assert "refused   fused, problem exact" in steady
     assert "bwd_dkdv: no row serves" in steady
     assert "bwd_dq: no row serves" in steady
 

@@ -104,10 +104,41 @@ def test_merge_keeps_the_later_made(tmp_path: Path) -> None:
     stale, fresh = row({"bucket": 512}), row({"bucket": 1024})
     ours.put([FULL, stale, replace(fresh, created=later)])
     theirs.put([replace(FULL, samples=7), replace(stale, samples=7, created=later), replace(fresh, samples=7), BARE])
-    assert ours.merge(theirs.path) == (1, 1, 2)
+    [merged] = ours.merge(theirs.path)
+    assert (merged.added, merged.replaced, merged.left) == (1, 1, 2)
+    assert [(c.kept.key.bucket, c.kept.samples, c.replaced) for c in merged.conflicts][1:] == [
+        (1024, 200, False),
+        (4096, 200, False),
+    ]
     assert {r.key.bucket: r.samples for r in ours.rows() if r.key.gpu == "h200"} == {512: 7, 1024: 200, 4096: 200}
     assert BARE in ours.rows()
-    assert ours.merge(theirs.path) == (0, 0, 4)
+    [merged] = ours.merge(theirs.path)
+    assert (merged.added, merged.replaced, merged.left) == (0, 0, 4)
+
+
+def test_merge_takes_all_files_or_none_and_their_order_does_not_count(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name}.sqlite" for name in "abc"]
+    for number, file in enumerate(files):  # made in one second, with as many samples: a tie
+        Store(file).put([row({"bucket": 512 + number}), replace(FULL, time_us=800.0 + number)])
+    one, other = Store(tmp_path / "one.sqlite"), Store(tmp_path / "other.sqlite")
+    reports = one.merge(*files)
+    assert [(r.path, r.added) for r in reports] == [(files[0], 2), (files[1], 1), (files[2], 1)]
+    assert sum(len(r.conflicts) for r in reports) == 2
+    other.merge(*reversed(files))
+    assert one.path.read_bytes() == other.path.read_bytes()
+    third = Store(tmp_path / "third.sqlite")
+    third.put([BARE])
+    files[2].write_text("spoilt")
+    with pytest.raises(reader.CacheFileError, match=str(files[2])):
+        third.merge(*files)
+    assert third.rows() == [BARE]
+
+
+def test_remove(tmp_path: Path) -> None:
+    cache = Store(tmp_path / "c.sqlite")
+    cache.put([FULL, BARE])
+    cache.remove([replace(FULL, time_us=1.0), row({"bucket": 512})])
+    assert cache.rows() == [BARE]
 
 
 def test_export_gives_the_same_bytes_whatever_the_history(tmp_path: Path) -> None:

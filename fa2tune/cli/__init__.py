@@ -17,7 +17,7 @@ COMMANDS = {
     "gpus": "List the GPUs that --gpu knows.",
     "report": "Write an HTML page on a cache file and the searches behind it.",
     "explain": "Show which cache row would serve a problem, and why.",
-    "cache": "List, show, export and merge cache files.",
+    "cache": "List, compare, merge, sign and verify cache files.",
     "bench": "Time fa2tune against its peers on this GPU.",
     "doctor": "Check GPU, driver, compiler, versions and cache files.",
 }

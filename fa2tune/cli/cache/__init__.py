@@ -1,0 +1,21 @@
+"""``fa2tune cache``: what the cache files hold; bringing them together, shipping them, keeping them true."""
+
+from __future__ import annotations
+
+import click
+
+from fa2tune.cli.cache.common import describe as describe
+from fa2tune.cli.cache.coverage import coverage as _coverage
+from fa2tune.cli.cache.files import diff, export, merge
+from fa2tune.cli.cache.look import list_, path, show
+from fa2tune.cli.cache.sign import check, sign
+from fa2tune.cli.cache.verify import verify as _verify
+
+
+@click.group()
+def cache() -> None:
+    """List, compare, merge, sign and verify cache files."""
+
+
+for _command in (path, list_, show, _coverage, diff, merge, export, sign, check, _verify):
+    cache.add_command(_command)

@@ -1,0 +1,59 @@
+"""``fa2tune cache sign`` and ``check``: does every node serve what was shipped?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from fa2tune import reader
+from fa2tune.cli.cache.common import FILE, told
+
+
+@click.command()
+@click.argument("files", type=FILE, nargs=-1)
+@click.option("--out", type=FILE, help="[default: beside the first of FILES, ending in .manifest.json]")
+def sign(files: Sequence[Path], out: Path | None) -> None:
+    """Write a manifest of the cache FILES that a fleet is to serve from: what is in them, in this order, and the fa2tune,
+    Triton and kernel sources they go with. `cache check` holds a node to it.
+
+    Without FILES: of all that serves here, the user's file and the driver included; printed, unless --out is given.
+    """
+    with told():
+        from fa2tune import fleet, lookup, store
+
+        here = fleet.toolchain()
+        if files:
+            made = fleet.shipment(files, lookup.Toolchain(here.triton, "", here.kernel_hashes))
+            out = out or files[0].with_suffix(".manifest.json")
+        else:
+            made = fleet.of(reader.layers(), here)
+        if out is None:
+            click.echo(made.to_json(), nl=False)
+            return
+        store.write_text(out, made.to_json())
+    click.echo(
+        f"{out}: {sum(part.rows for part in made.layers)} rows in {len(made.layers)} files, hash {made.hash[:16]}"
+    )
+
+
+@click.command()
+@click.argument("manifest", type=FILE)
+def check(manifest: Path) -> None:
+    """Hold what serves here to a MANIFEST that `cache sign` wrote. Exit code 1, and what differs, if they are not alike.
+
+    The last line is this node's own hash, as fa2tune.manifest().hash gives it to programs: equal on nodes that decide alike.
+    """
+    with told():
+        from fa2tune import fleet
+
+        signed = fleet.read(manifest)
+        here = fleet.of(reader.layers(), fleet.toolchain())
+    found = fleet.differences(signed, here)
+    for line in found:
+        click.echo(line)
+    click.echo(f"{'differs from' if found else 'as signed in'} {manifest}")
+    click.echo(f"hash {here.hash}")
+    if found:
+        raise SystemExit(1)

@@ -1,0 +1,48 @@
+"""`fa2tune cache verify` on a real GPU: rows are compiled, checked and timed where they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa2tune import crown, finding
+from fa2tune.compiler import variant_named
+from fa2tune.finding import FAILS, HOLDS, LOST, UNTOLD
+from fa2tune.problem import TuningKey
+from fa2tune.row import MEASURED, Row
+from fa2tune.upkeep import Verification
+
+
+def rows() -> list[Row]:
+    """Forward and both kernels of the split backward, by pointer, with times that nothing can keep; and the whole backward."""
+    card = finding.card_here()
+    assert card is not None
+    toolchain = crown.Toolchain(MEASURED, card.name, card.driver)
+    key = TuningKey(card.gpu.name, card.gpu.sm_count, card.gpu.arch, "fwd", "bf16", "ieee", 64, 64, True, 2048)
+    found = []
+    for kernel in ("fwd", "bwd_dq", "bwd_dkdv"):
+        config = crown.rival(variant_named(kernel).space, key.specialization(), key.arch, "pointer")
+        found.append(crown.measured(key.with_(kernel=kernel), "pointer", config, toolchain, [1.0] * 9, None))
+    whole = crown.measured(key.with_(kernel="bwd"), "split", {}, toolchain, [1.0] * 9, None)
+    return [*found, whole]
+
+
+def test_rows_are_compiled_checked_and_timed() -> None:
+    held = rows()
+    first = Verification(held, held, finding.card_here()).go()
+    assert [one.state for one in first] == [LOST] * 4, [one.why for one in first]
+    fresh = [one.fresh for one in first]
+    for row in fresh:
+        assert row is not None and row.errors and row.samples > 6 and (row.time_us or 0.0) > 10
+    again = [row for row in fresh if row]
+    second = Verification(again, again, finding.card_here()).go()
+    for one in second:  # how alike two runs are depends on who else uses the card
+        assert one.state in (HOLDS, LOST, UNTOLD), one.why
+        assert one.time_us is None or 0.7 < one.time_us / (one.row.time_us or 0.0) < 1.4
+
+
+def test_a_config_that_no_call_takes_fails_and_costs_nobody_else() -> None:
+    fwd, *others = rows()
+    spoilt = replace(fwd, config={**fwd.config, "BLOCK_N": 48})
+    found = Verification([spoilt, *others], others, finding.card_here()).go()
+    assert found[0].state == FAILS, found[0].why
+    assert [one.state for one in found[1:]] == [LOST] * 3

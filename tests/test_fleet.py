@@ -1,0 +1,185 @@
+"""Manifests: what decides, its hash, and holding a node to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_rows import BARE, FULL, row
+from click.testing import CliRunner, Result
+
+from fa2tune import fleet, reader
+from fa2tune.cli.cache import cache
+from fa2tune.fleet import Manifest, ManifestError, differences, of, parse
+from fa2tune.lookup import Toolchain
+from fa2tune.reader import Layer
+from fa2tune.store import Store
+
+ROOT = Path(__file__).parent.parent
+HERE = Toolchain("3.6.0", "580.1", {"fwd": "abc"})
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(reader, "shipped_paths", list)
+    return reader.user_path()
+
+
+def layer(*rows: Any, name: str = "fleet", file: str = "fleet.sqlite") -> Layer:
+    return Layer(name, Path("/somewhere") / file, list(rows))
+
+
+def test_the_hash_is_of_what_decides_and_of_nothing_else() -> None:
+    base = of([layer(FULL, BARE)], HERE)
+    assert len(base.hash) == 64
+    same = [
+        of([layer(BARE, FULL)], HERE),
+        of([Layer("fleet", Path("/elsewhere/copy.sqlite"), [FULL, BARE])], HERE),
+    ]
+    assert {m.hash for m in same} == {base.hash}
+    others = [
+        of([layer(FULL)], HERE),
+        of([layer(FULL, replace(BARE, samples=1))], HERE),
+        of([layer(FULL, BARE, name="user")], HERE),
+        of([layer(FULL), layer(BARE)], HERE),
+        of([layer(BARE), layer(FULL)], HERE),
+        of([layer(FULL, BARE)], replace(HERE, triton="3.9.0")),
+        of([layer(FULL, BARE)], replace(HERE, driver="581.0")),
+        of([layer(FULL, BARE)], replace(HERE, kernel_hashes={"fwd": "abd"})),
+        of([], HERE),
+    ]
+    assert len({m.hash for m in [base, *others]}) == 1 + len(others)
+
+
+def test_a_manifest_comes_back_from_its_file() -> None:
+    made = of([layer(FULL), layer(BARE, name="shipped", file="s.sqlite")], HERE)
+    assert parse(made.to_json()) == made
+    assert not differences(made, made)
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(of([layer(FULL)], HERE).to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no JSON"),
+        ('{"a":' * 20000, "no JSON"),
+        ("[]", "no manifest"),
+        (changed(manifest=2), "no manifest of format 1"),
+        (changed(triton=3), "must be text"),
+        (changed(triton="\x1b[2J"), "must be text"),
+        (changed(triton="3" * 1000), "must be text"),
+        (changed(hash="0" * 64), "changed after it was signed"),
+        (changed(triton="3.9.0"), "changed after it was signed"),
+        (changed(layers=[]), "changed after it was signed"),
+        (changed(layers={}), "must be a list"),
+        (changed(layers=[{"layer": "fleet"}]), "must have layer, file"),
+        (changed(layers=[{"layer": "fleet", "file": "x", "rows": "1", "digest": "y"}]), "rows an integer"),
+        (changed(kernels=["fwd"]), "must be text"),
+    ],
+)
+def test_a_file_that_is_no_manifest_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=said):
+        parse(text)
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(ManifestError, match=rf"m\.json: .*{said}"):
+        fleet.read(tmp_path / "m.json")
+
+
+def test_differences_are_named() -> None:
+    signed = of([layer(FULL), layer(BARE, name="shipped", file="s.sqlite")], Toolchain("3.6.0", "", {"fwd": "abc"}))
+
+    def found(*layers: Layer, toolchain: Toolchain = HERE) -> list[str]:
+        return differences(signed, of(layers, toolchain))
+
+    good = [layer(FULL), layer(BARE, name="shipped", file="s.sqlite")]
+    assert found(*good) == [], "who signed had no driver"
+    [line] = found(layer(replace(FULL, samples=1)), good[1])
+    assert "fleet layer fleet.sqlite (1 rows" in line and "holds other rows here" in line
+    [line] = found(good[1])
+    assert line.endswith("does not serve here")
+    [line] = found(layer(row({"bucket": 512}), name="user", file="cache.sqlite"), *good)
+    assert line.startswith("user layer cache.sqlite") and line.endswith("not signed")
+    assert found(*reversed(good)) == ["the layers stand in another order"]
+    assert found(*good, toolchain=Toolchain("3.9.0", "", {"fwd": "abd"})) == [
+        "triton: signed with 3.6.0, here 3.9.0",
+        "source of kernel fwd: signed with abc, here abd",
+    ]
+
+
+# --- the commands, and fa2tune.manifest()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cache, list(map(str, arguments)))
+
+
+def test_sign_ship_check(user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fleet.sqlite"
+    Store(file).put([FULL, BARE])
+    signed = run("sign", file)
+    assert signed.exit_code == 0, signed.output
+    manifest = tmp_path / "fleet.manifest.json"
+    assert str(manifest) in signed.output
+    node = tmp_path / "node" / "renamed.sqlite"
+    node.parent.mkdir()
+    node.write_bytes(file.read_bytes())
+    monkeypatch.setenv("FA2TUNE_CACHE", str(node))
+    good = run("check", manifest)
+    assert good.exit_code == 0, good.output
+    assert good.output.splitlines()[-1].startswith("hash ")
+    Store(user).put([FULL])
+    shadowed = run("check", manifest)
+    assert shadowed.exit_code == 1
+    assert "user layer cache.sqlite (1 rows" in shadowed.output
+    user.unlink()
+    Store(node).put([replace(FULL, created="2026-05-01T00:00:00Z")])
+    assert run("check", manifest).exit_code == 1
+    node.write_text("spoilt")
+    assert "does not serve here" in run("check", manifest).output
+    assert "no such file" in run("check", tmp_path / "none.json").output
+    assert "no such file" in run("sign", tmp_path / "none.sqlite").output
+
+
+def test_sign_of_what_serves_here(user: Path) -> None:
+    Store(user).put([FULL])
+    printed = run("sign")
+    assert printed.exit_code == 0
+    assert [part.layer for part in parse(printed.output).layers] == ["user"]
+
+
+def test_a_program_asks_for_the_manifest_of_what_it_serves_from(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.sqlite"
+    Store(path).put([FULL])
+    code = """
+import fa2tune
+from fa2tune import dispatch, fleet
+from fa2tune.store import Store
+m = fa2tune.manifest()
+assert fleet.toolchain() == dispatch.toolchain()
+Store(r"%s").put([])
+assert m == fa2tune.manifest() and type(m).__name__ == "Manifest" and "manifest" in dir(fa2tune)
+print(m.hash, [part.file for part in m.layers][0])
+"""
+    environment = {**os.environ, "FA2TUNE_CACHE": str(path), "PYTHONPATH": str(ROOT)}
+    said = {
+        subprocess.run([sys.executable, "-c", code % path], capture_output=True, text=True, env=environment, check=True,
+                       cwd=tmp_path).stdout
+        for _ in range(2)
+    }  # fmt: skip
+    [line] = said
+    assert line.split()[1] == "fleet.sqlite"
+
+
+def test_a_manifest_is_plain_data() -> None:
+    with pytest.raises(AttributeError):
+        Manifest((), "", "", "").triton = "x"  # type: ignore[misc]
