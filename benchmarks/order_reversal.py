@@ -26,6 +26,7 @@ import click
 from fa2tune import crown, reader, worker
 from fa2tune.books import Books, Hands, Report, Watcher, describe
 from fa2tune.candidates import point
+from fa2tune.compiler import variant_named
 from fa2tune.family import Family
 from fa2tune.judge import Verdict
 from fa2tune.ledger import Ledger, Toolchain
@@ -76,13 +77,13 @@ def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path)
 
 def family_of(kernel: str, plan: Plan) -> Family:
     failures = Ledger(None, Toolchain(importlib.metadata.version("triton")))
-    return Family(kernel, plan.specializations()[0], plan, Shelf(None), "order reversal", failures)
+    return Family(variant_named(kernel), plan.specializations()[0], plan, Shelf(None), "order reversal", failures)
 
 
 def candidates(family: Family, known: Sequence[Row], most: int = CANDIDATES) -> list[Config]:
     """The defaults, what won this kernel's keys at any length, and neighbours of the default; legal ones, each once."""
     spec, arch = family.spec, family.plan.target.gpu.arch
-    defaults = [crown.rival(family.variant.space, spec, arch, loads) for loads in reversed(family.loads_variants())]
+    defaults = [crown.rival(family.variant.space, spec, arch, way) for way in reversed(family.ways())]
     wanted = (family.kernel, spec.dtype, spec.head_dim, spec.head_dim_v, spec.causal)
     won = [
         dict(row.config)
@@ -105,7 +106,7 @@ def tuned(
     family.ready = [(config, Verdict()) for config in configs]
     while (task := way.search([family])) is not None:
         carry_out(task, perform)
-    carry_out(way.crown(family), perform)
+    carry_out(way.crown([family]), perform)
     way.crew.close()
     rows = way.books.report.rows
     if not rows:

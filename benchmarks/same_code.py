@@ -22,7 +22,7 @@ import click
 
 from fa2tune import compiler, reader
 from fa2tune.problem import BACKWARD
-from fa2tune.row import Row
+from fa2tune.row import Row, hashed_as
 from fa2tune.store import Store
 
 HERE = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ import hashlib, json, subprocess, sys
 from fa2tune import compiler, fingerprint
 from fa2tune.problem import Specialization
 hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
-hashes["bwd"] = fingerprint.backward_hash()
+hashes |= {"bwd": fingerprint.backward_hash(), **dict(getattr(fingerprint, "kernel_hashes", dict)())}
 code = []
 for kernel, spec, config, arch in json.load(sys.stdin):
     variant, spec = compiler.variant_named(kernel), Specialization(**spec)
@@ -62,9 +62,10 @@ def _jobs(rows: list[Row], edited: set[str]) -> list[Any]:
     found: dict[str, Any] = {}
     for row in rows:
         spec = asdict(row.key.specialization())
-        if row.key.kernel in edited and row.key.kernel != BACKWARD:
-            config = compiler.binary_config(compiler.variant_named(row.key.kernel), row.config)
-            job = [row.key.kernel, spec, config, row.key.arch]
+        variant = None if row.key.kernel == BACKWARD else compiler.variant_of(row.key.kernel, row.config)
+        if variant is not None and variant.name in edited:
+            config = compiler.binary_config(variant, row.config)
+            job = [variant.name, spec, config, row.key.arch]
         elif row.key.kernel == BACKWARD and "bwd_delta" in edited:
             job = ["bwd_delta", spec, None, row.key.arch]
         else:
@@ -90,8 +91,9 @@ def main(old_tree: Path, files: tuple[Path, ...]) -> None:
         raise click.ClickException(f"not the same, so nothing was written: {changed[0]}")
     for path, found in tables.items():
         kept = [
-            replace(row, kernel_hash=after[row.key.kernel]) if row.kernel_hash == before.get(row.key.kernel) else row
+            replace(row, kernel_hash=after[name]) if row.kernel_hash == before.get(name) else row
             for row in found
+            for name in (hashed_as(row.key.kernel, row.specialized),)
         ]
         with tempfile.TemporaryDirectory() as folder:
             store = Store(Path(folder) / "rows.sqlite")

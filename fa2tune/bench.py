@@ -264,7 +264,10 @@ def _try_peer(stand: Stand, rig: Rig, cell: Cell, name: str) -> tuple[dict[str, 
     if not error <= TOLERANCE[cell.problem.dtype]:
         why = f"differs from the float32 reference by {error:.2g}, {TOLERANCE[cell.problem.dtype]:g} is let pass"
         return {"status": "wrong", "why": why}, None
-    return {"status": "ok", "error": error}, call
+    entry: dict[str, Any] = {"status": "ok", "error": error}
+    if (kernels := stand.peers[name].kernels) is not None:
+        entry["kernels"] = kernels(cell.problem, cell.pass_)
+    return entry, call
 
 
 def summarise(samples: Mapping[str, list[float]], operations: float) -> dict[str, dict[str, float]]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fa2tune import crown, worker
 from fa2tune.plan import Plan
 from fa2tune.problem import BACKWARD, Config, TuningKey
-from fa2tune.row import Row
+from fa2tune.row import Row, over_portable
 from fa2tune.store import Store
 from fa2tune.study import Outcome
-from fa2tune.variant import OPTIONS
+from fa2tune.variant import OPTIONS, WARP_SPECIALIZED, way_of
 
 if TYPE_CHECKING:
     from fa2tune.family import Family
@@ -76,8 +76,10 @@ class Books:
         self.store.put(rows)
         self.report.rows += rows
         best = max(rows, key=lambda row: row.tflops or 0.0)
-        what = best.variant if best.key.kernel == BACKWARD else describe(best.config)
+        what = described(best)
         gain = "" if best.gain is None else f", {best.gain:.2f} x default"
+        lead = over_portable(best, rows)
+        gain += "" if lead is None else f", {lead:.2f} x the portable winner"
         self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}, {what}{gain}")
 
     def put_kept(self, family: Family) -> bool:
@@ -131,11 +133,23 @@ def word_for(reason: str, words: Sequence[tuple[str, str]] = _WORDS[:1], otherwi
 
 def describe(config: Config) -> str:
     """A config on half a line: "128x64 pointer first w8 s3 r168 heads-per-wave=4"."""
-    parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if "BLOCK_M" in config and "BLOCK_N" in config else []
+    both = "BLOCK_M" in config and "BLOCK_N" in config
+    parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if both else []
+    if "num_warps" in config and way_of(config) == WARP_SPECIALIZED:
+        parts.append(WARP_SPECIALIZED)
     parts += [value for value in config.values() if isinstance(value, str)]
     parts += [short + str(config[name]) for name, short in zip(OPTIONS, "wsr", strict=True) if config.get(name)]
     for name, value in sorted(config.items(), reverse=True):
-        if name not in (*OPTIONS, "BLOCK_M", "BLOCK_N") and not isinstance(value, str) and value is not False:
+        said = name in OPTIONS or (both and name in ("BLOCK_M", "BLOCK_N")) or isinstance(value, str) or value is False
+        if not said:
             word = name.lower().replace("_", "-")
             parts.append(word if value is True else f"{word}={value}")
     return " ".join(parts)
+
+
+def described(row: Row) -> str:
+    """What a row launches, on half a line: its config; of a whole backward the road, and the ways of the kernels on it."""
+    if row.key.kernel != BACKWARD:
+        return describe(row.config) or row.variant
+    ways = ", ".join(f"{kernel} {way}" for kernel, way in row.config.items())
+    return f"{row.road}: {ways}" if ways else row.variant

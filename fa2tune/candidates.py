@@ -19,14 +19,14 @@ from optuna.trial import TrialState
 from fa2tune import guided, limits
 from fa2tune.gpus import Gpu
 from fa2tune.problem import Config, Specialization
-from fa2tune.variant import SearchSpace, Variant
+from fa2tune.variant import SearchSpace, Variant, way_of
 
 if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
 SAMPLERS = ("guided", "tpe", "random", "grid", "gp", "cmaes")
-OTHER_WAY_EVERY = 5  #: proposals: one is about the load variant that the best so far does not have
+OTHER_WAY_EVERY = 5  #: proposals: one is about the way that the best so far does not go
 GLOBAL_EVERY = 2  #: proposals: one looks at the whole space, the others one step around the best so far
 STARTUP_TRIALS_AT_MOST = 8  #: random ones, before a sampler with a model of the space trusts it
 
@@ -198,11 +198,11 @@ class UnseenSampler(BaseSampler):
         wanted = [index for index in unseen if field.binaries[index] not in compiled] or list(unseen)
         start = min(times, key=times.__getitem__) if times else self.start
         if len(touched) % OTHER_WAY_EVERY == 0 and start is not None:
-            way = field.configs[start]["LOADS"]
-            others = [index for index in wanted if field.configs[index]["LOADS"] != way]
+            way = way_of(field.configs[start])
+            others = [index for index in wanted if way_of(field.configs[index]) != way]
             if others:
                 wanted = others
-                times_there = [index for index in times if field.configs[index]["LOADS"] != way]
+                times_there = [index for index in times if way_of(field.configs[index]) != way]
                 start = min(times_there, key=times.__getitem__, default=None)
         if start is not None:
             launch = field.launches[start]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
-from fa2tune.variant import DESCRIPTOR, OPTIONS, Variant
+from fa2tune.variant import OPTIONS, POINTER, Variant, way_of
 
 
 class CompileError(RuntimeError):
@@ -49,16 +49,41 @@ def variant_named(name: str) -> Variant:
         raise ValueError(f"kernel: got {name!r}, known are {', '.join(variants())}") from None
 
 
+@cache
+def ways(kernel: str) -> Mapping[str, Variant]:
+    """The ways a kernel can go, by name, each with its Variant: the portable ones first."""
+    serving = [variant for variant in variants().values() if variant.filed_under == kernel]
+    found: dict[str, Variant] = {}
+    for variant in sorted(serving, key=lambda variant: bool(variant.serves)):
+        for way in variant.ways:
+            if found.setdefault(way, variant) is not variant:
+                raise ValueError(f"kernel {kernel}: {found[way].name} and {variant.name} are both {way}")
+    return found
+
+
+def variants_of(kernel: str) -> tuple[Variant, ...]:
+    """Every Variant that serves as this kernel, the portable one first."""
+    return tuple(dict.fromkeys(ways(kernel).values()))
+
+
+def variant_of(kernel: str, config: Config) -> Variant:
+    """The Variant that a config of a kernel is of. ValueError: this house has none."""
+    way, known = way_of(config), ways(kernel)
+    if way not in known:
+        raise ValueError(f"kernel {kernel}: got a {way!r:.40} config, known are {', '.join(known)}")
+    return known[way]
+
+
 @dataclass(frozen=True)
 class Binary:
     """One compiled kernel and what the hardware limits and the model need to know of it."""
 
-    kernel: str
+    kernel: str  #: name of its Variant
     spec: Specialization
     config: Mapping[str, Any]
     arch: int
     shared_bytes: int  #: per block
-    num_warps: int
+    num_warps: int  #: per block: of all partitions, where warps are specialised
     registers: int  #: per thread
     stack_bytes: int  #: per thread; spilled registers lie here
     cubin_path: str
@@ -76,7 +101,7 @@ def parameters(variant: Variant) -> list[str]:
 
 @cache
 def constexpr_names(variant: Variant) -> frozenset[str]:
-    """The kernel's parameters annotated ``tl.constexpr``."""
+    """The kernel's parameters annotated ``constexpr``, which is the same class for Triton and Gluon."""
     import triton.language as tl
 
     annotated = inspect.signature(variant.kernel.fn).parameters.values()
@@ -85,8 +110,9 @@ def constexpr_names(variant: Variant) -> frozenset[str]:
 
 @cache
 def runtime_names(variant: Variant) -> frozenset[str]:
-    """The dimensions of the search that are arguments of a launch: configs that differ there alone share a binary."""
-    return frozenset(variant.space.dimensions) - constexpr_names(variant) - frozenset(OPTIONS)
+    """The dimensions of the search that a launch chooses: configs that differ there alone share a binary."""
+    arguments = frozenset(parameters(variant)) - constexpr_names(variant) | frozenset(variant.grid_dimensions)
+    return frozenset(variant.space.dimensions) & arguments - frozenset(OPTIONS)
 
 
 def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
@@ -95,40 +121,64 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in runtime}
 
 
-def _constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
-    values = {
+def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
+    """What is known by name at compile time, whether the kernel has such a parameter or not."""
+    return {
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_D": padded_head_dim(spec.head_dim),
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
         "IS_CAUSAL": spec.causal,
         "PRECISION": spec.precision,
-        **variant.constants(spec),
-        **{name: value for name, value in config.items() if name not in OPTIONS},
+        **config,
+        **variant.derived(spec, config),
     }
-    return {name: values[name] for name in parameters(variant) if name in constexpr_names(variant)}
 
 
 def constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
     """Every constexpr of the kernel, by name. ValueError names what the config lacks."""
     try:
-        return _constexprs(variant, spec, config)
+        known = _known(variant, spec, config)
+        return {name: known[name] for name in parameters(variant) if name in constexpr_names(variant)}
     except KeyError as missing:
         raise ValueError(f"config: {variant.name} needs {missing}, got {sorted(config)}") from None
 
 
+def block_of(variant: Variant, spec: Specialization, config: Config, name: str) -> list[int]:
+    """Shape of the block that the descriptor of a tensor addresses."""
+    known = _known(variant, spec, config)
+    block = [known[side] if isinstance(side, str) else side for side in variant.descriptors[name]]
+    return [1, 1, *block] if len(block) == 2 else block
+
+
 def uses_descriptors(config: Config) -> bool:
-    return config.get("LOADS") == DESCRIPTOR
+    """Whether what a Variant says a descriptor may read is read, and written, by one."""
+    return way_of(config) != POINTER
 
 
-def _type(variant: Variant, spec: Specialization, name: str, values: Mapping[str, Any], described: bool) -> str:
+def is_gluon(variant: Variant) -> bool:
+    """Whether the kernel is written in Gluon, which has layouts in its types, and no interpreter."""
+    return bool(getattr(variant.kernel, "is_gluon", lambda: False)())
+
+
+@cache
+def _shared_layout(block: tuple[int, ...], dtype: str) -> str:
+    """How Gluon types the shared memory that a descriptor fills: swizzled as widely as the block allows."""
+    from triton.experimental.gluon import language as gl
+
+    elements = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i32": gl.int32}
+    return repr(gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype]))
+
+
+def _type(variant: Variant, spec: Specialization, config: Config, name: str) -> str:
     if name in constexpr_names(variant):
         return "constexpr"
     if name in variant.tensors:
         dtype = variant.tensors[name] or spec.dtype
-        if described and name in variant.descriptors:
-            rows, columns = variant.descriptors[name]
-            return f"tensordesc<{dtype}[1, 1, {values[rows]}, {values[columns]}]>"
+        if uses_descriptors(config) and name in variant.descriptors:
+            block = block_of(variant, spec, config, name)
+            layout = f",{_shared_layout(tuple(block), dtype)}" if is_gluon(variant) else ""
+            return f"tensordesc<{dtype}{block}{layout}>"
         return f"*{dtype}"
     if name in variant.floats:
         return "fp32"
@@ -147,19 +197,20 @@ def _divisibility(variant: Variant, spec: Specialization, name: str, kind: str) 
 
 
 def source(variant: Variant, spec: Specialization, config: Config) -> Any:
-    """Triton's ASTSource of one config."""
+    """Triton's ASTSource of one config, or Gluon's."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     values = constexprs(variant, spec, config)
     names = parameters(variant)
-    described = uses_descriptors(config)
-    signature = {name: _type(variant, spec, name, values, described) for name in names}
+    signature = {name: _type(variant, spec, config, name) for name in names}
     attributes = {}
     for index, name in enumerate(names):
         divisor = _divisibility(variant, spec, name, signature[name])
         if divisor > 1:
             attributes[(index,)] = [["tt.divisibility", divisor]]
-    return ASTSource(fn=variant.kernel, signature=signature, constexprs=values, attrs=attributes)
+    language = GluonASTSource if is_gluon(variant) else ASTSource
+    return language(fn=variant.kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
 def options(config: Config) -> dict[str, Any]:
@@ -182,13 +233,29 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
 
     asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
     try:
-        return triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
+        compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
         raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
+    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+        raise CompileError(f"{variant.name} wants scratch memory, which no launch gives it")
+    return compiled
+
+
+Launches = list[tuple[Variant, Config]]
+
+
+def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[Launches, Launches]:
+    """The kernels that run right before a config's, and right after it, with their own configs."""
+    told = variant.passes_on(spec, config)
+
+    def with_configs(names: tuple[str, ...]) -> Launches:
+        return [(one, {**one.space.default(spec, arch), **told}) for one in map(variant_named, names)]
+
+    return with_configs(variant.before), with_configs(variant.after)
 
 
 @cache

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
 from fa2tune import fingerprint
-from fa2tune.compiler import variant_named
+from fa2tune.compiler import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BACKWARD, ITEMSIZE, Config, Problem, Specialization, TuningKey
 from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row
 from fa2tune.samples import Race, gain_over, quantile, ratios
 from fa2tune.study import Outcome
-from fa2tune.variant import POINTER, SearchSpace
+from fa2tune.variant import POINTER, WARP_SPECIALIZED, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 ROADS = {"split": ("bwd_dq", "bwd_dkdv"), "fused": ("bwd_fused",)}
@@ -43,9 +43,9 @@ class Toolchain:
 def _base(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, time_us: float) -> Row:
     workload = key.workload()
     if key.kernel == BACKWARD:
-        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash()}
+        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash(WARP_SPECIALIZED in config.values())}
     else:
-        kernel = variant_named(key.kernel)
+        kernel = variant_of(key.kernel, config)
         hashes = {"kernel_hash": fingerprint.kernel_hash(kernel), "space_hash": fingerprint.space_hash(kernel)}
     return Row(
         key=key, variant=variant, config=dict(config), time_us=time_us, batch=workload.batch, heads_q=workload.heads_q,
@@ -75,11 +75,11 @@ def measured(key: TuningKey, variant: str, config: Config, toolchain: Toolchain,
     return replace(row, default_time_us=median(default_times), gain=gain.median, gain_low=gain.low, gain_high=gain.high)
 
 
-def rival(space: SearchSpace, spec: Specialization, arch: int, loads: str) -> Config:
-    """The default that a config with these loads has to beat: what would serve in its place. For pointer loads that is the
-    default for tensors that no descriptor can address, as the others have a row for descriptors."""
+def rival(space: SearchSpace, spec: Specialization, arch: int, way: str) -> Config:
+    """The default that a config of this way has to beat: what would serve in its place. ``space``: the portable variant's. For
+    pointer loads that is the default for tensors that no descriptor can address, as the others have a row for descriptors."""
     default = space.default(spec, arch)
-    if loads != POINTER or default["LOADS"] == POINTER:
+    if way != POINTER or default["LOADS"] == POINTER:
         return default
     return space.default(replace(spec, aligned=False), arch)
 
@@ -115,6 +115,25 @@ def watched(*races: Race) -> dict[str, Any]:
 def evidence_of(outcome: Outcome) -> dict[str, Any]:
     """Registers, spills and shared memory of a row."""
     return {name: outcome.binary.get(name) for name in ("registers", "spills", "shared_bytes")}
+
+
+def backward_ways(rows: Iterable[Row], key: TuningKey) -> dict[str, tuple[str, dict[str, Row]]]:
+    """What a whole backward can be made of: variant of its row -> (road, kernel -> its row). Per road the fastest portable row
+    of each kernel, and the fastest row of any way, where one of them is warp-specialised."""
+    own = [row for row in rows if row.key == key.with_(kernel=row.key.kernel)]
+    found = {}
+    for road, kernels in ROADS.items():
+        for special in (False, True):
+            able = {
+                kernel: [row for row in own if row.key.kernel == kernel and (special or not row.specialized)]
+                for kernel in kernels
+            }
+            if not all(able.values()):
+                continue
+            best = {kernel: min(some, key=lambda row: row.rank_us) for kernel, some in able.items()}
+            if any(row.specialized for row in best.values()) == special:
+                found[f"{road}_{WARP_SPECIALIZED}" if special else road] = road, best
+    return found
 
 
 def streaming_us(problem: Problem, road: str, gpu: Gpu) -> float:

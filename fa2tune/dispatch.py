@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, limits, lookup, reader
-from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variants
-from fa2tune.fingerprint import backward_hash, driver_version, kernel_hash
+from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variant_of
+from fa2tune.fingerprint import driver_version, kernel_hashes
 from fa2tune.gpus import Gpu
 from fa2tune.passes import (
+    FUSED,
     ROADS,
     SPLIT,
     BackwardPlan,
@@ -32,7 +33,8 @@ from fa2tune.passes import (
     lse_shape,
 )
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
-from fa2tune.row import PREDICTED, Row
+from fa2tune.row import PREDICTED, Row, over_portable
+from fa2tune.variant import WARP_SPECIALIZED, way_of
 
 log = logging.getLogger("fa2tune")
 
@@ -53,6 +55,9 @@ class Choice:
 
     config: Config
     rung: str  #: "exact, measured", ..., or "default"
+    lead: float | None = (
+        None  #: how many times as fast as the portable winner of its key; None: it is that, or the default
+    )
 
 
 @cache
@@ -73,8 +78,7 @@ def toolchain() -> lookup.Toolchain:
     """What is running here: a row made with another Triton, driver or kernel source is stale."""
     import triton
 
-    hashes = {name: kernel_hash(variant) for name, variant in variants().items()} | {BACKWARD: backward_hash()}
-    return lookup.Toolchain(triton.__version__, driver_version(), hashes)
+    return lookup.Toolchain(triton.__version__, driver_version(), kernel_hashes())
 
 
 @cache
@@ -95,52 +99,121 @@ def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
     )  # fmt: skip
 
 
-def refusal(problem: Problem, gpu: Gpu, deterministic: bool = True) -> Callable[[Row], str | None]:
-    """Why a row cannot serve this problem on this GPU, or None: its limits are re-checked whatever rung it came from."""
+def refusal(
+    problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, bool], bool] = lambda *asked: True
+) -> Callable[[Row], str | None]:
+    """Why a row cannot serve this problem on this GPU, or None: its limits are re-checked whatever rung it came from.
 
-    def why(row: Row) -> str | None:
-        if row.key.kernel == BACKWARD:
-            if row.variant == SPLIT:
-                return None
-            if row.obtained == PREDICTED:
-                return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
-            return "sums dQ in no fixed order, and deterministic=True asks for one" if deterministic else None
+    ``served(kernel, specialized)``: whether there is a row of a kernel on the road of a whole backward that can."""
+
+    def of_road(row: Row) -> str | None:
+        if row.road not in ROADS:
+            return f"a road called {row.road!r:.40} is not known here"
+        if row.road == FUSED and row.obtained == PREDICTED:
+            return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
+        if row.road == FUSED and deterministic:
+            return "sums dQ in no fixed order, and deterministic=True asks for one"
+        for kernel in ROADS[row.road]:
+            if row.config.get(kernel) == WARP_SPECIALIZED and not served(kernel, True):
+                return f"no row of its warp-specialised {kernel} can serve this problem"
+        return None
+
+    def of_kernel(row: Row) -> str | None:
+        try:
+            variant = variant_of(row.key.kernel, row.config)
+        except ValueError as error:
+            return str(error)
+        dimensions = variant.space.dimensions
+        if set(row.config) != set(dimensions):
+            return f"its config does not name the dimensions of {variant.name}"
+        for name, value in row.config.items():  # a file is data from somewhere else
+            if not any(type(value) is type(known) and value == known for known in dimensions[name]):
+                return f"its config has {name} {value!r:.40}, which is not a value of {variant.name}'s search space"
         if uses_descriptors(row.config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
-        variant = variant_named(row.key.kernel)
-        if set(row.config) != set(variant.space.dimensions):
-            return f"its config does not name the dimensions of {variant.name}"
         refused = limits.before_compile(variant, problem.specialization, row.config, gpu)
         return refused.why if refused else None
 
-    return why
+    return lambda row: of_road(row) if row.key.kernel == BACKWARD else of_kernel(row)
 
 
 def default_config(kernel: str, problem: Problem, arch: int) -> Config:
-    """The documented default, with pointer loads where a descriptor cannot address the tensors."""
+    """The documented default, of the portable variant, with pointer loads where a descriptor cannot address the tensors."""
     spec = problem.specialization
     return variant_named(kernel).space.default(spec if problem.tma else replace(spec, aligned=False), arch)
 
 
-def choose(problem: Problem, kernel: str, gpu: Gpu) -> Choice:
-    """The config for one kernel of this problem: the best row of the ladder, else the default."""
-    key = key_of(problem, kernel, gpu)
-    answer = lookup.find(key, gpu.silicon, layers(), refusal(problem, gpu), toolchain())
+def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callable[[Row], str | None]:
+    """``refusal`` of a kernel's rows; ``specialized``: where only warp-specialised ones, or only the others, are asked for."""
+    acceptable = refusal(problem, gpu)
+
+    def why(row: Row) -> str | None:
+        if specialized not in (None, row.specialized):
+            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel here"
+        return acceptable(row)
+
+    return why
+
+
+def _found(
+    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None, among: Sequence[reader.Layer] | None = None
+) -> lookup.Answer | None:
+    """The best row of the ladder for one kernel."""
+    why_not = kind_refusal(problem, gpu, specialized)
+    return lookup.find(
+        key_of(problem, kernel, gpu), gpu.silicon, layers() if among is None else among, why_not, toolchain()
+    )
+
+
+def choose(problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None = None) -> Choice:
+    """The config for one kernel of this problem: the best row of the ladder, else the default. ``specialized``: whether it
+    is to be warp-specialised, where such a row can serve; None: as the rows have it."""
+    answer = _found(problem, kernel, gpu, specialized) or (_found(problem, kernel, gpu, False) if specialized else None)
     if answer is None:
         _log_once(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
         )
         return Choice(default_config(kernel, problem, gpu.arch), "default")
-    return Choice(answer.row.config, answer.rung)
+    return Choice(answer.row.config, answer.rung, over_portable(answer.row, answer.layer.rows))
 
 
-def road_of(problem: Problem, gpu: Gpu, deterministic: bool) -> str:
-    """ "split" or "fused": by the row for the whole backward, split where there is none (it is deterministic)."""
-    if deterministic:
-        return SPLIT
+def road_refusal(
+    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None
+) -> Callable[[Row], str | None]:
+    """Why a row for a whole backward cannot serve this problem, or None. ``among``: None for the layers of this process."""
+
+    def served(kernel: str, specialized: bool) -> bool:
+        return _found(problem, kernel, gpu, specialized, among) is not None
+
+    return refusal(problem, gpu, deterministic, served)
+
+
+def kinds_of(row: Row) -> dict[str, bool]:
+    """Of a whole backward's row: kernel -> whether it is warp-specialised."""
+    return {kernel: way == WARP_SPECIALIZED for kernel, way in row.config.items()}
+
+
+def road_of(problem: Problem, gpu: Gpu, deterministic: bool) -> tuple[str, Mapping[str, bool]]:
+    """(road, kernel -> whether it is to be warp-specialised), by the row for the whole backward; the road is "split" or
+    "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
     key = key_of(problem, BACKWARD, gpu)
-    answer = lookup.find(key, gpu.silicon, layers(), refusal(problem, gpu, deterministic), toolchain())
-    return answer.row.variant if answer else SPLIT
+    answer = lookup.find(key, gpu.silicon, layers(), road_refusal(problem, gpu, deterministic), toolchain())
+    if answer is None:
+        return SPLIT, {}
+    return answer.row.road, kinds_of(answer.row)
+
+
+def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
+    """Kernel -> the way it goes for this problem, and how far a warp-specialised one is ahead of the portable winner."""
+    kinds: Mapping[str, bool | None] = {"fwd": None}
+    if backward:
+        road, known = road_of(problem, gpu, False)
+        kinds = {kernel: known.get(kernel) for kernel in ROADS[road]}
+    chosen = {kernel: choose(problem, kernel, gpu, kind) for kernel, kind in kinds.items()}
+    return {
+        kernel: way_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
+        for kernel, choice in chosen.items()
+    }
 
 
 @cache
@@ -152,29 +225,41 @@ Plan = TypeVar("Plan")
 
 
 def _plan(
-    problem: Problem, kernels: tuple[str, ...], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
+    problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
 ) -> Plan:
-    """Choose a config per kernel and make the plan. A row whose config does not compile or load here gives way to the
-    defaults, and the log says so."""
+    """Choose a config per kernel and make the plan. A row whose config does not compile or load here gives way to the best
+    portable one, that to the defaults, and the log says so. ``kinds``: kernel -> see ``choose``."""
     if device_index >= 0 and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "attention: the first call for a problem compiles and loads its kernel, which a CUDA graph capture does not "
             "allow; make one warm-up call with these shapes before capturing"
         )
-    gpu = gpu_of(device_index)
-    choices = {kernel: choose(problem, kernel, gpu) for kernel in kernels}
-    try:
-        plan = make({kernel: choice.config for kernel, choice in choices.items()})
-    except Exception as error:
-        from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources
 
-        if not isinstance(error, (CompileError, OutOfResources)) or all(c.rung == "default" for c in choices.values()):
-            raise
-        _log_once(f"the tuned config of {', '.join(kernels)} failed on {gpu.name} ({error}): default config")
-        choices = {kernel: Choice(default_config(kernel, problem, gpu.arch), "default") for kernel in kernels}
-        plan = make({kernel: choice.config for kernel, choice in choices.items()})
-    SERVED.update(choice.rung for choice in choices.values())
-    return plan
+    gpu = gpu_of(device_index)
+    ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
+        ("", lambda kernel: choose(problem, kernel, gpu, kinds[kernel])),
+        ("the best portable row", lambda kernel: choose(problem, kernel, gpu, False)),
+        ("default config", lambda kernel: Choice(default_config(kernel, problem, gpu.arch), "default")),
+    )
+    why, tried = "", []
+    for place, (name, chosen) in enumerate(ladder):
+        choices = {kernel: chosen(kernel) for kernel in kinds}
+        if choices in tried:
+            continue
+        tried.append(choices)
+        if why:
+            _log_once(f"the tuned config of {', '.join(kinds)} failed on {gpu.name} ({why}): {name}")
+        try:
+            plan = make({kernel: choice.config for kernel, choice in choices.items()})
+        except (CompileError, OutOfResources) as error:
+            if place + 1 == len(ladder) or all(choice.rung == "default" for choice in choices.values()):
+                raise
+            why = str(error)
+            continue
+        SERVED.update(choice.rung for choice in choices.values())
+        return plan
+    raise AssertionError
 
 
 def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
@@ -221,7 +306,7 @@ def forward_plan(
     else:
         plan = _plan(
             problem,
-            ("fwd",),
+            {"fwd": None},
             q.get_device(),
             lambda configs: ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"]),
         )
@@ -263,9 +348,9 @@ def backward(
         if _is_empty(problem):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         device_index, gradient = q.get_device(), do
-        road = road_of(problem, gpu_of(device_index), deterministic)
+        road, kinds = road_of(problem, gpu_of(device_index), deterministic)
         plan = _plan(
-            problem, ROADS[road], device_index,
+            problem, {kernel: kinds.get(kernel) for kernel in ROADS[road]}, device_index,
             lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs),
         )  # fmt: skip
         _remember(BACKWARD_PLANS, key, plan)

@@ -1,5 +1,5 @@
-"""A family: one kernel for one dtype, head dim and mask. One binary of a config serves all its length buckets, so candidates
-are proposed and compiled once per family, and timed and filed once per bucket."""
+"""A family: one variant of a kernel for one dtype, head dim and mask. One binary of a config serves all its length buckets, so
+candidates are proposed and compiled once per family, and timed and filed once per bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fa2tune.problem import Config, Specialization, TuningKey
 from fa2tune.row import PREDICTED, Row
 from fa2tune.search import Search
 from fa2tune.study import KeyStudy, Outcome, Shelf
-from fa2tune.variant import DESCRIPTOR
+from fa2tune.variant import WARP_SPECIALIZED, WAYS, Variant, way_of
 
 if TYPE_CHECKING:
     from fa2tune.plan import Plan
@@ -27,20 +27,20 @@ HOPELESS = "hopeless"  #: the reason of what the model's estimate keeps from bei
 
 @dataclass(eq=False)
 class Family:
-    kernel: str
+    variant: Variant
     spec: Specialization
     plan: Plan
     shelf: Shelf
     stamp: str  #: see KeyStudy; kernel and space hashes are added here
     ledger: Ledger
-    neighbours: list[Family] = field(default_factory=list)  #: same kernel, other mask or other 16-bit dtype
+    neighbours: list[Family] = field(default_factory=list)  #: same variant, other mask or other 16-bit dtype
     leader: Family | None = None  #: waits for it, and starts from its winners
     ready: list[tuple[Config, Verdict]] = field(default_factory=list)  #: compiled and waiting to be timed
     crowned: bool = False
     crowning: bool = False
 
     def __post_init__(self) -> None:
-        self.variant = compiler.variant_named(self.kernel)
+        self.kernel = self.variant.filed_under
         gpu = self.plan.target.gpu
         self.failures = self.ledger.page(self.variant, self.spec, gpu.arch)
         if self.plan.request.retry_failed:
@@ -50,10 +50,12 @@ class Family:
         self.legal = Legal(tuple(c for c in allowed.configs if point(c) not in self.failed_before), allowed.refused)
         self.legal_points = {point(config) for config in self.legal.configs}
         self.default = dict(self.variant.space.default(self.spec, gpu.arch))
-        self.trials = self.plan.trials_of(self.spec)
+        self.trials = self.plan.trials_of(self.spec, self.variant)
         stamp = (
             f"{self.stamp} kernel={fingerprint.kernel_hash(self.variant)} space={fingerprint.space_hash(self.variant)}"
         )
+        if self.variant.name != self.kernel:
+            stamp += f" variant={self.variant.name}"
         self.keys = [
             TuningKey(gpu.name, gpu.sm_count, gpu.arch, self.kernel, self.spec.dtype, self.spec.precision,
                       self.spec.head_dim, self.spec.head_dim_v, self.spec.causal, bucket)
@@ -63,6 +65,8 @@ class Family:
         seed = zlib.crc32(
             f"{request.seed} {self.title}".encode()
         )  # families explore different points, and share winners
+        #: nothing is known before a measurement (prior.py): all estimates are the same
+        self.flat = WARP_SPECIALIZED in self.variant.ways
         estimates = [
             prior.estimates(self.variant, self.spec, self.legal.configs, gpu, key.workload()) for key in self.keys
         ]
@@ -70,7 +74,7 @@ class Family:
             key: dict(zip(map(point, self.legal.configs), map(float, guesses), strict=True))
             for key, guesses in zip(self.keys, estimates, strict=True)
         }
-        hopeful = guided.hopeful(estimates, [config["LOADS"] for config in self.legal.configs])
+        hopeful = guided.hopeful(estimates, [way_of(config) for config in self.legal.configs])
         self.hopeful = {point(self.legal.configs[index]) for index in hopeful}
         # where nothing is launched, each point has a prediction of its own: none comes for nothing
         free = compiler.runtime_names(self.variant) if self.plan.target.obtained != PREDICTED else ()
@@ -129,7 +133,7 @@ class Family:
 
     @property
     def title(self) -> str:
-        return f"{self.kernel} {self.short}"
+        return f"{self.variant.name} {self.short}"
 
     def pruned(self, key: TuningKey) -> dict[str, int]:
         """Reason -> points of the space that fell to it: by arithmetic, in an earlier run, when compiled, or when launched."""
@@ -153,8 +157,8 @@ class Family:
         return None if any(rows is None for _, rows in found) else [(key, rows or []) for key, rows in found]
 
     def best_row(self, rows: Iterable[Row], key: TuningKey) -> Row | None:
-        """The fastest of ``rows`` for this kernel at the length of ``key``."""
-        own = [row for row in rows if row.key == key.with_(kernel=self.kernel)]
+        """The fastest of ``rows`` of this variant at the length of ``key``."""
+        own = [row for row in rows if row.key == key.with_(kernel=self.kernel) and row.variant in self.variant.ways]
         return min(own, key=lambda row: row.rank_us, default=None)
 
     def propose(self) -> Config | None:
@@ -175,7 +179,8 @@ class Family:
     def file(self, config: Config, outcomes: Iterable[tuple[TuningKey, Outcome]]) -> None:
         """File what became of a config, at every length."""
         for key, outcome in outcomes:
-            self.studies[key].tell(replace(outcome, predicted_us=self.estimates[key].get(point(config))))
+            guess = None if self.flat else self.estimates[key].get(point(config))
+            self.studies[key].tell(replace(outcome, predicted_us=guess))
         self.search.filed(config)
 
     def refuse(self, config: Config, fate: str, why: str, binary: dict[str, int]) -> None:
@@ -186,6 +191,6 @@ class Family:
         """The default forward config of this specialization: what a backward is checked behind."""
         return compiler.variant_named("fwd").space.default(self.spec, self.plan.target.gpu.arch)
 
-    def loads_variants(self) -> list[str]:
-        """The load variants of this family's legal points."""
-        return sorted({config["LOADS"] for config in self.legal.configs}, key=lambda loads: loads == DESCRIPTOR)
+    def ways(self) -> list[str]:
+        """The ways of this family's legal points."""
+        return sorted({way_of(config) for config in self.legal.configs}, key=WAYS.index)

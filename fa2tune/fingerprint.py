@@ -7,10 +7,13 @@ import hashlib
 import importlib
 import inspect
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from fa2tune.compiler import variant_named
+from fa2tune.compiler import variant_named, variants, variants_of
+from fa2tune.problem import BACKWARD, KERNELS
+from fa2tune.row import hashed_as
 from fa2tune.variant import Variant
 
 
@@ -29,19 +32,71 @@ def _code_of(path: Path) -> str:
     return ast.unparse(tree)  # not ast.dump, which differs from one Python version to the next
 
 
+def _imported(path: Path) -> list[Path]:
+    """The modules of kernels/ that one of them imports, theirs included, in the order of their names."""
+    found: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        for node in ast.walk(ast.parse(waiting.pop().read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa2tune.kernels."):
+                module = path.with_name(f"{str(node.module).rpartition('.')[2]}.py")
+                if module not in found:
+                    found.add(module)
+                    waiting.append(module)
+    return sorted(found)
+
+
+def _from_spaces(path: Path) -> Iterator[str]:
+    """What a module of kernels/ takes from search spaces beside the spaces themselves: constants, and functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = "fa2tune.search_spaces"
+    taken: set[tuple[str, str]] = set()  # module, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+            taken |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            called = {alias.asname or alias.name: f"{package}.{alias.name}" for alias in node.names}
+            taken |= {
+                (called[each.value.id], each.attr)
+                for each in ast.walk(tree)
+                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in called
+            }
+    for module, name in sorted(taken):
+        if name != "SPACE":
+            value = getattr(importlib.import_module(module), name)
+            yield ast.unparse(ast.parse(inspect.getsource(value))) if callable(value) else repr(value)
+
+
 @cache
 def kernel_hash(variant: Variant) -> str:
-    """Hash of the kernel's module and of what the kernels share; 16 hex digits."""
-    module = importlib.import_module(variant.kernel.fn.__module__)
-    path = Path(inspect.getfile(module))
-    return hashlib.sha256((_code_of(path) + _code_of(path.with_name("common.py"))).encode()).hexdigest()[:16]
+    """Hash of the kernel's module, of the modules of kernels/ that it imports, of the constants it takes from its search space,
+    and the same of the kernels that run around it; 16 hex digits."""
+    text = ""
+    for one in (variant, *map(variant_named, (*variant.before, *variant.after))):
+        path = Path(inspect.getfile(importlib.import_module(one.kernel.fn.__module__)))
+        text += "".join([*map(_code_of, (path, *_imported(path))), *_from_spaces(path)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache
-def backward_hash() -> str:
-    """Hash of every kernel that a whole backward, split or fused, may run; 16 hex digits."""
-    names = ("bwd_delta", "bwd_dq", "bwd_dkdv", "bwd_fused")
+def backward_hash(specialized: bool = False) -> str:
+    """Hash of every kernel that a whole backward, split or fused, may run; 16 hex digits. ``specialized``: with the
+    warp-specialised ones, for a row that names one."""
+    tuned = [kernel for kernel in KERNELS if kernel != "fwd"]
+    names = ["bwd_delta", "bwd_dq", "bwd_dkdv", "bwd_fused"]
+    if specialized:
+        names += sorted(v.name for kernel in tuned for v in variants_of(kernel) if v.name not in names)
     return hashlib.sha256("".join(kernel_hash(variant_named(name)) for name in names).encode()).hexdigest()[:16]
+
+
+@cache
+def kernel_hashes() -> Mapping[str, str]:
+    """Of every kernel and of the whole backward, with the portable kernels alone and with the others: what a row has to name
+    to be fresh. Keys as ``row.hashed_as`` has them."""
+    found = {
+        hashed_as(variant.filed_under, bool(variant.serves)): kernel_hash(variant) for variant in variants().values()
+    }
+    return found | {hashed_as(BACKWARD, special): backward_hash(special) for special in (False, True)}
 
 
 @cache

@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 #: Times beyond this factor of the best are as good as each other: the process need not tell the slow from the slower.
 CLIP = 2.0
-#: A config whose estimate is this many times the best one's of its load variant, at every length, is never compiled. On the six
+#: A config whose estimate is this many times the best one's of its way, at every length, is never compiled. On the six
 #: tables of benchmarks/tables, by constants fitted without the table, no config within 10 % of the best lies above 1.71, and
 #: the best of those above 2, which are 51 to 91 % of a space, takes 1.11 times the winner's time.
 HOPELESS = 2.0
@@ -169,7 +169,7 @@ class Process:
 
 def hopeful(estimates: Sequence[Sequence[float]], ways: Sequence[str]) -> list[int]:
     """Which points the model does not call hopeless. ``estimates``: per length, of every point; ``ways``: of every point, its
-    load variant: each is to have a winner."""
+    way: each is to have a winner."""
     table, way = np.asarray(estimates, dtype=float), np.asarray(ways)
     kept = np.zeros(len(way), dtype=bool)
     for name in set(ways):

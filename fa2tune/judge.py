@@ -25,7 +25,11 @@ def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems:
     """Compile for ``gpu`` (or take from Triton's cache), apply its limits, predict the time of each problem. What the host is
     to blame for is raised, and no verdict."""
     try:
-        binary = compiler.build(compiler.variant_named(kernel), spec, config, gpu.arch)
+        variant = compiler.variant_of(kernel, config)
+        binary = compiler.build(variant, spec, config, gpu.arch)
+        for kernels in compiler.around(variant, spec, config, gpu.arch):
+            for one, its_config in kernels:
+                compiler.compile_kernel(one, spec, its_config, gpu.arch)
     except compiler.CompileError as error:
         return Verdict("compile_error", str(error))
     facts = {"registers": binary.registers, "spills": binary.spills, "shared_bytes": binary.shared_bytes}

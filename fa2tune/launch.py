@@ -7,9 +7,11 @@ no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` sp
 from __future__ import annotations
 
 import inspect
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,8 +58,6 @@ def _launcher(compiled: Any) -> Callable[..., None]:
     launch = run.launch
     if inspect.isfunction(launch):  # wrapped because of descriptors: the C function is what it closes over
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    if run.global_scratch_size or run.profile_scratch_size:
-        raise RuntimeError(f"{compiled.name} wants scratch memory, which no fa2tune kernel should")
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     if hasattr(run, "kernel_signature"):
         tail = (run.arg_annotations, run.kernel_signature)
@@ -74,6 +74,7 @@ def _launcher(compiled: Any) -> Callable[..., None]:
 
 #: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
 Strides = Mapping[str, tuple[int, int, int]]
+Workspaces = Mapping[str, torch.Tensor]
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -103,6 +104,12 @@ def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[b
 def arch_of(device_index: int) -> int:
     major, minor = torch.cuda.get_device_capability(device_index)
     return 10 * major + minor
+
+
+@cache
+def sm_count(device_index: int) -> int:
+    """Streaming multiprocessors of a device: what persistent kernels fill."""
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
 @cache
@@ -136,16 +143,25 @@ def _values(
     return values
 
 
-def _shape(name: str, problem: Problem) -> list[int]:
-    """(batch, heads, rows, dim) of a tensor that a descriptor may read."""
-    queries, values = name in ("q", "do"), name in ("v", "do")
+def _shape(name: str, problem: Problem, workspaces: Mapping[str, torch.Tensor]) -> list[int]:
+    """Of a tensor that a descriptor addresses: (batch, heads, rows, dim), or what a workspace's is."""
+    if name in workspaces:
+        return list(workspaces[name].shape)
+    queries, values = name in ("q", "o", "do", "dq"), name in ("v", "o", "do", "dv")
     return [
         problem.batch, problem.heads_q if queries else problem.heads_kv,
         problem.seqlen_q if queries else problem.seqlen_k, problem.head_dim_v if values else problem.head_dim,
     ]  # fmt: skip
 
 
-def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str, str]]:
+def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
+    """Strides of every dimension of such a tensor; None: it is contiguous."""
+    if strides is not None:
+        return [*strides, 1]
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int, ...]]:
     return variant.descriptors if compiler.uses_descriptors(config) else {}
 
 
@@ -172,9 +188,9 @@ class BoundLaunch:
 
     def __init__(
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
-        names: tuple[str, ...], device_index: int,
+        names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
     ) -> None:  # fmt: skip
-        values = _values(variant, problem, config, strides, softmax_scale, names)
+        values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
         described = _described(variant, config)
         compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
         self.compiled = load(variant, problem.specialization, compiled_in, device_index)
@@ -185,7 +201,8 @@ class BoundLaunch:
         slots: dict[str, tuple[int, _Maps | None]] = {}  # where each tensor goes
         for name in compiler.parameters(variant):
             if name in described:
-                shape, steps = _shape(name, problem), [*strides[name], 1]
+                shape = _shape(name, problem, workspaces)
+                steps = _steps(shape, strides.get(name))
                 slots[name] = len(self.arguments), _Maps(next(metadata), shape, steps)
                 self.arguments += [None, *shape, *steps]
             elif name in variant.tensors:
@@ -194,7 +211,7 @@ class BoundLaunch:
             else:
                 self.arguments.append(values[name])
         self.slots = [slots[name] for name in names]
-        self.grid = variant.grid(problem, config)
+        self.grid = variant.programs(problem, config, sm_count(device_index))
         self.device_index = device_index
         self.call = _launcher(self.compiled)
 
@@ -216,15 +233,15 @@ class InterpretedLaunch:
 
     def __init__(
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
-        names: tuple[str, ...], device_index: int,
+        names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
     ) -> None:  # fmt: skip
-        values = _values(variant, problem, config, strides, softmax_scale, names)
+        values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
         self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
-        self.blocks = {
-            name: [1, 1, values[rows], values[columns]] for name, (rows, columns) in _described(variant, config).items()
-        }
-        self.grid = variant.grid(problem, config)
+        spec = problem.specialization
+        self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in _described(variant, config)}
+        self.grid = variant.programs(problem, config, 1)
+        self.shapes = {name: _shape(name, problem, workspaces) for name in self.blocks}
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -233,21 +250,24 @@ class InterpretedLaunch:
         for name, tensor in zip(self.names, tensors, strict=True):
             arguments[name] = tensor
             if name in self.blocks:
-                strides = [*self.strides[name], 1]
-                arguments[name] = TensorDescriptor(tensor, _shape(name, self.problem), strides, self.blocks[name])
+                shape = self.shapes[name]
+                steps = _steps(shape, self.strides.get(name))
+                arguments[name] = TensorDescriptor(tensor, shape, steps, self.blocks[name])
         missing = {name: torch.empty(0) for name in self.variant.tensors if name not in arguments}
         self.variant.kernel[(self.grid,)](**arguments, **missing)
 
 
 def bind(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
-    device_index: int,
+    device_index: int, workspaces: Workspaces = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
 ) -> BoundLaunch | InterpretedLaunch:  # fmt: skip
-    """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors.
+    """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors. ``workspaces``:
+    those of ``names`` that are contiguous and of a shape of their own, which alone counts; ``scalars``: arguments by name,
+    beside those that every kernel may ask for.
 
     Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
     kind = InterpretedLaunch if device_index < 0 else BoundLaunch
-    return kind(variant, problem, config, strides, softmax_scale, names, device_index)
+    return kind(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
 
 
 def prepare(

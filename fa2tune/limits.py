@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fa2tune.compiler import Binary
 from fa2tune.gpus import KIB, Gpu
 from fa2tune.problem import ITEMSIZE, KERNELS, Config, Problem, Specialization, padded_head_dim
-from fa2tune.variant import Variant
+from fa2tune.variant import WARP_SPECIALIZED, Variant
 
 WARP_THREADS = 32
 MAX_BLOCK_THREADS = 1024  #: threads a block may have, on every compute capability
@@ -66,13 +66,14 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
 
 def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:
     """Why ``config`` is refused by arithmetic alone, or None."""
-    if gpu.arch < variant.min_arch:
-        return Refusal(
-            "architecture", f"{variant.name} needs compute capability {variant.min_arch}, {gpu.name} has {gpu.arch}"
-        )
+    if not variant.min_arch <= gpu.arch <= variant.max_arch:
+        needed = f"{variant.min_arch}" + (" alone" if variant.max_arch == variant.min_arch else "")
+        return Refusal("architecture", f"{variant.name} needs compute capability {needed}, {gpu.name} has {gpu.arch}")
     broken = variant.space.broken(config, spec, gpu.arch)
     if broken is not None:
         return Refusal(broken.name, broken.why)
+    if WARP_SPECIALIZED in variant.ways and variant.descriptors:
+        return None  # what its partitions and rings of tiles take is its space's to say
     threads = config["num_warps"] * WARP_THREADS
     if threads > MAX_BLOCK_THREADS:
         return Refusal("threads_per_block", f"{threads} threads, a block has at most {MAX_BLOCK_THREADS}")

@@ -13,7 +13,8 @@ or 32-bit element type. Among the rest the first difference decides, in this ord
    or else the architecture rung.
 3. **Fresh** over stale: made with this Triton, this driver and this kernel source.
 4. **Layer**: named over user over fleet over shipped.
-5. **Time**: of a key's rows (pointer and descriptor loads; split and fused backward) the fastest, see ``Row.rank_us``.
+5. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
+   ``Row.rank_us``.
 
 The first row in this order that ``acceptable`` does not refuse is the answer; without one, the caller takes its
 documented default config. Pure: no torch, no files.
@@ -31,7 +32,7 @@ from typing import Any
 from fa2tune import gpus
 from fa2tune.problem import TuningKey, padded_head_dim
 from fa2tune.reader import Layer
-from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row
+from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row, hashed_as
 
 PROBLEM_RUNGS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
 GPU_RUNGS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
@@ -59,11 +60,11 @@ class Toolchain:
 
     triton: str = ""
     driver: str = ""
-    kernel_hashes: Mapping[str, str] = field(default_factory=dict)  #: kernel name -> fingerprint.kernel_hash
+    kernel_hashes: Mapping[str, str] = field(default_factory=dict)  #: fingerprint.kernel_hashes
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh. A prediction involved no driver."""
-        kernel_hash = self.kernel_hashes.get(row.key.kernel, "")
+        kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.specialized), "")
         return tuple(
             f"{part} {then or 'unknown'}, now {now}"
             for part, then, now in (

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from fa2tune import launch, passes, racing, reference, witness, worker
+from fa2tune import passes, racing, reference, witness, worker
 from fa2tune.compiler import CompileError, variant_named
 from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.samples import CRAWLING, EFFORTS, Race
+from fa2tune.variant import way_of
 from fa2tune.witness import Reading
 
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
@@ -67,7 +68,6 @@ class _Card:
             if backward:
                 staged |= {"do": do, "delta": (o.float() * do.float()).sum(-1), "dk": torch.empty_like(k),
                            "dv": torch.empty_like(v), "dq": torch.empty_like(q)}  # fmt: skip
-                staged["dq_sums"] = torch.zeros(q.shape, dtype=torch.float32, device="cuda")
             self.stage = (problem, backward), staged
         return self.stage[1]
 
@@ -78,7 +78,8 @@ def _card() -> _Card:
 
 
 def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], object]:
-    """What one sample launches: a kernel with a config, or for ``bwd`` a whole pass: {"road": .., "configs": ..}."""
+    """What one sample launches: a kernel with a config, and what its variant runs around it, or for ``bwd`` a whole pass:
+    {"road": .., "configs": ..}."""
     scale = key.head_dim**-0.5
     device = torch.cuda.current_device()
     problem = key.workload()
@@ -87,18 +88,8 @@ def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, 
         do, q, k, v, o = (tensors[name] for name in order)
         plan = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, contender["road"], contender["configs"])
         return lambda: plan(do, None, q, k, v, o, tensors["lse"])
-    variant = variant_named(key.kernel)
-    own = {
-        name: tensors["dq_sums" if key.kernel == "bwd_fused" and name == "dq" else name] for name in _names(key.kernel)
-    }
-    return launch.prepare(variant, problem, contender, own, scale, device)
-
-
-def _names(kernel: str) -> tuple[str, ...]:
-    if kernel == "fwd":
-        return ("q", "k", "v", "o", "lse")
-    own = {"bwd_dq": ("o", "dq"), "bwd_dkdv": ("dk", "dv"), "bwd_fused": ("dq", "dk", "dv")}
-    return ("q", "k", "v", "do", "lse", "delta", *own[kernel])
+    step = passes.Step(key.kernel, problem, contender, tensors, scale, device)
+    return lambda: step(tensors)
 
 
 def _line_up(
@@ -186,7 +177,7 @@ def race(
     best_ratios: Mapping[Any, float] = MappingProxyType({}),
 ) -> Race:  # fmt: skip
     """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison: the
-    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way of loading -> its best time so
+    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way -> its best time so
     far over the anchor's, by which the hopeless are told.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
@@ -199,7 +190,7 @@ def race(
     worker.report(-1, BLOCK_SECONDS)
     card.warm_up()
     seen = witness.of_device(torch.cuda.current_device())
-    # each way of loading has a row, so a leader, of its own
-    groups = [contender.get("LOADS") for contender in contenders]
+    # each way has a row, so a leader, of its own
+    groups = ["" if key.kernel == BACKWARD else way_of(contender) for contender in contenders]
     found = racing.run(_Track(card, runners, seen), groups, list(runners), EFFORTS[effort], best_ratios)
     return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

@@ -20,6 +20,7 @@ from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
 from fa2tune.row import Row
 from fa2tune.samples import CRAWLING, Race, gain_over
 from fa2tune.study import KeyStudy, Outcome
+from fa2tune.variant import way_of
 from fa2tune.worker import Crew, Job
 
 Task = Generator[Job, Job, Any]
@@ -121,8 +122,8 @@ class Measured:
             contenders = [anchor, *(config for config in group if config != anchor)]
             known = study.outcomes.get(point(anchor))
             reference = (known.time_us if known else None) or found.get(point(anchor))
-            ranks = {loads: study.ranked(loads) for loads in family.loads_variants()}
-            best = {loads: (r[0].time_us or 0.0) / reference for loads, r in ranks.items() if r} if reference else {}
+            ranks = {way: study.ranked(way) for way in family.ways()}
+            best = {way: (r[0].time_us or 0.0) / reference for way, r in ranks.items() if r} if reference else {}
             job = yield from self._run(self.books.hands.race, (key, contenders, "screen", best))
             if job.failure is not None:
                 groups = self._after_failure(family, key, job, contenders, group, dead) + groups
@@ -157,56 +158,58 @@ class Measured:
 
     # ---- the finals
 
-    def crown(self, family: Family) -> Task:
-        """Per length: the finalists prove their numerics, race again at leisure, and the best is crowned."""
-        for key, study in family.studies.items():
-            rows = study.kept("crowned", study.token)
+    def crown(self, families: Sequence[Family]) -> Task:
+        """Of all variants of a kernel, per length: the finalists prove their numerics, race again at leisure, and the best of
+        each way is crowned. The portable variant comes first."""
+        for key in families[0].keys:
+            token = " | ".join(family.studies[key].token for family in families)
+            rows = families[0].studies[key].kept("crowned", token)
             if rows is None:
-                rows, sound = yield from self._final(family, key, study)
+                rows, sound = yield from self._final(_Finals(families, key))
                 if sound:
-                    study.keep("crowned", study.token, rows)
-            self.books.put(rows, f"{family.title} {key.bucket}")
-        family.crowned = True
+                    token = " | ".join(family.studies[key].token for family in families)
+                    families[0].studies[key].keep("crowned", token, rows)
+            self.books.put(rows, f"{families[0].title} {key.bucket}")
+        for family in families:
+            family.crowned = True
 
-    def _final(
-        self, family: Family, key: TuningKey, study: KeyStudy
-    ) -> Generator[Job, Job, tuple[list[Row], bool]]:  # fmt: skip
-        """The rows, and whether they are worth keeping. Each load variant's leader is found in a race, shown to be right, and
-        raced against its default once more: samples that chose a winner flatter it. Ends, as each time around somebody has been
-        disqualified."""
-        ways = family.loads_variants()
+    def _final(self, finals: _Finals) -> Generator[Job, Job, tuple[list[Row], bool]]:
+        """The rows, and whether they are worth keeping. Each way's leader is found in a race, shown to be right, and raced
+        against its default once more, all ways in one race: samples that chose a winner flatter it. Ends, as each time around
+        somebody has been disqualified."""
         while True:
-            timed = {point(outcome.config): outcome for outcome in study.ranked()}
-            near = {loads: found for loads in ways if (found := crown.finalists(study.ranked(loads)))}
+            near = {way: found for way in finals.ways if (found := crown.finalists(finals.study(way).ranked(way)))}
             if not near:
-                self.books.watcher.line(f"{family.title} {key.bucket}: no candidate ran and was right")
+                self.books.watcher.line(f"{finals.title}: no candidate ran and was right")
                 return [], True
-            default = timed.get(point(family.default), next(iter(near.values()))[0])
-            rivals = {loads: self._rival_of(family, study, loads) for loads in near}
-            leaders = {loads: found[0] for loads, found in near.items()}
+            timed = {point(outcome.config): outcome for way in finals.ways for outcome in finals.study(way).ranked()}
+            default = timed.get(point(finals.default), next(iter(near.values()))[0])
+            rivals = {way: self._rival_of(finals, way) for way in near}
+            leaders = {way: found[0] for way, found in near.items()}
             races = []
             if any(len(found) > 1 for found in near.values()):
                 contenders = _distinct([default, *(outcome for found in near.values() for outcome in found)])
-                race = yield from self._raced(family, key, study, contenders, "final")
+                race = yield from self._raced(finals, contenders, "final")
                 if race is None:
                     continue
                 races.append(race)
-                for loads, found in near.items():
-                    leaders[loads] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
+                for way, found in near.items():
+                    leaders[way] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
             contenders = _distinct(
                 [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
             )
-            errors = yield from self._all_proved(family, study, contenders)
+            errors = yield from self._all_proved(finals, contenders)
             if errors is None:
                 continue
-            race = yield from self._raced(family, key, study, contenders, "proof")
+            race = yield from self._raced(finals, contenders, "proof")
             if race is not None:
-                rows = self._rows(family, key, study, leaders, rivals, contenders, errors, [*races, race])
+                rows = self._rows(finals, leaders, rivals, contenders, errors, [*races, race])
                 return rows, not race.tainted
 
-    def _rival_of(self, family: Family, study: KeyStudy, loads: str) -> Outcome | str:
-        """The default that these loads have to beat, timed or not; or why it cannot run."""
-        config = crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, loads)
+    def _rival_of(self, finals: _Finals, way: str) -> Outcome | str:
+        """The portable default that this way has to beat, timed or not; or why it cannot run."""
+        family, study = finals.families[0], finals.families[0].studies[finals.key]
+        config = crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, way)
         where = point(config)
         if where in study.disqualified:
             return study.disqualified[where]
@@ -221,12 +224,11 @@ class Measured:
         return Outcome(config, binary=verdict.binary if verdict else {})
 
     def _raced(
-        self, family: Family, key: TuningKey, study: KeyStudy, contenders: Sequence[Outcome], effort: str,
-        retry: bool = True,
-    ) -> Generator[Job, Job, Race | None]:  # fmt: skip
+        self, finals: _Finals, contenders: Sequence[Outcome], effort: str, retry: bool = True
+    ) -> Generator[Job, Job, Race | None]:
         """The race, written down; None if it failed, and whoever it was is disqualified. ``retry``: may be run once more where
         nobody is to blame."""
-        configs = [outcome.config for outcome in contenders]
+        key, configs = finals.key, [outcome.config for outcome in contenders]
         job = yield from self._run(self.books.hands.race, (key, configs, effort))
         if job.failure is None and not job.result.failures:
             for outcome, samples in zip(contenders, job.result.times, strict=True):
@@ -235,21 +237,20 @@ class Measured:
                 more |= {"tainted": job.result.tainted}
                 self.books.record([(key, again)], effort, **more, **crown.watched(job.result))
             return job.result
-        self.books.lost(job, f"in the {effort} of {family.title} {key.bucket}")
+        self.books.lost(job, f"in the {effort} of {finals.title}")
         culprits = list(job.result.failures) if job.failure is None else [job.notes[-1] if job.notes else -1]
         if culprits == [-1]:  # while they ran in turns
             culprits = yield from self._failing_alone(key, configs, effort)
             if not culprits and retry:
-                return (yield from self._raced(family, key, study, contenders, effort, retry=False))
+                return (yield from self._raced(finals, contenders, effort, retry=False))
             if not culprits:  # nobody knows who it is
                 for config in configs:
-                    study.disqualify(config, f"failed: {job.failure}")
+                    finals.study(way_of(config)).disqualify(config, f"failed: {job.failure}")
                 return None
         for index in culprits:
             why = job.failure or job.result.failures[index]
             fate = _fate(job) if job.failure else _refusal(why)
-            family.failures.add(LAUNCH, configs[index], fate, why)
-            study.disqualify(configs[index], f"{fate}: {why}")
+            finals.disqualify(configs[index], fate, why)
         return None
 
     def _failing_alone(self, key: TuningKey, configs: Sequence[Config], effort: str) -> Generator[Job, Job, list[int]]:
@@ -262,15 +263,14 @@ class Measured:
         return failing
 
     def _all_proved(
-        self, family: Family, study: KeyStudy, contenders: Sequence[Outcome]
+        self, finals: _Finals, contenders: Sequence[Outcome]
     ) -> Generator[Job, Job, list[Mapping[str, Any]] | None]:
         """The errors of each; None if one is wrong, and disqualified."""
         found = []
         for outcome in contenders:
-            errors = yield from self._proved(family, outcome.config)
+            errors = yield from self._proved(finals.family(outcome.way), outcome.config)
             if isinstance(errors, str):
-                family.failures.add(LAUNCH, outcome.config, *errors.split(": ", 1))
-                study.disqualify(outcome.config, errors)
+                finals.disqualify(outcome.config, *errors.split(": ", 1))
             else:
                 found.append(errors)
         return found if len(found) == len(contenders) else None
@@ -298,35 +298,35 @@ class Measured:
         return self.books.checked[key]
 
     def _rows(
-        self, family: Family, key: TuningKey, study: KeyStudy, leaders: Mapping[str, Outcome],
-        rivals: Mapping[str, Outcome | str], contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]],
-        races: Sequence[Race],
+        self, finals: _Finals, leaders: Mapping[str, Outcome], rivals: Mapping[str, Outcome | str],
+        contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]], races: Sequence[Race],
     ) -> list[Row]:  # fmt: skip
-        """Per load variant its leader, or the default that the leader does not beat."""
+        """Per way its leader, or the default that the leader does not beat."""
         times, tainted = races[-1].times, races[-1].tainted
         rows = []
         if tainted:
             self.books.watcher.line(
-                f"{family.title} {key.bucket}: the card stayed throttled in the proof ({tainted} launches): the default stays"
+                f"{finals.title}: the card stayed throttled in the proof ({tainted} launches): the default stays"
             )
-        for loads, leader in leaders.items():
-            rival, best = rivals[loads], contenders.index(leader)
+        for way, leader in leaders.items():
+            rival, best = rivals[way], contenders.index(leader)
             default_times = None
             if isinstance(rival, str):
                 self.books.watcher.line(
-                    f"{family.title} {key.bucket}: no default beside the {loads} winner, as it cannot run ({rival})"
+                    f"{finals.title}: no default beside the {way} winner, as it cannot run ({rival})"
                 )
             else:
                 default_times = times[contenders.index(rival)]
                 if not crown.replaces(default_times, times[best], tainted):
                     best = contenders.index(rival)
             outcome = contenders[best]
-            if outcome.loads != loads:
-                continue  # the default, by pointer, serves every tensor that a descriptor could address
+            if outcome.way != way:
+                continue  # the default, of another way, serves every problem that this one could
+            family = finals.family(way)
             rows.append(
                 crown.measured(
-                    key, loads, outcome.config, self.books.toolchain, times[best], default_times, errors=errors[best],
-                    tried=len(study.outcomes), pruned=family.pruned(key), **crown.watched(*races),
+                    finals.key, way, outcome.config, self.books.toolchain, times[best], default_times, errors=errors[best],
+                    tried=len(finals.study(way).outcomes), pruned=family.pruned(finals.key), **crown.watched(*races),
                     **crown.evidence_of(outcome),
                 )
             )  # fmt: skip
@@ -335,49 +335,51 @@ class Measured:
     # ---- the whole backward
 
     def whole(self, members: Sequence[Family]) -> Task:
-        """Split against fused, each with its winners, and the split road of default configs beside them."""
-        by_name = {family.kernel: family for family in members}
+        """Split against fused, each with its winners, with and without warp-specialised kernels, and the split road of default
+        configs beside them."""
         spec = members[0].spec
         forward = members[0].forward_default()
+        portable = {family.kernel: family for family in members if not family.variant.serves}
         for key in members[0].keys:
-            best = {name: family.best_row(self.books.report.rows, key) for name, family in by_name.items()}
-            defaults: dict[str, Config] = {name: by_name[name].default for name in crown.ROADS["split"]}
-            roads = {
-                road: {name: row.config for name in kernels if (row := best[name])}
-                for road, kernels in crown.ROADS.items()
-                if all(best[name] for name in kernels)
+            ways = crown.backward_ways(self.books.report.rows, key)
+            defaults: dict[str, Config] = {name: portable[name].default for name in crown.ROADS["split"]}
+            configs_of = {
+                name: (road, {kernel: row.config for kernel, row in rows.items()})
+                for name, (road, rows) in ways.items()
             }
-            ways = [(road, sorted(map(point, configs.values()))) for road, configs in roads.items()]
-            token = repr((fingerprint.backward_hash(), ways))
-            study = by_name["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
+            hashed = fingerprint.backward_hash(any(family.variant.serves for family in members))
+            token = repr(
+                (hashed, [(name, sorted(map(point, found.values()))) for name, (_, found) in configs_of.items()])
+            )
+            study = portable["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
             rows = study.kept("whole", token)
             if rows is None:
                 proved, sound = [], True
-                for road, configs in roads.items():
-                    what = f"checking the {road} backward {members[0].short}"
+                for name, (road, configs) in configs_of.items():
+                    what = f"checking the {name} backward {members[0].short}"
                     arguments = ({"fwd": forward, **configs}, spec, road, "cuda")
                     memo = (road, spec, *(point(config) for config in configs.values()))
                     errors = yield from self._check(self.books.hands.check_backward, arguments, memo, what)
                     if isinstance(errors, str):
                         sound = sound and errors.partition(":")[0] not in BLAMELESS
                     else:
-                        proved.append((road, configs, errors))
+                        proved.append((name, road, configs, errors))
                 rows, raced = yield from self._whole_rows(key.with_(kernel=BACKWARD), proved, defaults)
                 if sound and raced:
                     study.keep("whole", token, rows)
             self.books.put(rows, f"{BACKWARD} {members[0].short} {key.bucket}")
 
     def _whole_rows(
-        self, key: TuningKey, roads: Sequence[tuple[str, dict[str, Config], Any]], defaults: dict[str, Config]
+        self, key: TuningKey, roads: Sequence[tuple[str, str, dict[str, Config], Any]], defaults: dict[str, Config]
     ) -> Generator[Job, Job, tuple[list[Row], bool]]:
-        """The rows, and whether they are worth keeping. A road that fails does not cost the other its row."""
+        """The rows, and whether they are worth keeping. A road that fails does not cost the others their rows."""
         title = f"whole backward {key.dtype} {key.head_dim} {key.bucket}"
         roads, sound = list(roads), True
         while True:
             if not roads:
                 return [], sound
             contenders = [{"road": "split", "configs": defaults}]
-            contenders += [{"road": road, "configs": configs} for road, configs, _ in roads]
+            contenders += [{"road": road, "configs": configs} for _, road, configs, _ in roads]
             job = yield from self._run(self.books.hands.race, (key, contenders, "proof"))
             if job.failure is None:
                 break
@@ -385,25 +387,48 @@ class Measured:
             last = job.notes[-1]
             if last == 0 or (last < 0 and len(roads) == 1):
                 return [], False
-            # while they ran in turns: the fused road, which comes last, is no road's rival
+            # while they ran in turns: what comes last is no road's rival
             sound = sound and last > 0 and _fate(job) not in BLAMELESS
             roads.pop(last - 1 if last > 0 else -1)
         race = job.result
         if race.tainted:
-            self.books.watcher.line(f"{title}: the card stayed throttled: fused does not replace split")
+            self.books.watcher.line(f"{title}: the card stayed throttled: nothing replaces the portable split road")
             sound = False
-        for (road, _, _), samples in zip(roads, race.times[1:], strict=True):
-            if road == "split" and samples and crown.replaces(samples, race.times[0]):
+        for (name, *_), samples in zip(roads, race.times[1:], strict=True):
+            if name == "split" and samples and crown.replaces(samples, race.times[0]):
                 # each kernel's row was proved by itself; nothing chooses them together
                 self.books.watcher.line(f"{title}: slower than by default")
         rows = [
             crown.measured(
-                key, road, {}, self.books.toolchain, samples, race.times[0], errors=errors, **crown.watched(race)
+                key, name, {kernel: way_of(config) for kernel, config in configs.items()}, self.books.toolchain, samples,
+                race.times[0], errors=errors, **crown.watched(race),
             )
-            for (road, _, errors), samples in zip(roads, race.times[1:], strict=True)
-            if samples and (road == "split" or not race.tainted)
+            for (name, _, configs, errors), samples in zip(roads, race.times[1:], strict=True)
+            if samples and (name == "split" or not race.tainted)
         ]  # fmt: skip
         return rows, sound
+
+
+class _Finals:
+    """All variants of a kernel at one length: who competes there, and whose is what."""
+
+    def __init__(self, families: Sequence[Family], key: TuningKey) -> None:
+        self.families, self.key = families, key
+        self._of = {way: family for family in families for way in family.ways()}
+        self.ways = list(self._of)
+        self.default = families[0].default
+        self.title = f"{families[0].title} {key.bucket}"
+
+    def family(self, way: str) -> Family:
+        return self._of[way]
+
+    def study(self, way: str) -> KeyStudy:
+        return self._of[way].studies[self.key]
+
+    def disqualify(self, config: Config, fate: str, why: str) -> None:
+        way = way_of(config)
+        self.family(way).failures.add(LAUNCH, config, fate, why)
+        self.study(way).disqualify(config, f"{fate}: {why}")
 
 
 def _fate(job: Job) -> str:

@@ -7,16 +7,22 @@ views of any strides with a contiguous last dimension.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 
 import torch
 
-from fa2tune.compiler import variant_named
-from fa2tune.launch import TORCH_DTYPES, addressing, bind, strides_of
+from fa2tune.compiler import around, variant_named, variant_of
+from fa2tune.launch import TORCH_DTYPES, addressing, arch_of, bind, strides_of
 from fa2tune.problem import Config, Problem
 
 SPLIT, FUSED = "split", "fused"
-#: The tuned kernels of each road of the backward, in order. bwd_dq also makes delta; before bwd_fused, bwd_delta does.
+#: The tuned kernels of each road of the backward, in order. bwd_dq also makes delta.
 ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
+#: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
+#: a variant that names kernels of its own for that leaves nothing to do.
+SUMS_DQ = "bwd_fused"
+#: Element types of workspaces; any other is the problem's.
+_DTYPES = {"fp32": torch.float32, "i32": torch.int32}
 
 
 def float32_precision() -> str:
@@ -75,6 +81,54 @@ def _template(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Step:
+    """One kernel of a road, and what its variant runs around it, bound to one problem.
+
+    Called with the tensors by name; what it needs beside them it allocates."""
+
+    def __init__(self, kernel: str, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor],
+                 softmax_scale: float, device_index: int) -> None:  # fmt: skip
+        """``tensors``: all there are, workspaces aside, of which shapes and strides count."""
+        variant = variant_of(kernel, config)
+        self.softmax_scale = softmax_scale
+        #: it adds to float32 zeros, which are cast to dq afterwards
+        self.casts = kernel == SUMS_DQ and not variant.before
+        some = next(iter(tensors.values()))
+        asked = variant.workspaces(problem, config)
+        self.made = {
+            name: _template(some.new_empty(what[0], dtype=_DTYPES.get(what[1], some.dtype)))
+            for name, what in asked.items()
+            if not isinstance(what, str)
+        }
+        self.shared = {name: what for name, what in asked.items() if isinstance(what, str)}
+        workspaces = self.made | {name: self.made[other] for name, other in self.shared.items()}
+        strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+        spec, arch = problem.specialization, arch_of(device_index) if device_index >= 0 else 0
+        before, after = around(variant, spec, config, arch)
+        if self.casts:
+            delta = variant_named("bwd_delta")
+            before = [(delta, delta.space.default(spec, arch))]
+        scalars = variant.scalars(problem, config)
+        self.launches = []
+        for one, its_config in (*before, (variant, config), *after):
+            names = tuple(name for name in one.tensors if name in tensors or name in workspaces)
+            bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
+            self.launches.append((bound, itemgetter(*names)))
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        given = tensors
+        if self.made:
+            given = {**tensors, **{name: torch.empty_like(each) for name, each in self.made.items()}}
+            given.update({name: given[other] for name, other in self.shared.items()})
+        if self.casts:
+            dq = tensors["dq"]
+            given = {**tensors, "dq": torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)}
+        for launch, tensors_of in self.launches:
+            launch(*tensors_of(given))
+        if self.casts:
+            torch.mul(given["dq"], self.softmax_scale, out=dq)
+
+
 class ForwardPlan:
     """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension."""
 
@@ -85,7 +139,7 @@ class ForwardPlan:
         self.lse = _template(q.new_empty(lse_shape(q), dtype=torch.float32))
         strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", self.o))}
         names = ("q", "k", "v", "o", "lse")
-        self.launch = bind(variant_named("fwd"), problem, config, strides, softmax_scale, names, q.get_device())
+        self.launch = bind(variant_of("fwd", config), problem, config, strides, softmax_scale, names, q.get_device())
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse = torch.empty_like(self.o), torch.empty_like(self.lse)
@@ -102,42 +156,25 @@ class BackwardPlan:
         self.road, self.softmax_scale = road, softmax_scale
         self.dq, self.dk, self.dv = (_template(empty_ordered(t, t.shape[3])) for t in (q, k, v))
         self.delta = _template(q.new_empty(q.shape[:3], dtype=torch.float32))
-        inputs = {"q": q, "k": k, "v": v, "o": o, "do": do} | ({} if dlse is None else {"dlse": dlse})
-        outputs = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
-        strides = {name: strides_of(tensor) for name, tensor in (inputs | outputs).items()}
-        gradients = ("o", "do", "delta") if dlse is None else ("o", "do", "delta", "dlse")
-        names = {
-            "bwd_delta": gradients,
-            "bwd_dq": ("q", "k", "v", "lse", "dq", *gradients),
-            "bwd_dkdv": ("q", "k", "v", "do", "lse", "delta", "dk", "dv"),
-            "bwd_fused": ("q", "k", "v", "do", "lse", "delta", "dq", "dk", "dv"),
-        }
-        kernels: tuple[str, ...] = ROADS[road]
-        if road == FUSED:
-            kernels = ("bwd_delta", *kernels)
-            configs = {**configs, "bwd_delta": variant_named("bwd_delta").space.default(problem.specialization, 0)}
-        self.launches = {
-            kernel: bind(
-                variant_named(kernel), problem, configs[kernel], strides, softmax_scale, names[kernel], q.get_device()
-            )
-            for kernel in kernels
-        }
+        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do} | ({} if dlse is None else {"dlse": dlse})
+        tensors |= {"dq": self.dq, "dk": self.dk, "dv": self.dv, "delta": self.delta, "lse": self.delta}
+        self.steps = [
+            Step(kernel, problem, configs[kernel], tensors, softmax_scale, q.get_device()) for kernel in ROADS[road]
+        ]
 
     def __call__(
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         dq, dk, dv = torch.empty_like(self.dq), torch.empty_like(self.dk), torch.empty_like(self.dv)
-        delta = torch.empty_like(self.delta)
-        gradients = (o, do, delta) if dlse is None else (o, do, delta, dlse)
-        if self.road == SPLIT:
-            self.launches["bwd_dq"](q, k, v, lse, dq, *gradients)
-            self.launches["bwd_dkdv"](q, k, v, do, lse, delta, dk, dv)
-        else:
-            self.launches["bwd_delta"](*gradients)
-            sums = torch.zeros(dq.shape, dtype=torch.float32, device=q.device)
-            self.launches["bwd_fused"](q, k, v, do, lse, delta, sums, dk, dv)
-            torch.mul(sums, self.softmax_scale, out=dq)
+        tensors = {
+            "q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "delta": torch.empty_like(self.delta), "dq": dq,
+            "dk": dk, "dv": dv,
+        }  # fmt: skip
+        if dlse is not None:
+            tensors["dlse"] = dlse
+        for step in self.steps:
+            step(tensors)
         return dq, dk, dv
 
 

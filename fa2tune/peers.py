@@ -49,6 +49,19 @@ class Peer:
     missing: Callable[[], str | None] = _never
     #: (problem, pass, free bytes of the GPU) -> why this problem is left out, or None
     unfit: Callable[[Problem, str, int], str | None] = _never
+    #: (problem, pass) -> kernel -> the way it goes, for the record; None: it does not say
+    kernels: Callable[[Problem, str], dict[str, str]] | None = None
+
+
+def _kernels(problem: Problem, pass_: str) -> dict[str, str]:
+    """Which way each of fa2tune's kernels goes."""
+    import torch
+
+    from fa2tune import dispatch
+
+    gpu = dispatch.gpu_of(0 if torch.cuda.is_available() else -1)
+    found = dispatch.served_by(problem, gpu, False) if pass_ != "bwd" else {}
+    return found | (dispatch.served_by(problem, gpu, True) if pass_ != "fwd" else {})
 
 
 def _fa2tune(problem: Problem) -> Attention:
@@ -185,7 +198,7 @@ def _fa4_missing() -> str | None:
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(SUBJECT, "fa2tune", _fa2tune),
+        Peer(SUBJECT, "fa2tune", _fa2tune, kernels=_kernels),
         Peer("fa4", "FlashAttention-4", _fa4, layout="bshd", missing=_fa4_missing),
         Peer("sdpa-cudnn", "SDPA cuDNN", _sdpa("CUDNN_ATTENTION")),
         Peer("sdpa-flash", "SDPA FlashAttention-2", _sdpa("FLASH_ATTENTION")),

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from fa2tune import gpus, reader
 from fa2tune.candidates import SAMPLERS
+from fa2tune.compiler import variants_of
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM, Specialization
 from fa2tune.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.variant import Variant
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": KERNELS}
 
@@ -38,6 +40,8 @@ class TuneRequest:
     kernels: tuple[str, ...] | None = None  #: None: every kernel of the pass
     buckets: tuple[int, ...] = BUCKETS
     trials: int | None = None  #: binaries compiled per kernel, dtype, mask and head dim; None: 48, or fewer if absent
+    #: the same of portable variants, where a kernel has others as well; None: as trials
+    portable_trials: int | None = None
     #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
     time_budget_s: float | None = None
     sampler: str = "guided"
@@ -87,10 +91,13 @@ class Plan:
         """The dtype whose winners ``spec`` starts from: bf16 for fp16, if both are tuned."""
         return "bf16" if spec.dtype == "fp16" and "bf16" in self.request.dtypes else None
 
-    def trials_of(self, spec: Specialization) -> int:
+    def trials_of(self, spec: Specialization, variant: Variant) -> int:
+        trials, portable = self.trials, self.request.portable_trials
+        if portable is not None and not variant.serves and len(variants_of(variant.filed_under)) > 1:
+            trials = portable
         if self.leader_of(spec) is None:
-            return self.trials
-        return min(self.trials, max(FOLLOWER_TRIALS_AT_LEAST, self.trials // FOLLOWER_SHARE))
+            return trials
+        return min(trials, max(FOLLOWER_TRIALS_AT_LEAST, trials // FOLLOWER_SHARE))
 
 
 def _among(name: str, values: Collection[object], allowed: Collection[object]) -> None:
@@ -154,8 +161,9 @@ def make_plan(request: TuneRequest) -> Plan:
     _among("sampler", (r.sampler,), SAMPLERS)
     if r.kernels is not None:
         _among("kernel", r.kernels, PASSES[r.pass_])
-    if r.trials is not None and r.trials < 1:
-        raise ValueError(f"trials: got {r.trials}, allowed are 1 and more")
+    for name, count in (("trials", r.trials), ("portable-trials", r.portable_trials)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name}: got {count}, allowed are 1 and more")
     if r.time_budget_s is not None and not r.time_budget_s > 0:
         raise ValueError(f"time-budget: got {r.time_budget_s}, allowed is anything above 0 seconds")
     if r.workers is not None and r.workers < 1:

@@ -55,17 +55,18 @@ class Predicted:
         """Nothing is launched during the search."""
         return None
 
-    def crown(self, family: Family) -> Task:
-        """Per length and load variant: the fastest by the model that the interpreter proves right."""
+    def crown(self, families: Sequence[Family]) -> Task:
+        """Per length and way: the fastest by the model that the interpreter proves right."""
+        (family,) = families  # nothing but the portable kernels is predicted
         rows: dict[TuningKey, list[Row]] = {key: [] for key in family.keys}
         if not self.books.put_kept(family):
             yield from self._crown(family, rows)
         family.crowned = True
 
     def _crown(self, family: Family, rows: dict[TuningKey, list[Row]]) -> Task:
-        for loads in family.loads_variants():
-            rival = crown.rival(family.variant.space, family.spec, self.books.plan.target.gpu.arch, loads)
-            ranks = cover(family.studies.values(), loads, rival, TOLERANCE)
+        for way in family.ways():
+            rival = crown.rival(family.variant.space, family.spec, self.books.plan.target.gpu.arch, way)
+            ranks = cover(family.studies.values(), way, rival, TOLERANCE)
             for key, candidates in ranks.items():
                 study = family.studies[key]
                 default = study.outcomes.get(point(rival))
@@ -77,7 +78,7 @@ class Predicted:
                     assert outcome.time_us is not None
                     rows[key].append(
                         crown.predicted(
-                            key, loads, outcome.config, self.books.toolchain, outcome.time_us,
+                            key, way, outcome.config, self.books.toolchain, outcome.time_us,
                             default.time_us if default else None, errors=errors, **crown.evidence_of(outcome),
                         )
                     )  # fmt: skip

@@ -18,7 +18,7 @@ from fa2tune import limits, model
 from fa2tune.gpus import Gpu
 from fa2tune.model import MMA, WARP_THREADS, Array, Candidates
 from fa2tune.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
-from fa2tune.variant import DESCRIPTOR, Variant
+from fa2tune.variant import DESCRIPTOR, WARP_SPECIALIZED, Variant
 
 MIN_REGISTERS, MAX_REGISTERS = 40, 255  #: of a thread
 MIN_GROUP_ROWS = 64  #: rows of a product that a warp group of Hopper shares out
@@ -289,6 +289,10 @@ def estimates(
     """Microseconds each config should take for ``problem`` on ``gpu``, by arithmetic alone."""
     if not configs:
         return []
+    if WARP_SPECIALIZED in variant.ways:  # not modelled: all alike, and none of them hopeless
+        return [problem.flops(variant.filed_under) / (gpu.peak(problem.dtype, problem.precision) * 1e12) * 1e6] * len(
+            configs
+        )
     guess = Guess(variant, spec, configs, gpu)
     found = model.times(guess.candidates(), variant.name, guess.owns_queries, problem, gpu, calibration)
     return [float(seconds) * 1e6 for seconds in found.seconds]

@@ -289,7 +289,7 @@ def to_json(rows: Iterable[Row]) -> str:
     return f'{{"schema": {SCHEMA_VERSION}, "rows": [\n' + ",\n".join(blocks) + "\n]}\n"
 
 
-def digest(rows: Iterable[Row]) -> str:
-    """16 hex digits of what ``rows`` say, whatever file they stand in: for comparing the caches of two machines."""
+def digest(rows: Iterable[Row], digits: int = 16) -> str:
+    """Hexadecimal digits of what ``rows`` say, whatever file they stand in: for comparing the caches of two machines."""
     text = json.dumps([list(encode(row).values()) for row in sorted(rows, key=identity)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]

@@ -6,11 +6,12 @@ Pure data, shared by the tuner (which makes rows), the store (which writes them)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fa2tune.problem import TuningKey
+from fa2tune.variant import WARP_SPECIALIZED
 
 #: How a row was obtained, best evidence first.
 MEASURED, SIBLING, PREDICTED = "measured", "sibling", "predicted"
@@ -19,7 +20,7 @@ OBTAINED = (MEASURED, SIBLING, PREDICTED)
 PROOFS = ("target", "sibling", "interpreter")
 #: Variants that must be faster than the others of their key by ``MARGIN`` to be taken where both can serve: the default
 #: takes neither, and two times that are closer may be told apart by nothing but noise.
-SECOND_CHOICE, MARGIN = ("pointer", "fused"), 0.005
+SECOND_CHOICE, MARGIN = ("pointer", "fused", f"fused_{WARP_SPECIALIZED}"), 0.005
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Row:
     """Unique per (key, variant, obtained). Times are microseconds for the key's workload; None where nothing was timed."""
 
     key: TuningKey
-    #: which way this row takes: "pointer" or "descriptor" loads for a kernel, "split" or "fused" for a whole backward
+    #: which way this row takes: one of variant.WAYS for a kernel; for a whole backward the road, "split" or "fused", with
+    #: "_warp_specialized" behind it where a kernel on it is
     variant: str
-    config: Mapping[str, Any]  #: plain ints, strings and bools
+    config: Mapping[str, Any]  #: plain ints, strings and bools; of a whole backward the way of each kernel on the road
     obtained: str  #: "measured", "sibling" (measured on ``obtained_on``) or "predicted"
     proof: str  #: "target", "sibling" or "interpreter"
     obtained_on: str = ""  #: name of the GPU that measured it, as its driver says; "" if predicted
@@ -67,8 +69,35 @@ class Row:
     created: str = ""  #: UTC, ISO 8601, seconds
 
     @property
+    def specialized(self) -> bool:
+        """Whether it rests on a warp-specialised kernel."""
+        return self.variant.endswith(WARP_SPECIALIZED)
+
+    @property
+    def road(self) -> str:
+        """Of a whole backward."""
+        return self.variant.removesuffix(f"_{WARP_SPECIALIZED}")
+
+    @property
     def rank_us(self) -> float:
         """The time by which the rows of one key compete."""
         if self.time_us is None:
             return math.inf
         return self.time_us * (1 + MARGIN if self.variant in SECOND_CHOICE else 1)
+
+
+def hashed_as(kernel: str, specialized: bool) -> str:
+    """What the hash of a kernel's source, or of a whole backward's, is called in fingerprint.kernel_hashes."""
+    return f"{kernel} {WARP_SPECIALIZED}" if specialized else kernel
+
+
+def over_portable(row: Row, rows: Iterable[Row]) -> float | None:
+    """How many times as fast a row with warp-specialised kernels is as the best portable row of its key, obtained alike; None
+    where there is nothing to compare."""
+    if not row.specialized or not row.time_us:
+        return None
+    alike = [
+        other for other in rows if (other.key, other.obtained) == (row.key, row.obtained) and not other.specialized
+    ]
+    rivals = [other.time_us for other in alike if other.time_us]
+    return min(rivals) / row.time_us if rivals else None

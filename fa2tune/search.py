@@ -15,6 +15,7 @@ from fa2tune.candidates import Field, Point, point
 from fa2tune.problem import Config, Specialization
 from fa2tune.row import PREDICTED, Row
 from fa2tune.study import KeyStudy, Outcome
+from fa2tune.variant import way_of
 
 #: Every third proposal is a neighbour's winner, or the best so far with the other load variant, while there are any.
 NEIGHBOUR_EVERY = 3
@@ -121,9 +122,9 @@ class Search:
         return list({point(config): config for config in found}.values())
 
     def twins(self, configs: Iterable[Config]) -> list[Config]:
-        """The same configs with the other way of loading: each way has a row of its own."""
-        ways = sorted({config["LOADS"] for config in self.field.configs})
-        return [{**config, "LOADS": loads} for config in configs for loads in ways if loads != config["LOADS"]]
+        """The same configs, but of the kernel's other way: each way has a row of its own."""
+        ways = sorted({way_of(config) for config in self.field.configs})
+        return [{**config, "LOADS": way} for config in configs for way in ways if way != way_of(config)]
 
     def filed(self, config: Config) -> None:
         """Its outcomes are in the studies. If it is good anywhere, the other launches of its binary come next."""
@@ -135,4 +136,4 @@ class Search:
     def _is_good(self, study: KeyStudy, outcome: Outcome | None) -> bool:
         if outcome is None or outcome.time_us is None:
             return False
-        return outcome.time_us <= LAUNCHES_WITHIN * study.best_us(outcome.loads)
+        return outcome.time_us <= LAUNCHES_WITHIN * study.best_us(outcome.way)

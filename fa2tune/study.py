@@ -7,6 +7,7 @@ Proposals come from a study in memory; finished trials, and only those, are adde
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
 
 from fa2tune.candidates import Point, UnseenSampler, point
 from fa2tune.problem import Config, TuningKey
 from fa2tune.row import Row
+from fa2tune.variant import way_of
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+LOCK_TIMEOUT_S = 60  #: how long a writer waits for its turn
+OPENINGS, OPENING_SECONDS = (
+    8,
+    0.25,
+)  #: times that a file is opened, where another process is making it, and the pause between
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class Outcome:
     predicted_us: float | None = None  #: the model's estimate before the compile: nobody's evidence, for the report
 
     @property
-    def loads(self) -> str:
-        return str(self.config["LOADS"])
+    def way(self) -> str:
+        return way_of(self.config)
 
 
 class Shelf:
@@ -48,9 +57,7 @@ class Shelf:
         self.storage: optuna.storages.BaseStorage = optuna.storages.InMemoryStorage()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.storage = optuna.storages.RDBStorage(
-                f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": 60}}
-            )
+            self.storage = _opened(path)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="studies")
         self._pending: list[Future[Any]] = []
 
@@ -66,6 +73,20 @@ class Shelf:
     def close(self) -> None:
         self.flush()
         self._writer.shutdown()
+
+
+def _opened(path: Path) -> optuna.storages.BaseStorage:
+    """Optuna makes its tables without a lock: whoever comes second while another process does so tries again."""
+    for left in reversed(range(OPENINGS)):
+        try:
+            return optuna.storages.RDBStorage(
+                f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_TIMEOUT_S}}
+            )
+        except sa.exc.DBAPIError:
+            if not left:
+                raise
+            time.sleep(OPENING_SECONDS)
+    raise AssertionError
 
 
 class KeyStudy:
@@ -130,16 +151,16 @@ class KeyStudy:
             frozen = self._study.tell(trial, outcome.time_us, state=state)
         self.shelf.later(self._stored.add_trial, frozen)
 
-    def best_us(self, loads: str) -> float:
-        """The shortest time of a load variant so far; infinite before the first."""
-        times = (o.time_us for o in self.outcomes.values() if o.time_us is not None and o.loads == loads)
+    def best_us(self, way: str) -> float:
+        """The shortest time of a way so far; infinite before the first."""
+        times = (o.time_us for o in self.outcomes.values() if o.time_us is not None and o.way == way)
         return min(times, default=float("inf"))
 
-    def ranked(self, loads: str | None = None) -> list[Outcome]:
-        """Timed candidates not disqualified, fastest first; ``loads``: of one load variant only."""
+    def ranked(self, way: str | None = None) -> list[Outcome]:
+        """Timed candidates not disqualified, fastest first; ``way``: of one way only."""
         timed = [
             outcome for where, outcome in self.outcomes.items()
-            if outcome.time_us is not None and loads in (None, outcome.loads) and where not in self.disqualified
+            if outcome.time_us is not None and way in (None, outcome.way) and where not in self.disqualified
         ]  # fmt: skip
         return sorted(timed, key=lambda outcome: (outcome.time_us, point(outcome.config)))
 
@@ -180,10 +201,10 @@ def study_name(key: TuningKey, stamp: str) -> str:
     return " ".join(f"{name}={value}" for name, value in asdict(key).items()) + f" {stamp}"
 
 
-def cover(studies: Iterable[KeyStudy], loads: str, default: Config, tolerance: float) -> dict[TuningKey, list[Outcome]]:
-    """Per key, the candidates of a load variant within ``tolerance`` of its best and not behind the default, those first that
+def cover(studies: Iterable[KeyStudy], way: str, default: Config, tolerance: float) -> dict[TuningKey, list[Outcome]]:
+    """Per key, the candidates of a way within ``tolerance`` of its best and not behind the default, those first that
     are so for the most keys: fewer distinct winners, at no cost that a prediction could tell. Then the others, by time."""
-    ranks = {study.key: study.ranked(loads) for study in studies}
+    ranks = {study.key: study.ranked(way) for study in studies}
     close: dict[TuningKey, int] = {}
     votes = Counter[Point]()
     for key, ranked in ranks.items():

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fa2tune import crown, fingerprint, ledger, reader, worker
+from fa2tune import compiler, crown, fingerprint, ledger, reader, worker
 from fa2tune.books import Books, Hands, Report, Watcher, describe, fate_of
 from fa2tune.family import Family
 from fa2tune.judge import Verdict
@@ -25,6 +25,7 @@ from fa2tune.row import PREDICTED
 from fa2tune.search import winners
 from fa2tune.store import Store
 from fa2tune.study import Shelf
+from fa2tune.variant import Variant
 from fa2tune.worker import Crew, Job
 
 #: Seconds; a compile that takes longer costs its candidate: so many times the slowest that came to an end in this run, within
@@ -84,23 +85,33 @@ class Run:
             stamp += f" on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
         known = [row for layer in reader.layers() for row in layer.rows]
         families = []
+        gpu = self.plan.target.gpu
         for spec in self.plan.specializations():
-            for kernel in self.plan.kernels:
-                family = Family(kernel, spec, self.plan, self.shelf, stamp, self.ledger)
-                family.search.seeds.extend(winners(known, kernel, spec, self.plan.target.gpu.arch))
+            for variant in self._variants():
+                family = Family(variant, spec, self.plan, self.shelf, stamp, self.ledger)
+                own = [row for row in known if row.variant in variant.ways]
+                family.search.seeds.extend(winners(own, family.kernel, spec, gpu.arch))
                 if family.legal.configs:
                     families.append(family)
-                else:
+                elif not variant.serves:  # another way of a kernel need not have one
                     reasons = ", ".join(f"{rule} {n}" for rule, n in family.pruned(family.keys[0]).items())
                     self.books.watcher.line(f"{family.title}: no legal config ({reasons})")
         for family in families:
             spec = family.spec
-            alike = [f for f in families if f.kernel == family.kernel and f.spec.head_dim == spec.head_dim]
+            alike = [f for f in families if f.variant is family.variant and f.spec.head_dim == spec.head_dim]
             # the other mask, or the other dtype; not both
             family.neighbours = [f for f in alike if (f.spec.dtype != spec.dtype) != (f.spec.causal != spec.causal)]
             leader = self.plan.leader_of(spec)
             family.leader = next((f for f in alike if f.spec.dtype == leader and f.spec.causal == spec.causal), None)
         return families
+
+    def _variants(self) -> list[Variant]:
+        """What is searched: every variant of every kernel, of which only the portable ones can be predicted."""
+        predicted = self.books.toolchain.obtained == PREDICTED
+        return [
+            variant for kernel in self.plan.kernels for variant in compiler.variants_of(kernel)
+            if not variant.serves or (not predicted and variant.min_arch <= self.plan.target.gpu.arch <= variant.max_arch)
+        ]  # fmt: skip
 
     def go(self) -> Report:
         """Until everything is crowned, or Ctrl-C."""
@@ -155,7 +166,8 @@ class Run:
         budget = self.plan.time_budget_s
         if budget is None:
             return False
-        reserve = self.way.reserve(sum(not f.crowned for f in self.families))
+        # the variants of a kernel share their finals
+        reserve = self.way.reserve(len({(f.kernel, f.spec) for f in self.families if not f.crowned}))
         leads = any(f.leader is family for f in self.families)
         return time.monotonic() - self.begun > max(0.0, budget - reserve) * (LEADERS_SHARE if leads else 1.0)
 
@@ -219,14 +231,21 @@ class Run:
 
     def _next_task(self) -> Task | None:
         for family in self.families:
-            done = family.exhausted or (self._time_is_up(family) and not family.search.in_flight)
-            if done and not family.crowning and (family.leader is None or family.leader.crowned):
-                family.crowning = True
-                return self.way.crown(family)
+            # the variants of a kernel are crowned together, in one race
+            rivals = [f for f in self.families if (f.kernel, f.spec) == (family.kernel, family.spec)]
+            if not family.crowning and all(map(self._done, rivals)):
+                for rival in rivals:
+                    rival.crowning = True
+                return self.way.crown(rivals)
         for members in self._whole_backwards():
             self.whole_begun.add(members[0].spec)
             return self.way.whole(members)
         return self.way.search(self.families)
+
+    def _done(self, family: Family) -> bool:
+        """Whether nothing more will be timed for it."""
+        done = family.exhausted or (self._time_is_up(family) and not family.search.in_flight)
+        return done and (family.leader is None or family.leader.crowned)
 
     def _whole_backwards(self) -> list[list[Family]]:
         """Specializations whose backward kernels are all crowned, and not yet put together."""
@@ -235,7 +254,7 @@ class Run:
         for family in self.families:
             if family.kernel in kernels and family.crowned and family.spec not in self.whole_begun:
                 by_spec.setdefault(family.spec, []).append(family)
-        return [members for members in by_spec.values() if len(members) == len(kernels)]
+        return [members for members in by_spec.values() if {family.kernel for family in members} == kernels]
 
     def _advance(self, task: Task, job: Job | None) -> None:
         """Run a task up to its next job, or to its end."""

@@ -5,6 +5,7 @@ Pure data: importable without torch or triton.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +13,22 @@ from typing import Any
 
 from fa2tune.problem import Config, Problem, Specialization
 
-#: Names of the two ways a tile is read, values of the config entry LOADS.
-POINTER, DESCRIPTOR = "pointer", "descriptor"
+#: The ways a kernel can go, each with a row of its own. Portable kernels read tiles by pointer or by descriptor, as their
+#: config entry LOADS says; of a warp-specialised kernel, whose config has none, some warps only load and others only compute.
+POINTER, DESCRIPTOR, WARP_SPECIALIZED = "pointer", "descriptor", "warp_specialized"
+WAYS = (POINTER, DESCRIPTOR, WARP_SPECIALIZED)
 #: Config entries that are compile options; every other entry is a parameter of the kernel.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+def way_of(config: Config) -> str:
+    """Which way a config of a tuned kernel goes: with the kernel's name it tells the Variant."""
+    return str(config.get("LOADS", WARP_SPECIALIZED))
+
+
+def _of_its_arguments(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function`` of as many of the arguments as it takes: kernels that need no more say no more."""
+    return function(*arguments[: len(inspect.signature(function).parameters)])
 
 
 @dataclass(frozen=True)
@@ -46,26 +59,63 @@ class SearchSpace:
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 
 
+#: Tensor -> (shape, element type "fp32", "i32", or "" for the problem's dtype), or the name of another one, whose memory it is.
+Workspaces = Mapping[str, tuple[tuple[int, ...], str] | str]
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One kernel, described for whoever compiles, tunes or launches it.
 
     Parameters are recognised by name, so the kernel's own parameter list is the only list there is:
-    tensors by the names in ``tensors``; what is annotated ``tl.constexpr`` is compiled in; the rest are scalars, among them
+    tensors by the names in ``tensors``; what is annotated ``constexpr`` is compiled in; the rest are scalars, among them
     (in capitals) the dimensions of the search that a launch chooses.
     """
 
-    name: str  #: kernel name as filed in the cache: "fwd", "bwd_dkdv", ...
-    kernel: Any  #: the @triton.jit function
+    name: str  #: "fwd", "bwd_dkdv", "fwd_hopper", ...
+    kernel: Any  #: the @triton.jit or @gluon.jit function
     space: SearchSpace
-    #: tensor parameter -> element type: "" for the problem's dtype, else "fp32"
+    #: tensor parameter -> element type: "" for the problem's dtype, else "fp32" or "i32"
     tensors: Mapping[str, str]
-    #: tensor parameters that a descriptor may read -> (rows constexpr, columns constexpr) of its block
-    descriptors: Mapping[str, tuple[str, str]]
-    #: programs to launch for (problem, config), one-dimensional (an x grid may reach 2^31 - 1)
-    grid: Callable[[Problem, Config], int]
+    #: tensor parameters that a descriptor may read or write -> block, as constexpr names or numbers: (rows, columns) stands
+    #: for a block [1, 1, rows, columns] of a (batch, heads, rows, dim) tensor; any other length is the whole block
+    descriptors: Mapping[str, tuple[str | int, ...]]
+    #: programs to launch for (problem, config) or (problem, config, SM count), one-dimensional (an x grid may reach 2^31 - 1)
+    grid: Callable[..., int]
     #: float parameters, every other scalar is an integer
     floats: tuple[str, ...] = ("qk_scale", "softmax_scale")
-    #: constexprs that follow from the specialization, not from the config
-    constants: Callable[[Specialization], dict[str, Any]] = field(default=lambda spec: {})
+    #: constexprs that follow from (specialization) or (specialization, config)
+    constants: Callable[..., dict[str, Any]] = field(default=lambda spec: {})
     min_arch: int = 80  #: lowest compute capability it compiles for
+    max_arch: int = 999  #: and highest
+    serves: str = ""  #: kernel of problem.KERNELS that it is another way of; "": the one it is named after
+    #: dimensions of the search that are no parameters of the kernel, because only the grid depends on them
+    grid_dimensions: tuple[str, ...] = ()
+    #: names of the variants whose kernels run right before and right after, untuned: their default configs and what
+    #: ``passes_on(spec, config)`` says
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
+    workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
+    #: (problem, config) -> integer parameters of these kernels that follow from the problem, beside those that all kernels get
+    scalars: Callable[[Problem, Config], dict[str, int]] = field(default=lambda problem, config: {})
+
+    @property
+    def filed_under(self) -> str:
+        """The kernel name of its tuning keys."""
+        return self.serves or self.name
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Which ways its configs go."""
+        return tuple(self.space.dimensions.get("LOADS", (WARP_SPECIALIZED,)))
+
+    def programs(self, problem: Problem, config: Config, sm_count: int) -> int:
+        """Programs to launch."""
+        return int(_of_its_arguments(self.grid, problem, config, sm_count))
+
+    def derived(self, spec: Specialization, config: Config) -> dict[str, Any]:
+        """Constexprs that follow from specialization and config."""
+        found: dict[str, Any] = _of_its_arguments(self.constants, spec, config)
+        return found

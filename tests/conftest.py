@@ -203,3 +203,30 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
     """No test sees the user's cache file, a fleet's, or what another test left; none writes to the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
     monkeypatch.delenv("FA2TUNE_CACHE", raising=False)
+
+
+@pytest.fixture
+def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner knows one variant of each kernel, the portable one, whatever others the house has."""
+    from fa2tune import compiler
+
+    monkeypatch.setattr(compiler, "variants_of", lambda kernel: (compiler.variant_named(kernel),))
+
+
+@pytest.fixture
+def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every tuned kernel has the portable variant and a fake warp-specialised one (variant_fakes.py), and no other."""
+    from variant_fakes import with_fakes
+
+    from fa2tune import compiler, fingerprint
+    from fa2tune.problem import KERNELS
+
+    found = with_fakes(*KERNELS)
+    caches = (compiler.ways, fingerprint.backward_hash, fingerprint.kernel_hashes)
+    monkeypatch.setattr(compiler, "variants", lambda: found)
+    monkeypatch.setattr(fingerprint, "variants", lambda: found)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()

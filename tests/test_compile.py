@@ -11,7 +11,8 @@ import pytest
 import triton
 
 from fa2tune import compiler, fingerprint, gpus, limits, model, reader, sass
-from fa2tune.problem import BACKWARD, KERNELS, Problem, Specialization, TuningKey, padded_head_dim
+from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_head_dim
+from fa2tune.row import hashed_as
 
 GPUS = {80: "a100", 86: "rtx-3090", 89: "rtx-4090", 90: "h200", 100: "b200", 120: "rtx-5090"}
 bf16 = partial(Specialization, "bf16")
@@ -113,8 +114,7 @@ def test_the_pre_pass_compiles(arch: int) -> None:
 @pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
 def test_shipped_rows_belong_to_these_kernels(path: Path) -> None:
     """A kernel was edited: tune and ship again, or the rows are stale where they are newest."""
-    hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
-    hashes[BACKWARD] = fingerprint.backward_hash()
     rows = reader.read(path)
     assert rows
-    assert {(row.key.kernel, row.kernel_hash) for row in rows} <= set(hashes.items())
+    made_with = {(hashed_as(row.key.kernel, row.specialized), row.kernel_hash) for row in rows}
+    assert made_with <= set(fingerprint.kernel_hashes().items())

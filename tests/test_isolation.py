@@ -431,7 +431,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
+def bench(tmp_path, monkeypatch, portable_kernels):
     bench = Bench(tmp_path, monkeypatch)
     yield bench
     bench.close()

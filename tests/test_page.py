@@ -294,6 +294,7 @@ def test_errors_name_the_argument_and_the_file(run: Path, tmp_path: Path) -> Non
     assert not out.exists() and not (tmp_path / "gone.sqlite").exists()
 
 
+@pytest.mark.usefixtures("portable_kernels")
 def test_what_the_tuner_leaves_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole run with fake hands: its files, as they are, give its page, times by the model included."""
     hands = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")

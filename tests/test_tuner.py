@@ -23,6 +23,7 @@ from fa2tune.study import KeyStudy, Outcome, Shelf
 FAKES = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
 H200, H100, A100 = gpus.named("h200"), gpus.named("h100"), gpus.named("a100")
 SPEC = Specialization("bf16", 128, 128, True)
+pytestmark = pytest.mark.usefixtures("portable_kernels")
 
 
 class Listener(Watcher):
@@ -224,7 +225,7 @@ def test_a_fused_road_that_dies_does_not_cost_the_split_row(bench, monkeypatch):
     report = bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {row.variant for row in report.rows if row.key.kernel == "bwd"} == {"split"}
     bench.forget()
-    monkeypatch.setattr("fa2tune.fingerprint.backward_hash", lambda: "other kernels")
+    monkeypatch.setattr("fa2tune.fingerprint.backward_hash", lambda specialized=False: "other kernels")
     bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {kernel for kernel, *_ in bench.did("proof")} == {"bwd"}
 
@@ -232,7 +233,9 @@ def test_a_fused_road_that_dies_does_not_cost_the_split_row(bench, monkeypatch):
 def test_backward_ends_in_split_and_fused_rows(bench):
     report = bench.tune(HERE, pass_="bwd", trials=5, buckets=(1024,))
     whole = {row.variant: row for row in report.rows if row.key.kernel == "bwd"}
-    assert set(whole) == {"split", "fused"} and all(row.config == {} for row in whole.values())
+    assert set(whole) == {"split", "fused"}
+    assert set(whole["split"].config) == {"bwd_dq", "bwd_dkdv"} and set(whole["fused"].config) == {"bwd_fused"}
+    assert {way for row in whole.values() for way in row.config.values()} <= {"pointer", "descriptor"}
     best = {
         k: min((r for r in report.rows if r.key.kernel == k), key=lambda r: r.time_us)
         for k in ("bwd_dq", "bwd_dkdv", "bwd_fused")

@@ -25,6 +25,9 @@ def _logged(kind):
 
 def true_time(config, bucket):
     """Microseconds. Best at BLOCK_M 128, BLOCK_N 64, 8 warps, 3 stages; whatever else there is matters less."""
+    if "LOADS" not in config:  # warp-specialised: best of all, but where a length is short
+        off = abs(config["GROUPS"] - 2) + 0.1 * abs(config["STAGES"] - 3) + 0.01 * (config["HEADS_PER_WAVE"] != 16)
+        return bucket / 10 * (0.8 + off) * (1 if bucket > 512 else 10)
     off = abs(config["BLOCK_M"] - 128) / 64 + abs(config["BLOCK_N"] - 64) / 64 + (config["num_warps"] == 4)
     off += 0.3 * abs(config["num_stages"] - 3)
     named = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -40,7 +43,7 @@ def hangs(config):
 def judge(kernel, spec, config, gpu, problems):
     _log("compile", kernel, spec.dtype, spec.causal, config)
     binary = {"registers": 128, "spills": 0, "shared_bytes": 1000}
-    if config["num_stages"] == 4:
+    if config.get("num_stages") == 4:
         return Verdict("shared_memory", "too much", binary)
     if os.environ.get("FA2TUNE_FAKE_ABORT") and config["BLOCK_N"] == 16:
         os.abort()
@@ -86,6 +89,8 @@ def race(key, contenders, effort, best_ratio=1.0):
 def check(kernel, config, spec, arch, device, small=False):
     worker.report("launch")
     _log("check", kernel, spec.dtype, spec.causal, config)
+    if "specialized" in os.environ.get("FA2TUNE_FAKE_POISON", "") and "LOADS" not in config:
+        raise ArithmeticError("o: NaN in 3 of 9 elements")
     if "wrong" in os.environ.get("FA2TUNE_FAKE_POISON", "") and config["HEADS_PER_WAVE"] == 1:
         raise ArithmeticError("o: NaN in 3 of 9 elements")
     return ERRORS

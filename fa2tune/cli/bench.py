@@ -133,6 +133,8 @@ def _line(record: Mapping[str, Any]) -> str:
         figure = f"fa2tune {own['tflops']:.0f} TFLOP/s" + (
             f", {best[0]:.2f} x the best peer ({best[1]})" if best else ""
         )
+    if own.get("kernels"):
+        figure += f" by {', '.join(f'{kernel} {way}' for kernel, way in own['kernels'].items())}"
     odd = [
         f"{name} {entry['status']}" for name, entry in entries.items() if name != SUBJECT and entry["status"] != "ok"
     ]

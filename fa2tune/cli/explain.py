@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from fa2tune import lookup, reader
-from fa2tune.cli.cache import describe
+from fa2tune.cli.cache.common import describe, gpu_asked
 from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, Problem
+from fa2tune.row import over_portable
 
 if TYPE_CHECKING:
     from fa2tune.gpus import Gpu
@@ -22,21 +23,6 @@ def _head_dim(ctx: click.Context, param: click.Parameter, value: int | None) -> 
             f"got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
         )
     return value
-
-
-def _gpu(name: str | None) -> Gpu:
-    from fa2tune import gpus
-
-    if name is None:
-        here = gpus.present()
-        if here is None:
-            known = ", ".join(gpu.name for gpu in gpus.catalogue())
-            raise click.UsageError(f"no GPU is present, so --gpu is needed; it knows {known}")
-        return here
-    try:
-        return gpus.named(name)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--gpu") from error
 
 
 _COUNT = click.IntRange(min=1)
@@ -73,7 +59,7 @@ def explain(
         raise click.BadParameter(f"got {heads_kv}, must divide --heads {heads}", param_hint="--heads-kv")
     if precision != "ieee" and dtype != "fp32":
         raise click.BadParameter(f"got {precision}, {dtype} has ieee only", param_hint="--precision")
-    target = _gpu(gpu)
+    target = gpu_asked(gpu)
     try:
         layers = reader.layers(named)
     except reader.CacheFileError as error:
@@ -83,32 +69,44 @@ def explain(
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
     if pass_ != "bwd":
-        _explain(problem, target, layers, "fwd", True)
+        _explain(problem, target, layers, "fwd")
     if pass_ != "fwd":
-        for kernel in _backward(problem, target, layers, deterministic):
-            _explain(problem, target, layers, kernel, True)
+        for kernel, specialized in _backward(problem, target, layers, deterministic).items():
+            _explain(problem, target, layers, kernel, specialized)
 
 
-def _backward(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool) -> tuple[str, ...]:
-    """Explain the road of the backward; returns the kernels on it."""
+def _backward(
+    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool
+) -> Mapping[str, bool | None]:
+    """Explain the road of the backward; returns the kernels on it, and whether each is to be warp-specialised."""
+    from fa2tune import dispatch
     from fa2tune.passes import ROADS, SPLIT
 
     if deterministic:
-        click.echo(f"{BACKWARD}: {SPLIT}, the deterministic road\n")
-        return tuple(ROADS[SPLIT])
-    answer = _explain(problem, gpu, layers, BACKWARD, deterministic)
-    return tuple(ROADS[answer.row.variant if answer else SPLIT])
+        click.echo(f"{SPLIT} is the deterministic road")
+    answer = _explain(problem, gpu, layers, BACKWARD, deterministic=deterministic)
+    kinds = dispatch.kinds_of(answer.row) if answer else {}
+    return {kernel: kinds.get(kernel) for kernel in ROADS[answer.row.road if answer else SPLIT]}
 
 
 def _explain(
-    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, deterministic: bool
-) -> lookup.Answer | None:
+    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, specialized: bool | None = None,
+    deterministic: bool = False,
+) -> lookup.Answer | None:  # fmt: skip
     """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
     from fa2tune import dispatch
 
     key = dispatch.key_of(problem, kernel, gpu)
     found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
-    answer, refused = lookup.choose(found, dispatch.refusal(problem, gpu, deterministic))
+    kinds = [
+        dispatch.kind_refusal(problem, gpu, kind) for kind in ([specialized, False] if specialized else [specialized])
+    ]
+    if kernel == BACKWARD:
+        kinds = [dispatch.road_refusal(problem, gpu, deterministic, layers)]
+    for acceptable in kinds:
+        answer, refused = lookup.choose(found, acceptable)
+        if answer:
+            break
     click.echo(f"{kernel}: {answer.rung if answer else 'no row serves'}")
     if answer:
         click.echo(f"  file      {answer.layer.path}")
@@ -118,6 +116,9 @@ def _explain(
             click.echo(f"  stale     {part}")
         for line in describe(answer.row):
             click.echo(f"  {line}")
+        lead = over_portable(answer.row, answer.layer.rows)
+        if lead is not None:
+            click.echo(f"  lead      {lead:.3f} times as fast as the portable winner of its key")
     for one in refused:
         click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
     if not answer:

@@ -80,13 +80,14 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    from fa2tune.books import describe
+    from fa2tune.books import described
+    from fa2tune.row import over_portable
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("kernel", "dtype", "dim", "mask", "length"):
         table.add_column(title)
     table.add_column("config")
-    for title in ("TFLOP/s", "x default", "tried", "pruned"):
+    for title in ("TFLOP/s", "x default", "x portable", "tried", "pruned"):
         table.add_column(title, justify="right")
     table.add_column("obtained, proof")
     for row in sorted(rows, key=_order):
@@ -96,9 +97,11 @@ def _table(rows: Sequence[Row]) -> Table:
         if row.gain_low is not None and row.gain_high is not None:
             gain += f" [{row.gain_low:.2f}, {row.gain_high:.2f}]"
         rate = "" if row.tflops is None else f"{row.tflops:.0f}"
+        lead = over_portable(row, rows)
         table.add_row(
             key.kernel, key.dtype, dim, "causal" if key.causal else "full", str(key.bucket),
-            describe(row.config) or row.variant, rate, gain.replace("[", r"\["), str(row.tried or ""),
+            described(row), rate, gain.replace("[", r"\["),
+            "" if lead is None else f"{lead:.2f}", str(row.tried or ""),
             str(sum(row.pruned.values()) or ""), f"{row.obtained}, {row.proof}",
         )  # fmt: skip
     return table
@@ -158,6 +161,8 @@ def _close(console: Console, report: Report) -> None:
               help="Length bucket; may be repeated. Default: all.")  # fmt: skip
 @click.option("--trials", type=int, help="Binaries compiled per kernel, dtype, head dim and mask. Default: 48, or for an "
               "absent GPU 5 per core. (fp16 starts from bf16's winners and takes a third.)")  # fmt: skip
+@click.option("--portable-trials", type=int, help="The same of the portable variant of kernels that have another, where its "
+              "winners are known and need but be raced. Default: as --trials.")  # fmt: skip
 @click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
               "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
 @click.option(
@@ -180,7 +185,8 @@ def _close(console: Console, report: Report) -> None:
 @click.option("--workers", type=int, help="Compiles at a time. Default: one per core.")
 def tune(
     gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], mask: str, pass_: str,
-    kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, time_budget: float | None, sampler: str,
+    kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, portable_trials: int | None,
+    time_budget: float | None, sampler: str,
     cache: Path | None, studies: Path | None, record: Path | None, retry_failed: bool, seed: int,
     workers: int | None,
 ) -> None:  # fmt: skip
@@ -198,9 +204,9 @@ def tune(
     request = TuneRequest(
         gpu=gpu, head_dims=tuple(dict.fromkeys(headdim)), head_dim_v=headdim_v, dtypes=tuple(dict.fromkeys(dtype)),
         causal={"causal": (True,), "full": (False,), "both": (False, True)}[mask], pass_=pass_, kernels=kernel or None,
-        buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, time_budget_s=time_budget,
-        sampler=sampler, seed=seed, cache=cache, studies=studies, record=record, retry_failed=retry_failed,
-        workers=workers,
+        buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, portable_trials=portable_trials,
+        time_budget_s=time_budget, sampler=sampler, seed=seed, cache=cache, studies=studies, record=record,
+        retry_failed=retry_failed, workers=workers,
     )  # fmt: skip
     try:
         plan = make_plan(request)

@@ -4,6 +4,7 @@ averages, what was pruned. Pure: rows and the catalogue in, numbers out."""
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from fa2tune import gpus
-from fa2tune.books import describe
+from fa2tune.books import described
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem, TuningKey
-from fa2tune.row import OBTAINED, Row
+from fa2tune.row import OBTAINED, Row, over_portable
 from fa2tune.variant import SearchSpace
 
 #: As a reader asks: the two passes first, then what the backward is made of.
@@ -38,6 +39,7 @@ class Standing:
     intensity: float  #: FLOP per byte of device memory at the least, see ``least_bytes``
     nearness: float | None  #: largest error over its bound, of all tensors; None where none was recorded
     keeps_default: bool  #: it did not beat the default beyond the interval
+    lead: float | None = None  #: of a warp-specialised row over the portable winner of its key
 
     @property
     def undecided(self) -> bool:
@@ -134,7 +136,15 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
             share = None if top is None or row.tflops is None else row.tflops / top
             keeps = row.gain_low is not None and row.gain_low <= 1.0
             found.append(
-                Standing(row, rank == 0, share, flops / least_bytes(problem, key.kernel), nearness(row), keeps)
+                Standing(
+                    row,
+                    rank == 0,
+                    share,
+                    flops / least_bytes(problem, key.kernel),
+                    nearness(row),
+                    keeps,
+                    over_portable(row, ranked),
+                )
             )
     return found
 
@@ -146,8 +156,8 @@ def mean_gain(some: Iterable[Standing]) -> float | None:
 
 
 def config_of(row: Row) -> str:
-    """Its config on half a line, heads-per-wave as hpw; the road of a whole backward."""
-    return describe(row.config).replace("heads-per-wave=", "hpw") if row.config else row.variant
+    """Its config on half a line, heads-per-wave as hpw; the road of a whole backward, and the ways on it."""
+    return described(row).replace("heads-per-wave=", "hpw")
 
 
 # ---- what was pruned
@@ -180,9 +190,11 @@ _AFTER = {
 def reasons() -> Mapping[str, str]:
     """Rule -> its reason, of every search space. The spaces import neither torch nor triton."""
     found: dict[str, str] = {}
-    for kernel in KERNELS:
-        space: SearchSpace = importlib.import_module(f"fa2tune.search_spaces.{kernel}").SPACE
-        found |= {rule.name: rule.why for rule in space.constraints}
+    package = importlib.import_module("fa2tune.search_spaces")
+    for module in pkgutil.iter_modules(package.__path__):
+        space = getattr(importlib.import_module(f"fa2tune.search_spaces.{module.name}"), "SPACE", None)
+        if isinstance(space, SearchSpace):
+            found |= {rule.name: rule.why for rule in space.constraints}
     return found
 
 
@@ -205,8 +217,8 @@ def pruned(rows: Iterable[Row]) -> list[Pruned]:
     families: dict[tuple[object, ...], Counter[str]] = {}
     for row in rows:
         key = row.key
-        mine = families.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.causal),
-                                   Counter())  # fmt: skip
+        mine = families.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.causal,
+                                    row.specialized), Counter())  # fmt: skip
         for reason, count in row.pruned.items():
             mine[reason] = max(mine[reason], count)
     counts: dict[str, Counter[tuple[str, int]]] = {}

@@ -249,6 +249,8 @@ def _detail(s: Standing) -> Iterable[tuple[str, str]]:
             "time",
             f"{figure(row.time_us, 5)} us{spread}{count}; default {figure(row.default_time_us, 5) or 'unknown'} us",
         )
+    if s.lead is not None:
+        yield "lead", f"{s.lead:.3f} times as fast as the portable winner"
     if row.errors:
         said = []
         for tensor, entry in row.errors.items():

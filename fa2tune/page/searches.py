@@ -32,7 +32,7 @@ PAUSE = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Family:
-    """The searches of one kernel, dtype, head dim and mask: one a length."""
+    """The searches of one variant of a kernel, dtype, head dim and mask: one a length."""
 
     title: str
     searches: Sequence[Search]
@@ -42,12 +42,12 @@ class Family:
 def families(searches: Iterable[Search]) -> list[Family]:
     groups: dict[tuple[object, ...], list[Search]] = {}
     for search in sorted(searches, key=lambda s: facts.order(s.key)):
-        groups.setdefault(facts.order(search.key)[:-1], []).append(search)
+        groups.setdefault((*facts.order(search.key)[:-1], search.variant), []).append(search)
     found = []
     for members in groups.values():
         key = members[0].key
         dims = f"{key.head_dim}" if key.head_dim == key.head_dim_v else f"{key.head_dim}/{key.head_dim_v}"
-        title = f"{key.kernel} {key.dtype} {dims} {report.mask_name(key.causal)}"
+        title = f"{members[0].searched} {key.dtype} {dims} {report.mask_name(key.causal)}"
         about = " ".join(word for word in tokens(key).split() if not word.startswith("len:"))
         found.append(Family(title, members, about))
     return found
@@ -171,7 +171,7 @@ def importances(searches: Iterable[Search]) -> dict[tuple[str, int], dict[str, f
             study.add_trials([trial.frozen for trial in timed])
             evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=GOOD)
             shares = optuna.importance.get_param_importances(study, evaluator=evaluator)
-            gathered.setdefault((search.key.kernel, search.key.head_dim), []).append(shares)
+            gathered.setdefault((search.searched, search.key.head_dim), []).append(shares)
     found = {}
     for group, several in gathered.items():
         names = {name for shares in several for name in shares}
@@ -197,7 +197,7 @@ def slices(searches: Sequence[Search], shares: Mapping[tuple[str, int], Mapping[
     groups: dict[tuple[str, int], list[Search]] = {}
     for search in sorted(searches, key=lambda s: facts.order(s.key)):
         if search.timed:
-            groups.setdefault((search.key.kernel, search.key.head_dim), []).append(search)
+            groups.setdefault((search.searched, search.key.head_dim), []).append(search)
     found = []
     for (kernel, dim), mine in groups.items():
         points: dict[str, dict[Any, list[float]]] = {}
@@ -298,7 +298,7 @@ def failures(searches: Iterable[Search], most: int = 120) -> list[Failure]:
     met: dict[tuple[str, str], tuple[int, str, str]] = {}
     seen: set[tuple[object, ...]] = set()
     for search in searches:
-        family = facts.order(search.key)[:-1]
+        family = (*facts.order(search.key)[:-1], search.variant)
         ended = [(t.fate, t.why, t.config) for t in search.trials if t.fate]
         ended += [("wrong_result", why, config) for config, why in search.wrong]
         for fate, why, config in ended:
@@ -306,9 +306,7 @@ def failures(searches: Iterable[Search], most: int = 120) -> list[Failure]:
             if once in seen:  # the same end at every length
                 continue
             seen.add(once)
-            where = (
-                f"{search.key.kernel} {search.key.dtype} {search.key.head_dim} {report.mask_name(search.key.causal)}"
-            )
+            where = f"{search.searched} {search.key.dtype} {search.key.head_dim} {report.mask_name(search.key.causal)}"
             about = " ".join(word for word in tokens(search.key).split() if not word.startswith("len:"))
             times, example, kept = met.get((fate, why), (0, f"{where}: {describe(config)}", about))
             met[fate, why] = times + 1, example, kept

@@ -32,6 +32,9 @@ _NAME = re.compile(" ".join(f"{f.name}=(?P<{f.name}>{_VALUE.get(f.name, '[^ ]+')
 _OPTUNA = {"studies", "trials", "trial_params", "trial_user_attributes", "version_info", "alembic_version"}
 
 
+_VARIANT = "variant="  #: a word of a stamp: the variant of the kernel that was searched, where it is not its own
+
+
 @dataclass(frozen=True)
 class Trial:
     """One candidate at one key."""
@@ -54,7 +57,13 @@ class Search:
     obtained: str  #: "measured", "sibling" or "predicted", as the stamp has it
     trials: Sequence[Trial]
     wrong: Sequence[tuple[Config, str]]  #: timed, then found wrong: config, why
+    variant: str = ""  #: name of the variant that was searched, where it is not the kernel's own; "": that
     exhaustive: bool = False  #: every legal config, in no order that means anything: a table, no search
+
+    @property
+    def searched(self) -> str:
+        """What was searched: a kernel, or another variant of it."""
+        return self.variant or self.key.kernel
 
     @property
     def timed(self) -> list[tuple[int, Trial, float]]:
@@ -146,7 +155,7 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # a path in a URI of SQLite's: read-only, so that not even an older database is touched
     where = f"sqlite:///{path.absolute().as_uri()}?mode=ro&uri=true"
-    found: dict[TuningKey, tuple[datetime, Search, list[Row]]] = {}
+    found: dict[tuple[TuningKey, str], tuple[datetime, Search, list[Row]]] = {}
     foreign = older = 0
     try:
         storage = optuna.storages.RDBStorage(where, skip_table_creation=True)
@@ -161,12 +170,14 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
             if not trials:
                 continue
             wrong = [(dict(config), why) for config, why in json.loads(study.user_attrs.get("disqualified", "[]"))]
-            search = Search(key, study.study_name, stamp.partition(" ")[0], trials, wrong)
+            variant = next((word[len(_VARIANT) :] for word in stamp.split() if word.startswith(_VARIANT)), "")
+            search = Search(key, study.study_name, stamp.partition(" ")[0], trials, wrong, variant)
+            of = key, variant
             latest = max((t.filed for t in trials if t.filed), default=datetime.min)
-            if key in found:
+            if of in found:
                 older += 1
-            if key not in found or latest > found[key][0]:
-                found[key] = latest, search, list(_kept(study.user_attrs))
+            if of not in found or latest > found[of][0]:
+                found[of] = latest, search, list(_kept(study.user_attrs))
     except Exception as error:  # Optuna and SQLAlchemy raise kinds of their own
         raise SourceError(f"--studies: {path}: {str(error).splitlines()[0]}") from error
     if not found:
@@ -178,7 +189,7 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
         )
     if foreign:
         notes.append(f"{foreign} studies in {path.name} are not fa2tune's")
-    entries = [found[key] for key in sorted(found)]
+    entries = [found[of] for of in sorted(found)]
     return [search for _, search, _ in entries], [row for *_, rows in entries for row in rows], notes
 
 

@@ -1,0 +1,39 @@
+"""What the Hopper kernels share: names of Gluon that moved between Triton versions, and helpers on top of them. Device side.
+
+Gluon of Triton 3.6 and of 3.9 differ in names only; every kernel takes its names from here.
+"""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "fence_async_shared", "mbarrier", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait",
+    "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip
+
+#: tma_load(descriptor, coordinates, barrier, shared): global to shared memory, completes on the barrier
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+#: tma_store(descriptor, coordinates, shared): shared to global memory
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+#: tma_store_wait(n): until all but n of this thread's last stores and reductions have read their shared memory
+tma_store_wait = tma.store_wait
+#: thread_barrier(): of all warps of a partition
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+if hasattr(tma, "async_atomic_add"):
+    #: tma_reduce_add(descriptor, coordinates, shared): shared memory added to global memory
+    tma_reduce_add = tma.async_atomic_add
+else:  # 3.6 has the operation, its Python wrapper is missing
+    from triton._C.libtriton import ir
+
+    @builtin
+    def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

@@ -1,0 +1,244 @@
+"""What the tests of warp-specialised variants run: problems, configs, one check by the error rule. Also a program of its own:
+
+python tests/gpu/hopper_cases.py stress 300 [seed] [kernel ...]    random shapes and configs for so many seconds
+python tests/gpu/hopper_cases.py small [kernel ...]                a few small shapes of each variant, for compute-sanitizer
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from fa2tune import compiler, dispatch, limits, passes, reference, verify
+from fa2tune.problem import KERNELS, Config, Problem, Specialization
+from fa2tune.variant import Variant
+
+Tensors = Mapping[str, torch.Tensor]
+DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128))
+
+
+def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
+    """Every warp-specialised variant of these kernels that can run on the GPU at hand."""
+    gpu = dispatch.gpu_of(0)
+    return [
+        variant for kernel in kernels for variant in compiler.variants_of(kernel)
+        if variant.serves and variant.min_arch <= gpu.arch <= variant.max_arch
+    ]  # fmt: skip
+
+
+def legal(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
+    """Every config that may be launched for a problem."""
+    gpu, spec = dispatch.gpu_of(0), asked.specialization
+    return [c for c in variant.space.points() if limits.before_compile(variant, spec, c, gpu) is None]
+
+
+def refusal(variant: Variant, asked: Problem) -> str:
+    """Why no config of a variant can serve a problem; "": one can."""
+    gpu, spec = dispatch.gpu_of(0), asked.specialization
+    default = variant.space.default(spec, gpu.arch)
+    refused = limits.before_compile(variant, spec, default, gpu)
+    return refused.why if refused is not None and not legal(variant, asked) else ""
+
+
+def config_for(variant: Variant, asked: Problem) -> Config:
+    """The default where it may be launched, else the first that may."""
+    gpu, spec = dispatch.gpu_of(0), asked.specialization
+    default = variant.space.default(spec, gpu.arch)
+    return default if limits.before_compile(variant, spec, default, gpu) is None else legal(variant, asked)[0]
+
+
+def spread(variant: Variant, asked: Problem, seed: int = 0) -> list[dict[str, Any]]:
+    """A few legal configs, in which every dimension takes each of its values that is legal somewhere."""
+    found = legal(variant, asked)
+    missing = {entry for config in found for entry in config.items()}
+    picked = []
+    for config in random.Random(seed).sample(found, len(found)):
+        if missing & set(config.items()):
+            picked.append(config)
+            missing -= set(config.items())
+    return picked
+
+
+def run(
+    variant: Variant, config: Config, asked: Problem, inputs: Tensors, softmax_scale: float | None = None
+) -> dict[str, torch.Tensor]:
+    """What a config of one kernel makes of these tensors, the other kernels being portable by default: o and lse, or the three
+    gradients. Uninitialised memory holds NaN."""
+    kernel, arch = variant.filed_under, dispatch.gpu_of(0).arch
+    scale = asked.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    road = next((road for road, kernels in passes.ROADS.items() if kernel in kernels), "")
+    configs = {
+        name: compiler.variant_named(name).space.default(asked.specialization, arch)
+        for name in ("fwd", *passes.ROADS.get(road, ()))
+    } | {kernel: config}  # fmt: skip
+    with verify._strict("ieee"):
+        o, lse = passes.forward(q, k, v, causal=asked.causal, softmax_scale=scale, config=configs["fwd"])
+        if kernel == "fwd":
+            return {"o": o, "lse": lse}
+        gradients = passes.backward(
+            inputs["do"], inputs.get("dlse"), q, k, v, o, lse, causal=asked.causal, softmax_scale=scale, road=road,
+            configs=configs,
+        )  # fmt: skip
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def as_they_are(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def sequence_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a (batch, seqlen, heads, dim) tensor."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def inside_a_wider_one(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a slice of every dimension of a larger tensor, whose other elements are NaN."""
+    b, h, m, d = tensor.shape
+    wide = tensor.new_full((b + 1, h + 2, m + 3, d + 24), float("nan"))
+    view = wide[1:, 1 : h + 1, 2 : m + 2, 8 : d + 8]
+    return view.copy_(tensor)
+
+
+VIEWS = (as_they_are, sequence_first, inside_a_wider_one)
+
+
+def check(
+    variant: Variant, config: Config, asked: Problem, view: Callable[[torch.Tensor], torch.Tensor] = as_they_are,
+    softmax_scale: float | None = None, with_dlse: bool = True, **inputs: Any,
+) -> verify.Errors:  # fmt: skip
+    """Raises WrongResult where a result breaks the error rule."""
+    backward = variant.filed_under != "fwd"
+    made = reference.make_inputs(asked, "cuda", with_dlse=with_dlse and backward, **inputs)
+    oracle, same = reference.oracle_and_reference(
+        made, causal=asked.causal, softmax_scale=softmax_scale, gradients=backward
+    )
+    tensors = {f.name: getattr(made, f.name) for f in fields(made) if isinstance(getattr(made, f.name), torch.Tensor)}
+    viewed = {name: view(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
+    return verify.compare(run(variant, config, asked, viewed, softmax_scale), oracle, same)
+
+
+# ---- a program of its own
+
+
+#: A variant, one of its configs, and a problem whose lengths, heads and batch are still to be drawn.
+Fixed = tuple[Variant, dict[str, Any], Problem]
+
+
+def _binaries(variant: Variant, config: Config, asked: Problem) -> list[tuple[Variant, Config]]:
+    """What a check of a config launches, all of it."""
+    spec, arch = asked.specialization, dispatch.gpu_of(0).arch
+    road = next((kernels for kernels in passes.ROADS.values() if variant.filed_under in kernels), ())
+    others = [compiler.variant_named(name) for name in ("fwd", *road) if name != variant.filed_under]
+    before, after = compiler.around(variant, spec, config, arch)
+    return [(variant, config), *before, *after, *((one, one.space.default(spec, arch)) for one in others)]
+
+
+def _compile(name: str, spec: Specialization, config: Config, arch: int) -> str:
+    """In a child process: into Triton's cache. Why not, or ""."""
+    try:
+        compiler.compile_kernel(compiler.variant_named(name), spec, config, arch)
+    except compiler.CompileError as error:
+        return str(error)
+    return ""
+
+
+def draw(dice: random.Random, variants: Sequence[Variant], count: int) -> list[Fixed]:
+    """So many binaries to stress, compiled on all cores: the default config now and then, else any legal one."""
+    found: list[Fixed] = []
+    for _ in range(20 * count):
+        variant, dims = dice.choice(variants), dice.choice(DIMS)
+        asked = Problem(dice.choice(("bf16", "bf16", "fp16")), 1, 1, 1, 64, 64, *dims, dice.random() < 0.6)
+        able = legal(variant, asked)
+        if able:
+            default = config_for(variant, asked)
+            found.append((variant, dict(default) if dice.random() < 0.3 else dice.choice(able), asked))
+        if len(found) == count:
+            break
+    arch = dispatch.gpu_of(0).arch
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [
+            (fixed, pool.submit(_compile, one.name, fixed[2].specialization, config, arch))
+            for fixed in found for one, config in _binaries(*fixed)
+        ]  # fmt: skip
+        refused = [fixed for fixed, job in jobs if job.result()]
+    return [fixed for fixed in found if fixed not in refused]
+
+
+def drawn(dice: random.Random, asked: Problem) -> Problem:
+    """Lengths, heads, batch: small enough for a float64 oracle; lengths of 1, tile edges and odd ones, rows that see no key."""
+    lengths = [
+        dice.choice(
+            (1, dice.randrange(1, 40), 64 * dice.randrange(1, 20) + dice.randrange(-1, 2), dice.randrange(1, 1500))
+        )
+        for _ in range(2)
+    ]
+    if dice.random() < 0.3:
+        lengths[1] = lengths[0]
+    heads_kv, group = dice.choice(((1, 1), (2, 1), (1, 4), (2, 3), (12, 1), (3, 8)))
+    return replace(
+        asked, batch=dice.choice((1, 1, 2, 5)), heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_q=lengths[0],
+        seqlen_k=lengths[1],
+    )  # fmt: skip
+
+
+def stress(seconds: float, seed: int = 0, kernels: Sequence[str] = KERNELS, binaries: int = 24) -> dict[str, int]:
+    """Random problems for random configs, until so many seconds are over, compiling aside; variant -> checks. Raises
+    WrongResult, naming the case."""
+    dice = random.Random(seed)
+    variants = specialized(kernels)
+    done = dict.fromkeys((variant.name for variant in variants), 0)
+    pool = draw(dice, variants, binaries) if variants else []
+    print(f"{len(pool)} binaries", flush=True)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and pool:
+        variant, config, asked = dice.choice(pool)
+        asked, view = drawn(dice, asked), dice.choice(VIEWS)
+        runtime = compiler.runtime_names(variant)  # the same binary, another launch
+        config = {**config, **{name: dice.choice(variant.space.dimensions[name]) for name in sorted(runtime)}}
+        if limits.before_compile(variant, asked.specialization, config, dispatch.gpu_of(0)) is not None:
+            continue
+        # rows that see one key have gradients of zero but for lse's, and the rule allows a zero no error
+        with_dlse = asked.seqlen_k < 3 or dice.random() < 0.5
+        more = {"seed": dice.randrange(1 << 20), "scale": dice.choice((1.0, 1.0, 10.0)), "with_dlse": with_dlse}
+        case = f"{variant.name} {asked} {config} {view.__name__} {more}"
+        print("case", case, flush=True)  # the last one, if this process hangs
+        try:
+            check(variant, config, asked, view, **more)
+        except verify.WrongResult as error:
+            raise verify.WrongResult(f"{error}: {case}") from error
+        torch.cuda.synchronize()
+        done[variant.name] += 1
+    return done
+
+
+def small(kernels: Sequence[str] = KERNELS) -> None:
+    """Each variant on a few problems of a few tiles: compute-sanitizer is a thousand times as slow as the GPU."""
+    for variant in specialized(kernels):
+        for dims in ((64, 64), (128, 128)):
+            for causal in (False, True):
+                asked = Problem("bf16", 1, 2, 1, 150, 277, *dims, causal)
+                if refusal(variant, asked):
+                    continue
+                for config in (config_for(variant, asked), *spread(variant, asked)[:2]):
+                    inputs = reference.make_inputs(asked, "cuda")
+                    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do}
+                    run(variant, config, asked, tensors)
+                    torch.cuda.synchronize()
+                    print("ran", variant.name, dims, causal, config, flush=True)
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    if what == "stress":
+        print(stress(float(rest[0]), int(rest[1]) if rest[1:] else 0, rest[2:] or KERNELS))
+    else:
+        small(rest or KERNELS)

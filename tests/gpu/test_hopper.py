@@ -1,0 +1,280 @@
+"""Warp-specialised variants on the GPU at hand, whichever there are: by the error rule, with NaN in what nobody wrote. Gluon
+has no interpreter, so these are their only tests of numerics. FA2TUNE_STRESS_SECONDS lengthens the last."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_cases import VIEWS, Tensors, check, config_for, inside_a_wider_one, refusal, run, specialized, spread
+
+import fa2tune
+from fa2tune import dispatch, passes, reference
+from fa2tune.compiler import variant_named, variants_of
+from fa2tune.problem import KERNELS, Problem
+from fa2tune.row import MEASURED, Row, hashed_as
+from fa2tune.store import Store
+from fa2tune.variant import WARP_SPECIALIZED, Variant
+
+VARIANTS = specialized() if torch.cuda.is_available() else [v for k in KERNELS for v in variants_of(k) if v.serves]
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no warp-specialised variant for this GPU")
+every = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+STRESS_SECONDS = float(os.environ.get("FA2TUNE_STRESS_SECONDS", "10"))
+HERE = Path(__file__).parent
+
+
+def asked_for(variant: Variant, *lengths: int, dims: tuple[int, int] = (128, 128), causal: bool = False, dtype: str = "bf16",
+              heads: tuple[int, int] = (4, 2), batch: int = 2) -> Problem:  # fmt: skip
+    """A problem; skips where the variant has a reason not to serve it."""
+    asked = Problem(dtype, batch, *heads, *lengths, *dims, causal)
+    if why := refusal(variant, asked):
+        pytest.skip(why)
+    return asked
+
+
+def checked(variant: Variant, *lengths: int, **more: object) -> None:
+    problem = {name: more.pop(name) for name in ("dims", "causal", "dtype", "heads", "batch") if name in more}
+    asked = asked_for(variant, *lengths, **problem)  # type: ignore[arg-type]
+    check(variant, config_for(variant, asked), asked, **more)  # type: ignore[arg-type]
+
+
+def tensors_of(asked: Problem, seed: int = 0) -> Tensors:
+    made = reference.make_inputs(asked, "cuda", seed=seed)
+    return {"q": made.q, "k": made.k, "v": made.v, "do": made.do}
+
+
+@every
+@masks
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_head_dims_at_odd_lengths(variant: Variant, dim: int, dtype: str, causal: bool) -> None:
+    checked(variant, 113, 203, dims=(dim, dim), dtype=dtype, causal=causal)
+    checked(variant, 1003, 517, dims=(dim, dim), dtype=dtype, causal=causal)
+
+
+@every
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128), (40, 96), (72, 80), (256, 64)])
+def test_value_head_dim_apart(variant: Variant, dims: tuple[int, int]) -> None:
+    checked(variant, 333, 444, dims=dims, causal=True)
+
+
+@every
+@masks
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 1000), (1000, 1), (2, 3), (63, 64), (64, 64), (65, 63), (127, 129), (128, 128),
+                                     (129, 4096), (192, 193), (4097, 255)])  # fmt: skip
+def test_lengths(variant: Variant, lengths: tuple[int, int], causal: bool) -> None:
+    checked(variant, *lengths, causal=causal)
+    checked(variant, *lengths, causal=causal, dims=(64, 64))
+
+
+@every
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (6, 2), (8, 1), (5, 5)])
+def test_grouped_heads(variant: Variant, heads: tuple[int, int]) -> None:
+    checked(variant, 333, 444, causal=True, heads=heads)
+
+
+@every
+@masks
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+@pytest.mark.parametrize("dim", [64, 72, 128, 256])
+def test_views(variant: Variant, view: object, dim: int, causal: bool) -> None:
+    checked(variant, 300, 333, dims=(dim, dim), causal=causal, view=view)
+
+
+@every
+@pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0])
+def test_softmax_scale(variant: Variant, softmax_scale: float) -> None:
+    checked(variant, 333, 444, dims=(64, 64), dtype="fp16", causal=True, softmax_scale=softmax_scale)
+
+
+@every
+@pytest.mark.parametrize(("scale", "outlier"), [(10.0, False), (1.0, True)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hard_inputs(variant: Variant, dim: int, dtype: str, scale: float, outlier: bool) -> None:
+    checked(variant, 500, 700, dims=(dim, dim), dtype=dtype, causal=True, scale=scale, outlier=outlier)
+
+
+@every
+@masks
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_value_of_every_dimension(variant: Variant, dim: int, causal: bool) -> None:
+    asked = asked_for(variant, 391, 517, dims=(dim, dim), causal=causal)
+    for config in spread(variant, asked):
+        check(variant, config, asked)
+
+
+@every
+@masks
+def test_fewer_and_more_tiles_than_the_machine_holds(variant: Variant, causal: bool) -> None:
+    for batch, heads, lengths in ((1, (1, 1), (64, 64)), (1, (1, 1), (2000, 100)), (3, (50, 50), (400, 300)),
+                                  (2, (7, 7), (6000, 700))):  # fmt: skip
+        checked(variant, *lengths, dims=(64, 64), heads=heads, batch=batch, causal=causal)
+
+
+@every
+@masks
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_runs_agree_to_the_bit(variant: Variant, dim: int, causal: bool) -> None:
+    """An error that moves is a race. The sums of the fused dQ alone are in no fixed order."""
+    asked = asked_for(variant, 1500, 1300, dims=(dim, dim), causal=causal)
+    config, tensors = config_for(variant, asked), tensors_of(asked)
+    first = run(variant, config, asked, tensors)
+    for _ in range(20):
+        again = run(variant, config, asked, tensors)
+        for name in again.keys() - ({"dq"} if variant.filed_under == "bwd_fused" else set()):
+            assert torch.equal(first[name], again[name]), name
+
+
+@every
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_and_inf_as_the_portable_kernel_has_them(variant: Variant, where: str, value: float) -> None:
+    asked = asked_for(variant, 300, 400, dims=(64, 64), heads=(2, 2), batch=1)
+    tensors = tensors_of(asked)
+    tensors[where][0, 0, 7, 3] = value
+    portable = variant_named(variant.filed_under)
+    ours = run(variant, config_for(variant, asked), asked, tensors)
+    theirs = run(portable, portable.space.default(asked.specialization, dispatch.gpu_of(0).arch), asked, tensors)
+    for name, tensor in ours.items():
+        assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), name
+
+
+@every
+@masks
+def test_graphs_and_streams(variant: Variant, causal: bool) -> None:
+    """Captured once, replayed on other values; and from two streams at a time."""
+    asked = asked_for(variant, 700, 900, causal=causal)
+    config, tensors = config_for(variant, asked), tensors_of(asked)
+    run(variant, config, asked, tensors)
+    torch.cuda.synchronize()
+    o, lse = passes.forward(tensors["q"], tensors["k"], tensors["v"], causal=causal, softmax_scale=0.1,
+                            config=variant_named("fwd").space.default(asked.specialization, 90))  # fmt: skip
+    arguments = {name: tensors[name] for name in ("q", "k", "v")} | {"o": o}
+    if variant.filed_under == "fwd":
+        plan = passes.ForwardPlan(asked, *(tensors[n] for n in ("q", "k", "v")), 0.1, config)
+
+        def call():
+            return plan(*(tensors[n] for n in ("q", "k", "v")))
+    else:
+        road = next(road for road, kernels in passes.ROADS.items() if variant.filed_under in kernels)
+        configs = {
+            name: config if name == variant.filed_under else variant_named(name).space.default(asked.specialization, 90)
+            for name in passes.ROADS[road]
+        }
+        whole = passes.BackwardPlan(asked, tensors["do"], None, *arguments.values(), 0.1, road, configs)
+
+        def call():
+            return whole(tensors["do"], None, *arguments.values(), lse)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    tensors["v"].mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(call())
+    torch.cuda.synchronize()
+    for results in found:
+        for one, other in zip(captured, results, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+
+
+# ---- through the public call
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache file in which warp-specialised rows are the fastest of every kernel."""
+    gpu, today = dispatch.gpu_of(0), dispatch.toolchain()
+    rows = []
+
+    def file(kernel: str, way: str, config: dict[str, object], time_us: float) -> None:
+        made_with = {
+            "driver": today.driver,
+            "triton": today.triton,
+            "kernel_hash": today.kernel_hashes[hashed_as(kernel, True)],
+        }
+        rows.append(
+            Row(dispatch.key_of(problem, kernel, gpu), way, config, MEASURED, "target", time_us=time_us, **made_with)
+        )
+
+    for causal in (False, True):
+        problem = Problem("bf16", 1, 4, 4, 1024, 1024, 128, 128, causal)
+        for variant in VARIANTS:
+            if not refusal(variant, problem):
+                file(variant.filed_under, WARP_SPECIALIZED, dict(config_for(variant, problem)), 1.0)
+        for road, kernels in passes.ROADS.items():
+            if {row.key.kernel for row in rows} >= set(kernels):
+                ways = dict.fromkeys(kernels, WARP_SPECIALIZED)
+                file("bwd", f"{road}_{WARP_SPECIALIZED}", ways, {"split": 2.0, "fused": 1.0}[road])
+    path = tmp_path / "fleet.sqlite"
+    Store(path).put(rows)
+    monkeypatch.setenv("FA2TUNE_CACHE", str(path))
+    dispatch.reload()
+    dispatch.SERVED.clear()
+    yield path
+    monkeypatch.delenv("FA2TUNE_CACHE")
+    dispatch.reload()
+
+
+@pytest.mark.usefixtures("cached")
+@masks
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) -> None:
+    from fa2tune import verify
+
+    for shape in ((1024, 1024), (613, 1000)):
+        asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, causal)
+        inputs = reference.make_inputs(asked, "cuda", with_dlse=True)
+        oracle, same = reference.oracle_and_reference(inputs, causal=causal)
+        q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        o, lse = fa2tune.attention(q, k, v, causal=causal, return_lse=True, deterministic=deterministic)
+        gradients = torch.autograd.grad([o, lse], (q, k, v), [inputs.do, inputs.dlse])
+        got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+        verify.compare(got, oracle, same)
+    assert any("fleet layer" in rung for rung in dispatch.SERVED)
+
+
+@pytest.mark.usefixtures("cached")
+def test_what_tma_cannot_address_goes_another_way() -> None:
+    asked = Problem("bf16", 2, 4, 4, 1000, 1000, 128, 128, True)  # the bucket of the rows
+    plain = reference.make_inputs(asked, "cuda").q
+    wide = plain.new_empty(2, 4, 1000, 131)
+    odd = wide[..., 1:129].copy_(plain)  # base off by 2 bytes, a row stride of 131
+    still = plain[:1].expand(2, 4, 1000, 128)  # a stride of 0
+    for tensor in (odd, still, inside_a_wider_one(plain)):
+        dispatch.reload()
+        ours = fa2tune.attention(tensor, tensor, tensor, causal=True)
+        theirs = fa2tune.attention(*(tensor.contiguous() for _ in range(3)), causal=True)
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+    gpu = dispatch.gpu_of(0)
+    assert dispatch.choose(asked, "fwd", gpu).config.get("LOADS") is None or "fwd" not in {
+        v.filed_under for v in VARIANTS
+    }
+    unaligned = replace(asked, aligned=False, tma=False)
+    assert dispatch.choose(unaligned, "fwd", gpu).config["LOADS"] == "pointer"
+
+
+def test_random_shapes_and_configs_for_a_while() -> None:
+    """In a process of its own, which may hang: its last line says where."""
+    seed = os.environ.get("FA2TUNE_STRESS_SEED", "0")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "hopper_cases.py"), "stress", str(STRESS_SECONDS), seed],
+        capture_output=True, text=True, timeout=STRESS_SECONDS + 300, cwd=HERE.parent.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

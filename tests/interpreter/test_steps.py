@@ -1,0 +1,100 @@
+"""A variant that runs kernels before and after its own, on workspaces that they share, under two names for one memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fa2tune import compiler, passes
+from fa2tune.problem import Config, Problem
+from fa2tune.variant import SearchSpace, Variant
+
+
+@triton.jit
+def prepare_kernel(
+    do,
+    sums,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    rows_padded,
+    heads_q,
+    seqlen_q,
+    FACTOR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """sums [B, Hq, rows_padded, COLUMNS] = FACTOR * do, zeros past the end."""
+    head, row = tl.program_id(0) // rows_padded, tl.program_id(0) % rows_padded
+    d = tl.arange(0, COLUMNS)
+    source = do + (head // heads_q) * stride_dob + (head % heads_q) * stride_doh + row * stride_dom
+    values = tl.load(source + d, mask=(d < COLUMNS) & (row < seqlen_q), other=0.0).to(tl.float32)
+    tl.store(sums + (head * rows_padded + row) * COLUMNS + d, values * FACTOR)
+
+
+@triton.jit
+def main_kernel(words, dk, dv, total, seqlen_k, COLUMNS: tl.constexpr):
+    """Adds 1 to every word; dk and dv are zeroed, one row a program (dense, one head)."""
+    d = tl.arange(0, COLUMNS)
+    word = words + tl.program_id(0) * COLUMNS + d
+    tl.store(word, tl.load(word, mask=d < total, other=0.0) + 1.0)
+    inside = (d < COLUMNS) & (tl.program_id(0) < seqlen_k)
+    tl.store(dk + tl.program_id(0) * COLUMNS + d, tl.zeros([COLUMNS], dk.dtype.element_ty), mask=inside)
+    tl.store(dv + tl.program_id(0) * COLUMNS + d, tl.zeros([COLUMNS], dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_kernel(words, dq, softmax_scale, rows_padded, stride_dqm, COLUMNS: tl.constexpr):
+    """dq = softmax_scale * words, without the padding (one head)."""
+    d = tl.arange(0, COLUMNS)
+    values = tl.load(words + tl.program_id(0) * COLUMNS + d) * softmax_scale
+    tl.store(dq + tl.program_id(0) * stride_dqm + d, values.to(dq.dtype.element_ty))
+
+
+def fixed(name: str, **config: int) -> SearchSpace:
+    return SearchSpace(name, {key: (value,) for key, value in config.items()}, (), lambda spec, arch: dict(config))
+
+
+def padded(problem: Problem) -> int:
+    return -(-problem.seqlen_q // 16) * 16
+
+
+PREPARE = Variant("prepare", prepare_kernel, fixed("prepare", num_warps=4), {"do": "", "sums": "fp32"}, {},
+                  grid=lambda problem, config: padded(problem))  # fmt: skip
+FINISH = Variant("finish", finish_kernel, fixed("finish", num_warps=4), {"words": "fp32", "dq": ""}, {},
+                 grid=lambda problem, config: problem.seqlen_q)  # fmt: skip
+MAIN = Variant(
+    "bwd_fused_odd", main_kernel, fixed("odd", COLUMNS=16, FACTOR=3, num_warps=4),
+    {"words": "fp32", "dk": "", "dv": ""}, {}, grid=lambda problem, config, sm_count: padded(problem), serves="bwd_fused",
+    before=("prepare",), after=("finish",),
+    passes_on=lambda spec, config: {"FACTOR": config["FACTOR"], "COLUMNS": spec.head_dim},
+    workspaces=lambda problem, config: {
+        "words": ((problem.batch, problem.heads_q, padded(problem), problem.head_dim), "fp32"), "sums": "words"},
+    scalars=lambda problem, config: {"rows_padded": padded(problem), "total": 1 << 20},
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    found = {**compiler.variants(), **{variant.name: variant for variant in (PREPARE, MAIN, FINISH)}}
+    found = {name: variant for name, variant in found.items() if variant is MAIN or not variant.serves}
+    monkeypatch.setattr(compiler, "variants", lambda: found)
+    compiler.ways.cache_clear()
+    yield dict(MAIN.space.default(None, 0))  # type: ignore[arg-type]
+    compiler.ways.cache_clear()
+
+
+def test_kernels_around_a_kernel_share_its_workspaces(config: Config) -> None:
+    torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
+    try:
+        q, k, v, do = (torch.randn(1, 1, 21, 16, dtype=torch.float16) for _ in range(4))
+        lse = torch.zeros(1, 1, 21)
+        for _ in range(2):
+            dq, dk, dv = passes.backward(
+                do, None, q, k, v, q, lse, causal=False, softmax_scale=0.5, road="fused", configs={"bwd_fused": config}
+            )
+            torch.testing.assert_close(dq, ((3 * do.float() + 1) * 0.5).to(dq.dtype))
+            assert not dk.any() and not dv.any()
+    finally:
+        torch.use_deterministic_algorithms(False)

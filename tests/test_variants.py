@@ -1,0 +1,267 @@
+"""Several variants of a kernel: searched apart, crowned in one race, looked up by what can serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cache_rows import CONFIG, row
+from click.testing import CliRunner
+from test_tuner import HERE, SPEC, Bench
+from tuner_fakes import true_time
+from variant_fakes import DEFAULT
+
+from fa2tune import compiler, dispatch, fingerprint, gpus, limits, reader
+from fa2tune.cli.explain import explain
+from fa2tune.compiler import CompileError, variant_named, variant_of
+from fa2tune.page import sources
+from fa2tune.plan import Target
+from fa2tune.problem import KERNELS, Problem
+from fa2tune.row import PREDICTED, over_portable
+from fa2tune.store import Store
+from fa2tune.variant import DESCRIPTOR, POINTER, WARP_SPECIALIZED, way_of
+
+pytestmark = pytest.mark.usefixtures("specialized_fakes")
+H200 = gpus.named("h200")
+
+
+# ---- which variant a config is of
+
+
+def test_a_config_tells_its_variant() -> None:
+    assert way_of(CONFIG) == POINTER and variant_of("fwd", CONFIG).name == "fwd"
+    assert way_of(DEFAULT) == WARP_SPECIALIZED and variant_of("fwd", DEFAULT).name == "fwd_hopper"
+    assert [v.name for v in compiler.variants_of("bwd_dq")] == ["bwd_dq", "bwd_dq_hopper"]
+    assert list(compiler.ways("fwd")) == [POINTER, DESCRIPTOR, WARP_SPECIALIZED]
+    with pytest.raises(ValueError, match="known are pointer, descriptor, warp_specialized"):
+        variant_of("fwd", {"LOADS": "by mail"})
+
+
+def test_two_variants_of_one_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = {**compiler.variants(), "again": variant_named("fwd_hopper"), "more": SimpleNamespace(
+        name="more", serves="fwd", filed_under="fwd", ways=(WARP_SPECIALIZED,))}  # fmt: skip
+    monkeypatch.setattr(compiler, "variants", lambda: twice)
+    compiler.ways.cache_clear()
+    with pytest.raises(ValueError, match="fwd_hopper and more are both warp_specialized"):
+        compiler.ways("fwd")
+
+
+def test_other_architectures_are_refused() -> None:
+    variant = variant_named("fwd_hopper")
+    assert limits.before_compile(variant, SPEC, DEFAULT, H200) is None
+    for gpu in ("a100", "b200"):
+        refused = limits.before_compile(variant, SPEC, DEFAULT, gpus.named(gpu))
+        assert refused is not None and refused.name == "architecture" and "90 alone" in refused.why
+
+
+def test_portable_rows_stay_fresh_whatever_the_others_are() -> None:
+    hashes = fingerprint.kernel_hashes()
+    assert set(hashes) >= {*KERNELS, "bwd", *(f"{kernel} {WARP_SPECIALIZED}" for kernel in (*KERNELS, "bwd"))}
+    assert hashes["bwd"] != hashes[f"bwd {WARP_SPECIALIZED}"]
+    compiler_only_portable = fingerprint.backward_hash()
+    assert hashes["bwd"] == compiler_only_portable
+
+
+# ---- the tuner
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_all_ways_race_together_and_each_keeps_a_row_where_it_beats_the_default(bench: Bench) -> None:
+    report = bench.tune(HERE, trials=20)
+    rows = {(r.key.bucket, r.variant): r for r in report.rows}
+    assert set(rows) == {
+        (512, POINTER),
+        (512, DESCRIPTOR),
+        *((4096, way) for way in (POINTER, DESCRIPTOR, WARP_SPECIALIZED)),
+    }
+    best = rows[4096, WARP_SPECIALIZED]
+    assert best.config == {"BLOCK_M": 128, "BLOCK_N": best.config["BLOCK_N"], "GROUPS": 2, "STAGES": 3, "HEADS_PER_WAVE": 16,
+                           "num_warps": 4}  # fmt: skip
+    default = variant_named("fwd").space.default(SPEC, 90)
+    assert best.gain == pytest.approx(true_time(default, 4096) / true_time(best.config, 4096))
+    assert best.kernel_hash == fingerprint.kernel_hashes()["fwd warp_specialized"]
+    assert best.space_hash != rows[4096, POINTER].space_hash
+    portable = min(rows[4096, way].time_us for way in (POINTER, DESCRIPTOR))
+    assert over_portable(best, report.rows) == pytest.approx(portable / best.time_us)
+    assert over_portable(rows[4096, POINTER], report.rows) is None
+    assert any("x the portable winner" in line and "warp_specialized" in line for line in bench.lines)
+    # one race of all of them, the portable default first
+    proofs = [contenders for _, bucket, contenders in bench.did("proof") if bucket == 4096]
+    assert len(proofs) == 1 and proofs[0][0] == dict(default)
+    assert {way_of(config) for config in proofs[0]} == {POINTER, DESCRIPTOR, WARP_SPECIALIZED}
+    # heats are of one variant
+    for _, _, contenders in bench.did("screen"):
+        assert len({way_of(config) == WARP_SPECIALIZED for config in contenders}) == 1
+
+    found = sources.gather(bench.folder / "cache.sqlite", None)
+    assert {(search.searched, search.key.bucket) for search in found.searches} == {
+        (name, bucket) for name in ("fwd", "fwd_hopper") for bucket in (512, 4096)
+    }
+    assert all(t.predicted_us is None for s in found.searches if s.variant for t in s.trials)
+
+    bench.forget()
+    again = bench.tune(HERE, trials=20)
+    assert not bench.log.exists() and sorted(again.rows, key=repr) == sorted(report.rows, key=repr)
+
+
+def test_portable_variants_may_get_fewer_trials(bench: Bench) -> None:
+    bench.tune(HERE, trials=9, portable_trials=3, buckets=(4096,))
+    compiled = [way_of(config) == WARP_SPECIALIZED for *_, config in bench.did("compile")]
+    assert compiled.count(False) == 3 and compiled.count(True) == 9
+    with pytest.raises(ValueError, match="portable-trials: got 0"):
+        bench.tune(HERE, portable_trials=0)
+
+
+def test_a_wrong_variant_costs_the_others_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = bench.tune(HERE, trials=8, buckets=(4096,))
+    monkeypatch.setenv("FA2TUNE_FAKE_POISON", "specialized")
+    bench.folder = bench.folder / "poisoned"
+    bench.folder.mkdir()
+    report = bench.tune(HERE, trials=8, buckets=(4096,))
+    assert {r.variant for r in clean.rows} == {r.variant for r in report.rows} | {WARP_SPECIALIZED}
+    assert {r.variant: r.config for r in report.rows}.items() <= {r.variant: r.config for r in clean.rows}.items()
+    assert report.fates["wrong_result"] or report.fates["failed"]
+
+
+def test_nothing_is_predicted_of_them(bench: Bench) -> None:
+    bench.tune(Target(H200, PREDICTED, None), trials=4)
+    assert all("LOADS" in config for *_, config in bench.did("compile"))
+
+
+def test_whole_backwards_with_and_without_them(bench: Bench) -> None:
+    report = bench.tune(HERE, pass_="bwd", trials=6, buckets=(4096,))
+    whole = {r.variant: r for r in report.rows if r.key.kernel == "bwd"}
+    assert set(whole) == {"split", "fused", "split_warp_specialized", "fused_warp_specialized"}
+    assert set(whole["split"].config.values()) <= {POINTER, DESCRIPTOR}
+    assert whole["split_warp_specialized"].config == dict.fromkeys(("bwd_dq", "bwd_dkdv"), WARP_SPECIALIZED)
+    assert whole["split_warp_specialized"].time_us < whole["split"].time_us
+    assert {r.road for r in whole.values()} == {"split", "fused"}
+    assert whole["split"].kernel_hash != whole["split_warp_specialized"].kernel_hash
+    races = [contenders for kernel, _, contenders in bench.did("proof") if kernel == "bwd"]
+    assert len(races) == 1 and len(races[0]) == 5
+
+
+# ---- the lookup
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(reader, "shipped_paths", list)
+    dispatch.reload()
+    dispatch.toolchain.cache_clear()
+    yield reader.user_path()
+    dispatch.reload()
+    dispatch.toolchain.cache_clear()
+
+
+SPECIALIZED = row(variant=WARP_SPECIALIZED, config=DEFAULT, time_us=500.0)
+BY_POINTER = row(variant=POINTER, config=CONFIG, time_us=700.0)
+DESCRIBED = row(variant=DESCRIPTOR, config={**CONFIG, "LOADS": DESCRIPTOR}, time_us=600.0)
+
+
+def explained(*arguments: object) -> str:
+    done = CliRunner().invoke(explain, ["--gpu", "h200", "--causal", *map(str, arguments)], terminal_width=200)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_fastest_row_that_may_serve_does(user: Path) -> None:
+    Store(user).put([SPECIALIZED, BY_POINTER, DESCRIBED])
+    assert "variant   warp_specialized" in explained("--pass", "fwd")
+    assert "lead      1.200 times as fast as the portable winner" in explained("--pass", "fwd")
+    unaligned = explained("--pass", "fwd", "--unaligned")
+    assert "variant   pointer" in unaligned
+    assert "refused   warp_specialized" in unaligned and "not multiples of 16 bytes" in unaligned
+    problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, True)
+    assert dispatch.choose(problem, "fwd", H200).config == DEFAULT
+    assert dispatch.choose(problem, "fwd", H200, specialized=False).config["LOADS"] == DESCRIPTOR
+    assert dispatch.served_by(problem, H200, backward=False) == {"fwd": "warp_specialized (1.20 x portable)"}
+
+
+def test_a_constraint_of_its_own_sends_it_to_the_portable_winner(user: Path) -> None:
+    broken = {**DEFAULT, "GROUPS": 3}
+    Store(user).put([row(variant=WARP_SPECIALIZED, config=broken, time_us=500.0), DESCRIBED])
+    said = explained("--pass", "fwd")
+    assert "variant   descriptor" in said and "64 rows a group" in said
+
+
+@pytest.mark.parametrize(("name", "value"), [("GROUPS", 7), ("GROUPS", "2"), ("GROUPS", True), ("BLOCK_M", 0)])
+def test_values_that_no_space_has_are_refused(user: Path, name: str, value: object) -> None:
+    Store(user).put([row(variant=WARP_SPECIALIZED, config={**DEFAULT, name: value}, time_us=1.0), BY_POINTER])
+    said = explained("--pass", "fwd")
+    assert "variant   pointer" in said and f"its config has {name}" in said
+
+
+def bwd_rows(*, with_kernels: bool) -> list:
+    key = {"kernel": "bwd"}
+    ways = dict.fromkeys(("bwd_dq", "bwd_dkdv"), WARP_SPECIALIZED)
+    rows = [
+        row(key, variant="split", config=dict.fromkeys(ways, DESCRIPTOR), time_us=900.0),
+        row(key, variant="split_warp_specialized", config=ways, time_us=700.0),
+        row(key, variant="fused_warp_specialized", config={"bwd_fused": WARP_SPECIALIZED}, time_us=600.0),
+    ]
+    for kernel in ("bwd_dq", "bwd_dkdv", "bwd_fused") if with_kernels else ():
+        rows.append(row({"kernel": kernel}, variant=WARP_SPECIALIZED, config=DEFAULT, time_us=300.0))
+        values = dict(variant_named(kernel).space.default(SPEC, 90))
+        rows.append(row({"kernel": kernel}, variant=values["LOADS"], config=values, time_us=200.0))
+    return rows
+
+
+PROBLEM = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, True)
+
+
+def test_the_road_is_the_row_s_and_so_are_its_kernels(user: Path) -> None:
+    Store(user).put(bwd_rows(with_kernels=True))
+    assert dispatch.road_of(PROBLEM, H200, False) == ("fused", {"bwd_fused": True})
+    # a portable row is faster by itself; the whole backward was measured with the other
+    assert dispatch.choose(PROBLEM, "bwd_fused", H200, True).config == DEFAULT
+    road, kinds = dispatch.road_of(PROBLEM, H200, True)
+    assert road == "split" and kinds == {"bwd_dq": True, "bwd_dkdv": True}
+    said = explained("--pass", "bwd", "--deterministic")
+    assert "variant   split_warp_specialized" in said and "refused   fused_warp_specialized" in said
+    assert said.count("variant   warp_specialized") == 2
+
+
+def test_a_road_whose_kernels_cannot_serve_gives_way(user: Path) -> None:
+    Store(user).put(bwd_rows(with_kernels=True))
+    unaligned = Problem(**{**{f: getattr(PROBLEM, f) for f in PROBLEM.__slots__}, "aligned": False, "tma": False})
+    road, kinds = dispatch.road_of(unaligned, H200, False)
+    assert road == "split" and kinds == {"bwd_dq": False, "bwd_dkdv": False}
+    said = explained("--pass", "bwd", "--unaligned")
+    assert "no row of its warp-specialised bwd_fused can serve this problem" in said
+    Store(user).put(bwd_rows(with_kernels=False))
+    dispatch.reload()
+
+
+def test_roads_of_a_later_release_are_refused(user: Path) -> None:
+    Store(user).put([row({"kernel": "bwd"}, variant="teleported", config={}, time_us=1.0)])
+    assert dispatch.road_of(PROBLEM, H200, False) == ("split", {})
+
+
+def test_what_does_not_load_gives_way_to_the_portable_winner(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(user).put([SPECIALIZED, BY_POINTER, DESCRIBED])
+    monkeypatch.setattr(dispatch, "gpu_of", lambda index: H200)
+    tried = []
+
+    def make(configs):
+        tried.append(dict(configs["fwd"]))
+        if way_of(configs["fwd"]) == WARP_SPECIALIZED:
+            raise CompileError("no such instruction")
+        return configs
+
+    assert dispatch._plan(PROBLEM, {"fwd": None}, -1, make)["fwd"]["LOADS"] == DESCRIPTOR
+    assert [way_of(config) for config in tried] == [WARP_SPECIALIZED, DESCRIPTOR]
+    assert json.dumps(tried[0], sort_keys=True) == json.dumps(DEFAULT, sort_keys=True)
+
+
+def test_fp32_has_no_such_row(user: Path) -> None:
+    Store(user).put([SPECIALIZED])
+    problem = Problem("fp32", 4, 16, 16, 4096, 4096, 128, 128, True)
+    assert way_of(dispatch.choose(problem, "fwd", H200).config) == POINTER
