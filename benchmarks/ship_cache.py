@@ -7,6 +7,9 @@ The first ships rows as they are, sorted and vacuumed, with their JSON twin; the
 silicon.
 
 A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
+
+With --raced-only, rows are left out whose key was never raced with the warp-specialised kernels, where the key of the other
+16-bit dtype was and they won: the lookup then takes that row, instead of a portable one that no longer is the best known.
 """
 
 from __future__ import annotations
@@ -18,16 +21,36 @@ from pathlib import Path
 import click
 
 from fa2tune import gpus, reader
-from fa2tune.row import MEASURED, SIBLING
+from fa2tune.row import MEASURED, SIBLING, Row
 from fa2tune.store import Store
+
+TWIN = {"bf16": "fp16", "fp16": "bf16"}
+
+
+def raced(rows: list[Row]) -> list[Row]:
+    """Without those that --raced-only leaves out."""
+    specialized = {row.key for row in rows if row.specialized}
+    twins = {key.with_(dtype=TWIN[key.dtype]) for key in specialized}
+    return [row for row in rows if row.key in specialized or row.key not in twins or not _lost_to_twin(row, rows)]
+
+
+def _lost_to_twin(row: Row, rows: list[Row]) -> bool:
+    """Whether the best row of the other 16-bit dtype is a warp-specialised one."""
+    twin = row.key.with_(dtype=TWIN[row.key.dtype])
+    return min((other for other in rows if other.key == twin), key=lambda other: other.rank_us).specialized
 
 
 @click.command(help=__doc__)
 @click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("shipped", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
-def main(measured: Path, shipped: Path, sibling: str | None) -> None:
+@click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
+def main(measured: Path, shipped: Path, sibling: str | None, raced_only: bool) -> None:
     rows = list(reader.read(measured))
+    if raced_only:
+        kept = raced(rows)
+        click.echo(f"{len(rows) - len(kept)} rows left out")
+        rows = kept
     if sibling is not None:
         target = gpus.named(sibling)
         wrong = {row.key.gpu for row in rows if gpus.named(row.key.gpu).silicon != target.silicon}
