@@ -216,20 +216,8 @@ def _over_keys(
         v_stage = (done + j - 1) % STAGES
         v_phase = ((done + j - 1) // STAGES) & 1
         s_next = _issue_scores(
-            q_tile,
-            k_smem,
-            k_ready,
-            pass_on,
-            done + j,
-            True,
-            CONSUMER,
-            ROWS,
-            BLOCK_N,
-            BLOCK_D,
-            STAGES,
-            PINGPONG,
-            s_layout,
-        )
+            q_tile, k_smem, k_ready, pass_on, done + j, True, CONSUMER, ROWS, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout,
+        )  # fmt: skip
         mbarrier.wait(v_ready.index(v_stage), v_phase)
         if RESCALE == "late":
             acc = acc * gl.convert_layout(_pinned(shrink), row_o)[:, None]
@@ -318,20 +306,8 @@ def _consume(
         q_tile = q_shared.load(gl.DotOperandLayout(0, s_layout, 2)) if Q_IN_REGISTERS else q_shared
         if Q_STAGES == 1:
             s = _issue_scores(
-                q_tile,
-                k_smem,
-                k_ready,
-                pass_on,
-                done,
-                True,
-                CONSUMER,
-                ROWS,
-                BLOCK_N,
-                BLOCK_D,
-                STAGES,
-                PINGPONG,
-                s_layout,
-            )
+                q_tile, k_smem, k_ready, pass_on, done, True, CONSUMER, ROWS, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout,
+            )  # fmt: skip
             if PINGPONG:
                 mbarrier.arrive(pass_on.index((CONSUMER + 1) % GROUPS), count=1)
             s = warpgroup_mma_wait(0, deps=[s])
@@ -465,41 +441,34 @@ def fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize([
             (_consume, (
-                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                pass_on, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                O_COLUMNS, GROUPS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL,
-                num_warps)),
+                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, pass_on, qk_scale,
+                batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, GROUPS,
+                STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL, num_warps)),
             (_consume, (
-                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                pass_on, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                O_COLUMNS, GROUPS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL,
-                num_warps)),
+                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, pass_on, qk_scale,
+                batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, GROUPS,
+                STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL, num_warps)),
             (_produce, (
-                q, k, v, q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, GROUPS, STAGES, Q_STAGES,
-                IS_CAUSAL)),
+                q, k, v, q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, batch, heads_q, group,
+                seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, GROUPS, STAGES, Q_STAGES, IS_CAUSAL)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
-                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                pass_on, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                O_COLUMNS, GROUPS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL,
-                num_warps)),
+                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, pass_on, qk_scale,
+                batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, GROUPS,
+                STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL, num_warps)),
             (_consume, (
-                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                pass_on, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                O_COLUMNS, GROUPS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL,
-                num_warps)),
+                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, pass_on, qk_scale,
+                batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, GROUPS,
+                STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL, num_warps)),
             (_consume, (
-                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                pass_on, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 2, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                O_COLUMNS, GROUPS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL,
-                num_warps)),
+                o, lse, q_smem, o_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, pass_on, qk_scale,
+                batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 2, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, GROUPS,
+                STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NEGATE, IS_CAUSAL, num_warps)),
             (_produce, (
-                q, k, v, q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-                batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, GROUPS, STAGES, Q_STAGES,
-                IS_CAUSAL)),
+                q, k, v, q_smem, k_smem, v_smem, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, batch, heads_q, group,
+                seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, GROUPS, STAGES, Q_STAGES, IS_CAUSAL)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
 
 
