@@ -8,8 +8,8 @@ silicon.
 
 A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
 
-With --raced-only, rows are left out whose key was never raced with the warp-specialised kernels, where the key of the other
-16-bit dtype was and they won: the lookup then takes that row, instead of a portable one that no longer is the best known.
+With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
+the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ from fa2tune import gpus, reader
 from fa2tune.row import MEASURED, SIBLING, Row
 from fa2tune.store import Store
 
-TWIN = {"bf16": "fp16", "fp16": "bf16"}
-
 
 def raced(rows: list[Row]) -> list[Row]:
     """Without those that --raced-only leaves out."""
     specialized = {row.key for row in rows if row.specialized}
-    twins = {key.with_(dtype=TWIN[key.dtype]) for key in specialized}
-    return [row for row in rows if row.key in specialized or row.key not in twins or not _lost_to_twin(row, rows)]
+    return [row for row in rows if row.key.dtype != "fp16" or row.key in specialized or not _leader_won(row, rows)]
 
 
-def _lost_to_twin(row: Row, rows: list[Row]) -> bool:
-    """Whether the best row of the other 16-bit dtype is a warp-specialised one."""
-    twin = row.key.with_(dtype=TWIN[row.key.dtype])
-    return min((other for other in rows if other.key == twin), key=lambda other: other.rank_us).specialized
+def _leader_won(row: Row, rows: list[Row]) -> bool:
+    """Whether a warp-specialised row is the best of the same key in bf16."""
+    leading = [other for other in rows if other.key == row.key.with_(dtype="bf16")]
+    return bool(leading) and min(leading, key=lambda other: other.rank_us).specialized
 
 
 @click.command(help=__doc__)
