@@ -13,7 +13,6 @@ from fa2tune.passes import ROADS, SPLIT
 from fa2tune.problem import BACKWARD, BUCKETS, WORKLOAD_TOKENS, Problem, TuningKey, bucket_of
 from fa2tune.reader import Layer
 from fa2tune.row import Row
-from fa2tune.variant import WARP_SPECIALIZED
 
 OWN = "own row"  #: for this very key, made with this toolchain
 STALE = "stale row"  #: for this very key, made with another
@@ -72,28 +71,20 @@ def needs(
     for bucket in buckets:
         problem = _problem(attention, bucket, causal)
 
-        def served(
-            kernel: str, why_not: Callable[[Row], str | None], special: bool | None = None, problem: Problem = problem
-        ) -> Need:
+        def served(kernel: str, why_not: Callable[[Row], str | None], problem: Problem = problem) -> Need:
             key = dispatch.key_of(problem, kernel, gpu)
+            return Need(key, lookup.find(key, gpu.silicon, layers, why_not, toolchain))
 
-            def refusal(row: Row) -> str | None:
-                return why_not(row) if special in (None, row.specialized) else "another kind of kernel is asked for"
-
-            return Need(key, lookup.find(key, gpu.silicon, layers, refusal, toolchain))
-
-        any_kernel = dispatch.refusal(problem, gpu)
-        found.append(served("fwd", any_kernel))
+        found.append(served("fwd", dispatch.kind_refusal(problem, gpu, None)))
         if training:
-            road, ways = SPLIT, {}
+            road, kinds = SPLIT, {}
             if not deterministic:
-                choice = served(BACKWARD, dispatch.road_refusal(problem, gpu, False))
+                choice = served(BACKWARD, dispatch.road_refusal(problem, gpu, False, layers))
                 if choice.answer:
-                    road, ways = choice.answer.row.road, dict(choice.answer.row.config)
+                    road, kinds = choice.answer.row.road, dispatch.kinds_of(choice.answer.row)
                 found.append(choice)
             for kernel in ROADS[road]:
-                special = ways[kernel] == WARP_SPECIALIZED if kernel in ways else None
-                found.append(served(kernel, any_kernel, special))
+                found.append(served(kernel, dispatch.kind_refusal(problem, gpu, kinds.get(kernel))))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fa2tune import compiler, fingerprint, gpus, limits, lookup
 from fa2tune.gpus import Gpu
-from fa2tune.problem import BUCKETS, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, TuningKey
+from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM, TuningKey
 from fa2tune.row import Row
 from fa2tune.variant import Variant
 
@@ -87,6 +87,7 @@ def odd_key(key: TuningKey) -> str | None:
     dims = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP)
     precisions = ("ieee", "tf32") if key.dtype == "fp32" else ("ieee",)
     for name, value, allowed in (
+        ("kernel", key.kernel, (*KERNELS, BACKWARD)),
         ("dtype", key.dtype, DTYPES),
         ("precision", key.precision, precisions),
         ("head dim", key.head_dim, dims),

@@ -22,6 +22,7 @@ SHARED_UNIT = 128  #: bytes a block is given at a time
 SHARED_RESERVED = 1 * KIB  #: bytes the system takes beside each block's own
 INSTRUCTION_BYTES = 16
 INSTRUCTION_CACHE = 128 * KIB  #: bytes of an SM's last instruction cache before L2 (Jia et al. 2018, arXiv 1804.06826)
+MANY_SMS = 1 << 16  #: more than any GPU has: so many do not bound a persistent grid
 HOPELESS_SPILLS = 1.0  #: spilled words a register, above which a binary is dropped unmeasured
 
 
@@ -36,7 +37,7 @@ class Refusal:
 def owns_queries(variant: Variant, config: Config) -> bool:
     """Whether the kernel's programs own tiles of queries and stream keys, or the other way round: its grid tells."""
     probe = Problem("bf16", 1, 1, 1, seqlen_q=1 << 16, seqlen_k=1, head_dim=64, head_dim_v=64, causal=False)
-    return variant.grid(probe, config) > 1
+    return variant.programs(probe, config, MANY_SMS) > 1
 
 
 def shared_lower_bound(variant: Variant, spec: Specialization, config: Config) -> int:

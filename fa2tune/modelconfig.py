@@ -128,9 +128,10 @@ def _kinds(fields: _Fields, layers: int) -> Counter[str]:
     """How many layers have which kind of attention."""
     listed = fields.config.get("layer_types")
     if listed is not None:
-        if not isinstance(listed, list) or not all(isinstance(kind, str) and _KIND.fullmatch(kind) for kind in listed):
+        names = listed if isinstance(listed, list) else []
+        if not names or not all(isinstance(kind, str) and _KIND.fullmatch(kind) for kind in names):
             raise ModelConfigError(f"layer_types: got {_short(listed)}, must be a list of names such as {FULL}")
-        return Counter(listed[:layers])
+        return Counter(names[:layers])
     window = SLIDING if fields.has("sliding_window") else CHUNKED if fields.has("attention_chunk_size") else ""
     if not window or not fields.flag("use_sliding_window", True):
         return Counter({FULL: layers})

@@ -2,8 +2,8 @@
 
 Nothing is dropped in silence. A row that lost and that no search improves on is kept with today's time. One that was launched
 and failed, and that nothing replaces, would fail in the call that it serves: it moves to a file beside the cache,
-``<name>.withdrawn.sqlite``, from which ``cache merge`` brings it back. One that does not compile here stays: every call passes
-it over, and other machines of the fleet may have the older compiler still.
+``<name>.sqlite.withdrawn``, which serves nobody and from which ``cache merge`` brings it back. One that does not compile here
+stays: every call passes it over, and other machines of the fleet may have the older compiler still.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from fa2tune import record
 from fa2tune.books import Report
-from fa2tune.finding import FAILS, HOLDS, LOST, UNTOLD, Finding
+from fa2tune.finding import FAILS, HOLDS, LOST, UNTOLD, Finding, odd_key
 from fa2tune.plan import PASSES, TuneRequest, make_plan
-from fa2tune.problem import BACKWARD, BUCKETS
+from fa2tune.problem import BACKWARD, TuningKey
 from fa2tune.row import PREDICTED, Row
 from fa2tune.store import Store
 from fa2tune.upkeep import Verification
@@ -37,8 +37,8 @@ class Repaired:
 
 
 def withdrawn_path(path: Path) -> Path:
-    """Where rows go that a file cannot keep."""
-    return path.with_name(f"{path.stem}.withdrawn.sqlite")
+    """Where rows go that a file cannot keep. Its name ends as no cache file's does: a folder of those serves whole."""
+    return path.with_name(f"{path.name}.withdrawn")
 
 
 class Refresher:
@@ -65,12 +65,19 @@ class Refresher:
         self.last = time.monotonic()
 
 
+def searchable(key: TuningKey) -> bool:
+    """Whether ``fa2tune tune`` can be asked for a key. Files are data from somewhere else, of a later release perhaps."""
+    return odd_key(key) is None and key.kernel != BACKWARD and key.precision == "ieee"
+
+
 def requests(findings: Sequence[Finding], path: Path, **search: object) -> list[tuple[TuneRequest, list[Finding]]]:
-    """The narrowest searches that tune the rows of ``findings`` anew, and which rows each is for. ``search``: trials,
-    time_budget_s, workers, seed of a TuneRequest."""
+    """The narrowest searches that tune the rows of ``findings`` anew, and which rows each is for: of those with ``searchable``
+    keys. ``search``: trials, time_budget_s, workers, seed of a TuneRequest."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
         key = finding.row.key
+        if not searchable(key):
+            continue
         about = (key.gpu, key.kernel, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.causal)
         groups.setdefault((*about, finding.row.obtained, bool(finding.stale)), []).append(finding)
     found = []
@@ -101,6 +108,8 @@ def repair(
     done.refreshed = refresher.filed
     broken = [finding for finding in findings if finding.state in (LOST, FAILS)]
     single = [finding for finding in broken if finding.row.key.kernel != BACKWARD]
+    beyond = [finding for finding in single if not searchable(finding.row.key)]
+    _settle(store, beyond, [], "`fa2tune tune` searches no such key", done)
     for request, members in requests(single, path, **search):
         new, why = _tuned(request, members, tune, say)
         done.retuned += new
@@ -119,8 +128,6 @@ def _tuned(
     key = members[0].row.key
     wanted = members[0].row.obtained
     title = f"{key.gpu} {key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'}"
-    if key.bucket not in BUCKETS or key.precision != "ieee":
-        return [], "`fa2tune tune` searches no such key"
     try:
         target = make_plan(request).target
     except ValueError as error:
@@ -150,7 +157,11 @@ def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: s
             store.put([finding.fresh])  # what it says of itself is true again
             done.kept.append((row, f"{finding.why}; {reason}: kept with today's time"))
         elif finding.dangerous:
-            Store(withdrawn_path(store.path)).put([row])
+            gone = Store(withdrawn_path(store.path))
+            for before in gone.rows():
+                if record.identity(before) == record.identity(row) and before != row:
+                    reason += f"; takes the place of the row made {before.created} that was withdrawn before"
+            gone.put([row])
             store.remove([row])
             done.withdrawn.append((row, f"{finding.why}; {reason}"))
         else:

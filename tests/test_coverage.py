@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from cache_rows import CONFIG, row
 from click.testing import CliRunner, Result
+from variant_fakes import DEFAULT
 
 from fa2tune import reader
 from fa2tune.cli.cache import cache
 from fa2tune.modelconfig import MOST, Attention, ModelConfigError, attentions, read
 from fa2tune.row import Row
 from fa2tune.store import Store
+from fa2tune.variant import WARP_SPECIALIZED
 
 #: The fields that matter of the config.json of published models.
 LLAMA = {
@@ -117,6 +119,7 @@ def test_what_no_kernel_computes_is_said() -> None:
         ({"hidden_size": 4097}, "hidden_size: got 4097"),
         ({"torch_dtype": "float8"}, "torch_dtype: got 'float8', allowed are bfloat16"),
         ({"layer_types": "full"}, "layer_types: got"),
+        ({"layer_types": []}, r"layer_types: got \[\], must be a list"),
         ({"layer_types": [1]}, "layer_types: got"),
         ({"layer_types": ["\x1b[2J"]}, "layer_types: got"),
         ({"sliding_window": "x"}, "sliding_window: got"),
@@ -195,6 +198,19 @@ def test_nothing_to_close_is_exit_code_0(user: Path, tmp_path: Path) -> None:
     assert "every key has a row of its own" in done.output
 
 
+@pytest.mark.usefixtures("specialized_fakes")
+def test_a_warp_specialised_backward_is_served_from_a_named_file(tmp_path: Path) -> None:
+    ways = dict.fromkeys(("bwd_dq", "bwd_dkdv"), WARP_SPECIALIZED)
+    rows = [row({"kernel": name}, variant=WARP_SPECIALIZED, config=dict(DEFAULT)) for name in ways]
+    rows.append(row({"kernel": "bwd"}, variant=f"split_{WARP_SPECIALIZED}", config=ways))
+    Store(tmp_path / "named.sqlite").put(rows)
+    done = covered(tmp_path, LLAMA, "--gpu", "h200", "--seqlen", 4096, "--cache", tmp_path / "named.sqlite")
+    standing = {
+        line.split()[0]: line.split()[5] for line in done.output.splitlines() if line.startswith(("fwd ", "bwd"))
+    }
+    assert standing == {"fwd": "default", "bwd": "stale", "bwd_dq": "stale", "bwd_dkdv": "stale"}, done.output
+
+
 def test_v_head_dims_windows_and_the_backward(user: Path, tmp_path: Path) -> None:
     done = covered(tmp_path, DEEPSEEK, "--gpu", "h200", "--seqlen", 4096)
     assert "192/128" in done.output
@@ -224,3 +240,9 @@ def test_bad_arguments_are_named(arguments: list[object], said: str, tmp_path: P
     done = covered(tmp_path, LLAMA, *arguments)
     assert done.exit_code in (1, 2)
     assert said in done.output
+
+
+def test_a_model_of_no_layers_is_named(tmp_path: Path) -> None:
+    done = covered(tmp_path, {**LLAMA, "layer_types": []}, "--gpu", "h200")
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert "layer_types: got []" in done.output

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from tuner_fakes import true_time
 from variant_fakes import DEFAULT
 
-from fa2tune import crown, finding, gpus, plan, reader, record, repair, tuner
+from fa2tune import crown, finding, gpus, limits, plan, reader, record, repair, tuner
 from fa2tune.books import Hands, Watcher
 from fa2tune.cli.cache import cache
-from fa2tune.compiler import variant_named
+from fa2tune.compiler import variant_named, variants
 from fa2tune.finding import FAILS, HOLDS, LOST, UNTIMED, UNTOLD, Card, Finding
 from fa2tune.plan import Target, TuneRequest
-from fa2tune.problem import TuningKey
+from fa2tune.problem import KERNELS, TuningKey
 from fa2tune.row import MEASURED, PREDICTED, Row
 from fa2tune.store import Store
 from fa2tune.upkeep import Verification
@@ -27,6 +27,7 @@ from fa2tune.variant import WARP_SPECIALIZED
 HANDS = Hands("upkeep_fakes:judge", "upkeep_fakes:race", "upkeep_fakes:check", "upkeep_fakes:check_backward")
 CARD = Card(gpus.named("h200"), "NVIDIA H200", "580.1")
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 512)
+SHIPPED_PATHS = reader.shipped_paths
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +182,8 @@ def test_a_predicted_row_is_predicted_again_and_checked_in_the_interpreter(log: 
         ({"config": config(BLOCK_M=0)}, "which is no value"),
         ({"config": config(BLOCK_M=1 << 50)}, "which is no value"),
         ({"config": config(BLOCK_M=True)}, "which is no value"),
-        ({"key": replace(KEY, kernel="later")}, "known are"),
+        ({"key": replace(KEY, kernel="later")}, "no call has kernel 'later'"),
+        ({"key": replace(KEY, kernel="bwd_delta")}, "no call has kernel 'bwd_delta'"),
         ({"key": replace(KEY, dtype="fp8")}, "no call has dtype 'fp8'"),
         ({"key": replace(KEY, precision="tf32")}, "no call has precision 'tf32'"),
         ({"key": replace(KEY, head_dim=4096)}, "no call has head dim 4096"),
@@ -302,6 +304,46 @@ def test_what_nothing_replaces_is_kept_or_withdrawn_never_lost(tmp_path: Path, f
     assert reader.read(repair.withdrawn_path(path)) == [wrong]
     Store(path).merge(repair.withdrawn_path(path))
     assert wrong in reader.read(path)
+
+
+def test_withdrawn_rows_serve_nobody_and_one_that_takes_anothers_place_says_so(
+    tmp_path: Path, faults: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shipped"  # stands in for the one that is shipped
+    monkeypatch.setattr(reader, "shipped_paths", SHIPPED_PATHS)
+    monkeypatch.setattr("fa2tune.reader.resources.files", lambda package: folder)
+    faults(["wrong", {"BLOCK_N": 16}, 1])
+    path = folder / "h200.sqlite"
+    wrong = made(config=config(BLOCK_N=16))
+    Store(path).put([wrong, made(replace(KEY, bucket=1024))])
+    assert [row for row, _ in mended(path, None).withdrawn] == [wrong]
+    assert reader.shipped_paths() == [path]
+    assert [row.key.bucket for layer in reader.layers() for row in layer.rows] == [1024]
+    assert sorted(file.name for file in folder.iterdir() if file.name[0] != ".") == [
+        "h200.sqlite",
+        "h200.sqlite.withdrawn",
+    ]
+    again = replace(wrong, created="2026-02-01T00:00:00Z")
+    Store(path).put([again])
+    [(row, why)] = mended(path, None).withdrawn
+    assert row == again
+    assert why.endswith("; takes the place of the row made 2026-01-01T00:00:00Z that was withdrawn before")
+
+
+def test_rows_that_no_search_knows_are_kept_and_hold_up_nothing(tmp_path: Path, tune: Any, faults: Any) -> None:
+    path = tmp_path / "cache.sqlite"
+    changes: tuple[dict[str, Any], ...] = ({"kernel": "later_kernel"}, {"kernel": "bwd_delta"}, {"bucket": 77})
+    odd = [replace(made(), key=replace(KEY, **change)) for change in changes]
+    Store(path).put([*odd, made(replace(KEY, bucket=1024), config=config(BLOCK_N=32))])
+    faults(["slow at", {"bucket": 1024, "BLOCK_N": 32}, 1.5])
+    done = mended(path, tune)
+    assert [request.buckets for request in tune.asked] == [(1024,)]
+    assert {row.key.bucket for row in done.retuned} == {1024}
+    assert {row.key for row, _ in done.kept} == {row.key for row in odd}
+    for _, why in done.kept:
+        assert "no call has" in why and "searches no such key: kept" in why
+    left = reader.read(path)
+    assert all(row in left for row in odd)
 
 
 def test_an_interrupted_search_settles_nothing(tmp_path: Path, tune: Any, faults: Any) -> None:
@@ -432,3 +474,13 @@ def test_rows_of_several_variants_each_hold_to_their_own(faults: Any) -> None:
     states = [f.state for f in found(rows)]
     assert states == [HOLDS, FAILS, HOLDS, HOLDS, HOLDS, FAILS, FAILS, FAILS]
     assert [f.state for f in found(rows[1:2], None)] == [UNTIMED]
+
+
+def test_a_persistent_grid_tells_whose_tiles_its_programs_own() -> None:
+    spec = KEY.specialization()
+    for name, variant in variants().items():
+        if variant.filed_under in KERNELS:
+            chosen = dict(variant.space.default(spec, 90))
+            for persistent in variant.space.dimensions.get("PERSISTENT", (False,)):
+                mine = chosen | ({"PERSISTENT": persistent} if "PERSISTENT" in chosen else {})
+                assert limits.owns_queries(variant, mine) == (variant.filed_under in ("fwd", "bwd_dq")), name
