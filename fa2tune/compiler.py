@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 import re
 import subprocess
@@ -20,6 +21,11 @@ from typing import Any
 from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.variant import OPTIONS, POINTER, Variant, way_of
 
+log = logging.getLogger("fa2tune")
+
+#: How the modules of fa2tune.kernels end that hold other ways of kernels, in a language that is no stable part of Triton.
+OTHER_WAYS = "hopper"
+
 
 class CompileError(RuntimeError):
     """Triton or ptxas refused a config. The message is the reason, on one line."""
@@ -31,15 +37,25 @@ class HostTrouble(RuntimeError):
 
 @cache
 def variants() -> Mapping[str, Variant]:
-    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold."""
+    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold. Where this
+    Triton lacks what another way of a kernel is written with, that way is absent, and one log line says so."""
     package = importlib.import_module("fa2tune.kernels")
     found: dict[str, Variant] = {}
+    absent = []
     for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-        module = importlib.import_module(f"fa2tune.kernels.{module_info.name}")
+        try:
+            module = importlib.import_module(f"fa2tune.kernels.{module_info.name}")
+        except (ImportError, AttributeError) as error:
+            if not module_info.name.endswith(OTHER_WAYS):
+                raise
+            absent.append(f"{module_info.name} ({type(error).__name__}: {error})")
+            continue
         single = (module.VARIANT,) if hasattr(module, "VARIANT") else ()
         for variant in (*single, *getattr(module, "VARIANTS", ())):
             found[variant.name] = variant
-    return found
+    if absent:
+        log.warning("fa2tune: kernels that cannot be imported with this Triton are left out: %s", ", ".join(absent))
+    return {name: variant for name, variant in found.items() if found.keys() >= {*variant.before, *variant.after}}
 
 
 def variant_named(name: str) -> Variant:
@@ -196,10 +212,16 @@ def _divisibility(variant: Variant, spec: Specialization, name: str, kind: str) 
     return 1
 
 
+def _gluon_source() -> Any:
+    """Gluon's ASTSource, which another Triton may have elsewhere: no portable kernel is to need it."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
 def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     """Triton's ASTSource of one config, or Gluon's."""
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     values = constexprs(variant, spec, config)
     names = parameters(variant)
@@ -209,7 +231,7 @@ def source(variant: Variant, spec: Specialization, config: Config) -> Any:
         divisor = _divisibility(variant, spec, name, signature[name])
         if divisor > 1:
             attributes[(index,)] = [["tt.divisibility", divisor]]
-    language = GluonASTSource if is_gluon(variant) else ASTSource
+    language = _gluon_source() if is_gluon(variant) else ASTSource
     return language(fn=variant.kernel, signature=signature, constexprs=values, attrs=attributes)
 
 
@@ -231,7 +253,10 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
+    try:
+        asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
+    except (ImportError, AttributeError) as error:
+        raise CompileError(f"this Triton lacks what {variant.name} is written with: {error}"[:300]) from error
     try:
         compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):

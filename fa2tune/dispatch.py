@@ -109,6 +109,9 @@ def refusal(
     def of_road(row: Row) -> str | None:
         if row.road not in ROADS:
             return f"a road called {row.road!r:.40} is not known here"
+        if row.specialized != (WARP_SPECIALIZED in row.config.values()):
+            kind = "a" if row.specialized else "no"
+            return f"it is filed as {row.variant}, of {kind} warp-specialised kernel, and its config says otherwise"
         if row.road == FUSED and row.obtained == PREDICTED:
             return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
         if row.road == FUSED and deterministic:
@@ -123,6 +126,8 @@ def refusal(
             variant = variant_of(row.key.kernel, row.config)
         except ValueError as error:
             return str(error)
+        if (way := way_of(row.config)) != row.variant:
+            return f"it is filed as {row.variant:.40}, and its config is a {way} one"
         dimensions = variant.space.dimensions
         if set(row.config) != set(dimensions):
             return f"its config does not name the dimensions of {variant.name}"

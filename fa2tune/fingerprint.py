@@ -7,8 +7,8 @@ import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 from fa2tune.compiler import variant_named, variants, variants_of
@@ -17,6 +17,13 @@ from fa2tune.row import hashed_as
 from fa2tune.variant import Variant
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    """Of a module, for whoever only reads it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def _code_of(path: Path) -> str:
     """The module written anew from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -32,12 +39,13 @@ def _code_of(path: Path) -> str:
     return ast.unparse(tree)  # not ast.dump, which differs from one Python version to the next
 
 
+@cache
 def _imported(path: Path) -> list[Path]:
     """The modules of kernels/ that one of them imports, theirs included, in the order of their names."""
     found: set[Path] = set()
     waiting = [path]
     while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(waiting.pop())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa2tune.kernels."):
                 module = path.with_name(f"{str(node.module).rpartition('.')[2]}.py")
                 if module not in found:
@@ -48,7 +56,7 @@ def _imported(path: Path) -> list[Path]:
 
 def _from_spaces(path: Path) -> Iterator[str]:
     """What a module of kernels/ takes from search spaces beside the spaces themselves: constants, and functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _tree(path)
     package = "fa2tune.search_spaces"
     taken: set[tuple[str, str]] = set()  # module, name
     for node in ast.walk(tree):
@@ -89,14 +97,37 @@ def backward_hash(specialized: bool = False) -> str:
     return hashlib.sha256("".join(kernel_hash(variant_named(name)) for name in names).encode()).hexdigest()[:16]
 
 
+class _Hashes(Mapping[str, str]):
+    """Name -> hash, made when it is asked for: reading and hashing all kernels is most of a first call's time in here."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
+        self._makers, self._made = makers, dict[str, str]()
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 @cache
 def kernel_hashes() -> Mapping[str, str]:
     """Of every kernel and of the whole backward, with the portable kernels alone and with the others: what a row has to name
-    to be fresh. Keys as ``row.hashed_as`` has them."""
-    found = {
-        hashed_as(variant.filed_under, bool(variant.serves)): kernel_hash(variant) for variant in variants().values()
+    to be fresh. Keys as ``row.hashed_as`` has them; each value is made when it is asked for."""
+    makers: dict[str, Callable[[], str]] = {
+        hashed_as(variant.filed_under, bool(variant.serves)): partial(kernel_hash, variant)
+        for variant in variants().values()
     }
-    return found | {hashed_as(BACKWARD, special): backward_hash(special) for special in (False, True)}
+    makers |= {hashed_as(BACKWARD, special): partial(backward_hash, special) for special in (False, True)}
+    return _Hashes(makers)
 
 
 @cache

@@ -208,7 +208,10 @@ class Measured:
 
     def _rival_of(self, finals: _Finals, way: str) -> Outcome | str:
         """The portable default that this way has to beat, timed or not; or why it cannot run."""
-        family, study = finals.families[0], finals.families[0].studies[finals.key]
+        family = finals.portable
+        if family is None:
+            return "the portable kernel has no legal config"
+        study = family.studies[finals.key]
         config = crown.rival(family.variant.space, family.spec, family.plan.target.gpu.arch, way)
         where = point(config)
         if where in study.disqualified:
@@ -340,6 +343,10 @@ class Measured:
         spec = members[0].spec
         forward = members[0].forward_default()
         portable = {family.kernel: family for family in members if not family.variant.serves}
+        if lacking := [name for name in crown.ROADS["split"] if name not in portable]:
+            names = ", ".join(lacking)
+            self.books.watcher.line(f"{BACKWARD} {members[0].short}: no row, as {names} has no legal portable config")
+            return
         for key in members[0].keys:
             ways = crown.backward_ways(self.books.report.rows, key)
             defaults: dict[str, Config] = {name: portable[name].default for name in crown.ROADS["split"]}
@@ -416,7 +423,9 @@ class _Finals:
         self.families, self.key = families, key
         self._of = {way: family for family in families for way in family.ways()}
         self.ways = list(self._of)
-        self.default = families[0].default
+        #: whose defaults are the ones to beat; None: it has no legal config here
+        self.portable = next((family for family in families if not family.variant.serves), None)
+        self.default = (self.portable or families[0]).default
         self.title = f"{families[0].title} {key.bucket}"
 
     def family(self, way: str) -> Family:

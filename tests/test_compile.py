@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,10 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import triton
+from cache_rows import row
 
-from fa2tune import compiler, fingerprint, gpus, limits, model, reader, sass
+from fa2tune import compiler, dispatch, fingerprint, gpus, limits, model, reader, sass
+from fa2tune.compiler import CompileError
 from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_head_dim
 from fa2tune.row import hashed_as
+from fa2tune.variant import WARP_SPECIALIZED
 
 GPUS = {80: "a100", 86: "rtx-3090", 89: "rtx-4090", 90: "h200", 100: "b200", 120: "rtx-5090"}
 bf16 = partial(Specialization, "bf16")
@@ -116,5 +122,71 @@ def test_shipped_rows_belong_to_these_kernels(path: Path) -> None:
     """A kernel was edited: tune and ship again, or the rows are stale where they are newest."""
     rows = reader.read(path)
     assert rows
-    made_with = {(hashed_as(row.key.kernel, row.specialized), row.kernel_hash) for row in rows}
+    made_with = {(hashed_as(one.key.kernel, one.specialized), one.kernel_hash) for one in rows}
     assert made_with <= set(fingerprint.kernel_hashes().items())
+
+
+@pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
+def test_shipped_rows_are_filed_as_what_their_configs_are(path: Path) -> None:
+    for one in reader.read(path):
+        why = dispatch.refusal(one.key.workload(), gpus.named(one.key.gpu), deterministic=False)(one)
+        assert why is None or "only a measurement" in why, one
+
+
+# ---- another Triton, which has no such Gluon
+
+
+def test_what_cannot_be_imported_is_absent_and_its_rows_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = {"fwd_hopper": ImportError("no mbarrier"), "bwd_prepare_hopper": AttributeError("no warp_specialize")}
+    there, find, real = set(compiler.variants()), compiler.variants.__wrapped__, importlib.import_module
+
+    def import_module(name: str, package: str | None = None) -> Any:
+        if (error := broken.get(name.rpartition(".")[2])) is not None:
+            raise error
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with caplog.at_level(logging.WARNING, "fa2tune"):
+        found = find()
+    # and what cannot run without it
+    assert there - set(found) == {"fwd_hopper", "bwd_prepare_hopper", "bwd_fused_hopper"}
+    assert len(caplog.records) == 1
+    said = caplog.text
+    assert "bwd_prepare_hopper (AttributeError: no warp_specialize), fwd_hopper (ImportError: no mbarrier)" in said
+
+    config = compiler.variant_named("fwd_hopper").space.default(bf16(128, 128, True), 90)
+    monkeypatch.setattr(compiler, "variants", lambda: found)
+    monkeypatch.setattr(fingerprint, "variants", lambda: found)
+    compiler.ways.cache_clear()
+    try:
+        problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, True)
+        refused = dispatch.refusal(problem, gpus.named("h200"))(row(variant=WARP_SPECIALIZED, config=config))
+        assert refused == "kernel fwd: got a 'warp_specialized' config, known are pointer, descriptor"
+        hashes = fingerprint.kernel_hashes.__wrapped__()
+        assert "fwd warp_specialized" not in hashes and hashes["bwd_dq warp_specialized"]
+    finally:
+        compiler.ways.cache_clear()
+
+    broken["fwd"] = ImportError("no tl.dot")
+    with pytest.raises(ImportError, match=r"no tl\.dot"):
+        find()
+
+
+def test_portable_kernels_compile_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = bf16(64, 64, True)
+    portable, other = map(compiler.variant_named, ("fwd", "fwd_hopper"))
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon._runtime", None)
+    assert compiler.source(portable, spec, portable.space.default(spec, 90)).fn is portable.kernel
+    with pytest.raises(CompileError, match="lacks what fwd_hopper is written with"):
+        compiler.compile_kernel(other, spec, other.space.default(spec, 90), 90)
+
+
+def test_only_hashes_asked_for_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(fingerprint, "kernel_hash", lambda variant: made.append(variant.name) or "abc")
+    hashes = fingerprint.kernel_hashes.__wrapped__()
+    assert len(hashes) > 8 and "bwd" in hashes and not made
+    assert hashes["fwd"] == hashes.get("fwd") == "abc" and hashes.get("no such kernel", "") == ""
+    assert made == ["fwd"]

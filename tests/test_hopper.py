@@ -1,5 +1,5 @@
 """Every warp-specialised variant compiles for sm_90 with no GPU present, within the limits, to the instructions it is made of.
-Their numerics need a GPU: tests/gpu/test_hopper.py."""
+Their numerics need a GPU: tests/gpu/test_specialized.py."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ bf16 = partial(Specialization, "bf16")
 VARIANTS = [variant for kernel in KERNELS for variant in compiler.variants_of(kernel) if variant.serves]
 NAMED = {variant.name: variant for variant in VARIANTS}
 GROUP_WARPS = 4  #: registers are handed to warps four at a time
-#: Kernel -> its stores of results, and sums in device memory
-STORES = {"fwd": "UTMASTG", "bwd_dq": "UTMASTG", "bwd_dkdv": "UTMASTG", "bwd_fused": "UTMASTG"}
+#: Four float32 of a thread added to device memory at once.
+WIDE_SUM = "REDG.E.ADD.F32x4"
 #: Variant -> head dim, and config entries beside its default, with which it claims that the exponentials of a group run beside
 #: a product of its own (elsewhere they run beside another group's)
 OVERLAPPING: dict[str, tuple[int, dict[str, Any]]] = {"bwd_fused_hopper": (64, {})}
@@ -190,7 +190,13 @@ def test_its_instructions_are_those_meant(case: Case) -> None:
     assert "HGMMA" in text and not re.search(r"\bHMMA", text)
     assert "UTMALDG" in text and "SYNCS" in text and "USETMAXREG" in text
     assert "LDGSTS" not in text
-    assert STORES[case.variant.filed_under] in text or "UTMAREDG" in text or "STG" in text
+    assert "UTMASTG" in text, "results leave by TMA"
+    reduce = config_of(case).get("REDUCE")
+    assert ("UTMAREDG" in text) == (reduce == "tma")
+    assert (WIDE_SUM in text) == (reduce == "vector")
+    assert not re.search(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})", text), (
+        "nothing is summed a word at a time"
+    )
 
 
 @every

@@ -13,7 +13,8 @@ from test_tuner import HERE, SPEC, Bench
 from tuner_fakes import true_time
 from variant_fakes import DEFAULT
 
-from fa2tune import compiler, dispatch, fingerprint, gpus, limits, reader
+from fa2tune import compiler, dispatch, family, fingerprint, gpus, limits, measured, reader
+from fa2tune.candidates import Legal
 from fa2tune.cli.explain import explain
 from fa2tune.compiler import CompileError, variant_named, variant_of
 from fa2tune.page import sources
@@ -259,6 +260,48 @@ def test_what_does_not_load_gives_way_to_the_portable_winner(user: Path, monkeyp
     assert dispatch._plan(PROBLEM, {"fwd": None}, -1, make)["fwd"]["LOADS"] == DESCRIPTOR
     assert [way_of(config) for config in tried] == [WARP_SPECIALIZED, DESCRIPTOR]
     assert json.dumps(tried[0], sort_keys=True) == json.dumps(DEFAULT, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"variant": DESCRIPTOR, "config": CONFIG},
+        {"variant": POINTER, "config": DEFAULT},
+        {"variant": WARP_SPECIALIZED, "config": CONFIG},
+        {"key": {"kernel": "bwd"}, "variant": "fused_warp_specialized", "config": {"bwd_fused": POINTER}},
+        {"key": {"kernel": "bwd"}, "variant": "fused", "config": {"bwd_fused": WARP_SPECIALIZED}},
+    ],
+)
+def test_a_row_filed_as_what_its_config_is_not_is_refused(changes: dict) -> None:
+    why = dispatch.refusal(PROBLEM, H200, deterministic=False)(row(**changes))
+    assert why is not None and why.startswith(f"it is filed as {changes['variant']}")
+
+
+# ---- a kernel without portable configs
+
+
+def test_finals_without_the_portable_variant(bench: Bench) -> None:
+    def one(name: str, *ways: str) -> SimpleNamespace:
+        return SimpleNamespace(variant=variant_named(name), ways=lambda: ways, default={"of": name}, title=name)
+
+    portable, other = one("fwd", POINTER, DESCRIPTOR), one("fwd_hopper", WARP_SPECIALIZED)
+    key = SPECIALIZED.key
+    both, alone = measured._Finals([other, portable], key), measured._Finals([other], key)
+    assert both.portable is portable and both.default == {"of": "fwd"}
+    assert alone.portable is None and alone.default == {"of": "fwd_hopper"}
+    assert "no legal config" in measured.Measured._rival_of(None, alone, WARP_SPECIALIZED)
+
+
+def test_a_kernel_without_legal_portable_configs_is_tuned_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = family.legal
+    none = lambda variant, *asked: real(variant, *asked) if variant.serves else Legal((), {"none": 1})  # noqa: E731
+    monkeypatch.setattr(family, "legal", none)
+    report = bench.tune(HERE, pass_="both", trials=4, buckets=(4096,))
+    assert {r.key.kernel: r.variant for r in report.rows} == dict.fromkeys(KERNELS, WARP_SPECIALIZED)
+    assert all(r.gain is None for r in report.rows)
+    assert any("bwd_dq, bwd_dkdv has no legal portable config" in line for line in bench.lines)
 
 
 def test_fp32_has_no_such_row(user: Path) -> None:
