@@ -29,7 +29,7 @@ def prepare_kernel(
     head, row = tl.program_id(0) // rows_padded, tl.program_id(0) % rows_padded
     d = tl.arange(0, COLUMNS)
     source = do + (head // heads_q) * stride_dob + (head % heads_q) * stride_doh + row * stride_dom
-    values = tl.load(source + d, mask=(d < COLUMNS) & (row < seqlen_q), other=0.0).to(tl.float32)
+    values = tl.load(source + d, mask=(d < COLUMNS) & (tl.zeros_like(d) + row < seqlen_q), other=0.0).to(tl.float32)
     tl.store(sums + (head * rows_padded + row) * COLUMNS + d, values * FACTOR)
 
 
@@ -39,7 +39,7 @@ def main_kernel(words, dk, dv, total, seqlen_k, COLUMNS: tl.constexpr):
     d = tl.arange(0, COLUMNS)
     word = words + tl.program_id(0) * COLUMNS + d
     tl.store(word, tl.load(word, mask=d < total, other=0.0) + 1.0)
-    inside = (d < COLUMNS) & (tl.program_id(0) < seqlen_k)
+    inside = (d < COLUMNS) & (tl.zeros_like(d) + tl.program_id(0) < seqlen_k)
     tl.store(dk + tl.program_id(0) * COLUMNS + d, tl.zeros([COLUMNS], dk.dtype.element_ty), mask=inside)
     tl.store(dv + tl.program_id(0) * COLUMNS + d, tl.zeros([COLUMNS], dv.dtype.element_ty), mask=inside)
 
