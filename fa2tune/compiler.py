@@ -90,6 +90,23 @@ def variant_of(kernel: str, config: Config) -> Variant:
     return known[way]
 
 
+def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
+    """Why a config from a file is no point of the search space of the way it is filed as; None: it is one."""
+    try:
+        variant = variant_of(kernel, config)
+    except ValueError as error:
+        return str(error)
+    if (way := way_of(config)) != filed_as:
+        return f"it is filed as {filed_as:.40}, and its config is a {way} one"
+    dimensions = variant.space.dimensions
+    if set(config) != set(dimensions):
+        return f"its config does not name the dimensions of {variant.name}"
+    for name, value in config.items():  # a file is data from somewhere else
+        if not any(type(value) is type(known) and value == known for known in dimensions[name]):
+            return f"its config has {name} {value!r:.40}, which is not a value of {variant.name}'s search space"
+    return None
+
+
 @dataclass(frozen=True)
 class Binary:
     """One compiled kernel and what the hardware limits and the model need to know of it."""

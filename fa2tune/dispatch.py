@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, limits, lookup, reader
-from fa2tune.compiler import CompileError, uses_descriptors, variant_named, variant_of
+from fa2tune.compiler import CompileError, misfit, uses_descriptors, variant_named, variant_of
 from fa2tune.fingerprint import driver_version, kernel_hashes
 from fa2tune.gpus import Gpu
 from fa2tune.passes import (
@@ -122,21 +122,11 @@ def refusal(
         return None
 
     def of_kernel(row: Row) -> str | None:
-        try:
-            variant = variant_of(row.key.kernel, row.config)
-        except ValueError as error:
-            return str(error)
-        if (way := way_of(row.config)) != row.variant:
-            return f"it is filed as {row.variant:.40}, and its config is a {way} one"
-        dimensions = variant.space.dimensions
-        if set(row.config) != set(dimensions):
-            return f"its config does not name the dimensions of {variant.name}"
-        for name, value in row.config.items():  # a file is data from somewhere else
-            if not any(type(value) is type(known) and value == known for known in dimensions[name]):
-                return f"its config has {name} {value!r:.40}, which is not a value of {variant.name}'s search space"
+        if (odd := misfit(row.key.kernel, row.variant, row.config)) is not None:
+            return odd
         if uses_descriptors(row.config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
-        refused = limits.before_compile(variant, problem.specialization, row.config, gpu)
+        refused = limits.before_compile(variant_of(row.key.kernel, row.config), problem.specialization, row.config, gpu)
         return refused.why if refused else None
 
     return lambda row: of_road(row) if row.key.kernel == BACKWARD else of_kernel(row)

@@ -103,16 +103,7 @@ def misfit(row: Row, gpu: Gpu) -> str | None:
     """Why arithmetic alone refuses a row, as every call does; None: it does not."""
     if (odd := odd_key(row.key)) is not None:
         return odd
-    try:
-        variant = variant_of(row)
-    except ValueError as error:
-        return str(error)
-    space = variant.space
-    if set(row.config) != set(space.dimensions):
-        return f"its config does not name the dimensions of {variant.name}"
-    for name, values in space.dimensions.items():
-        given = row.config[name]
-        if not any(type(given) is type(value) and given == value for value in values):
-            return f"its config has {name} {given!r:.40}, which is no value of {variant.name}'s search space"
-    refused = limits.before_compile(variant, row.key.specialization(), row.config, gpu)
+    if (odd := compiler.misfit(row.key.kernel, row.variant, row.config)) is not None:
+        return odd
+    refused = limits.before_compile(variant_of(row), row.key.specialization(), row.config, gpu)
     return refused.why if refused else None

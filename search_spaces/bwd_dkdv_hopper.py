@@ -11,7 +11,7 @@ BEST = {64: ("keys", 64, 128, 3, 1), 128: ("keys", 64, 128, 2, 1), 256: ("produc
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    """The config that serves when no row does."""
+    """Where the search starts."""
     own, block_m, block_n, stages, p_stages = BEST[max(block_dims(spec))]
     return {
         "OWN": own, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "P_STAGES": p_stages,

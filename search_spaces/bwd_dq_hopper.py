@@ -12,7 +12,7 @@ BEST = {64: (3, 64, 2, 2), 128: (2, 128, 2, 1), 256: (2, 64, 2, 1)}
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    """The config that serves when no row does."""
+    """Where the search starts."""
     groups, block_n, k_stages, v_stages = BEST[max(block_dims(spec))]
     return {
         "GROUPS": groups, "BLOCK_N": block_n, "K_STAGES": k_stages, "V_STAGES": v_stages,

@@ -27,7 +27,7 @@ def padded_rows(problem: Problem) -> int:
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    """The config that serves when no row does."""
+    """Where the search starts."""
     block_m, reduce, order, first, persistent = BEST[min(128, columns(spec)), spec.causal]
     return {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,

@@ -1,12 +1,11 @@
 """Search space of kernels/fwd_hopper.py."""
 
 from fa2tune.problem import Config, Specialization, padded_head_dim
+from fa2tune.search_spaces.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
 from fa2tune.variant import Constraint, SearchSpace
 
 #: Registers a thread of a consumer group gets, by groups: what 64 Ki leave beside a producer of 24.
 REGISTERS = {2: 240, 3: 160}
-SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
-BARRIER_BYTES = 1024  #: barriers, and what the arguments of the groups take
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {
@@ -21,7 +20,7 @@ def _dims(spec: Specialization) -> tuple[int, int]:
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    """The config that serves when no row does: the best tile, and what of O and of a third stage fits beside it."""
+    """Where the search starts: the best tile, and what of O and of a third stage fits beside it."""
     best = {
         **BEST[max(64, *_dims(spec))],
         "Q_IN_REGISTERS": False,
@@ -81,16 +80,8 @@ SPACE = SearchSpace(
         "num_warps": (4,),
     },
     constraints=(
-        Constraint(
-            "sixteen_bit",
-            "this kernel's products take 16-bit operands, one of them transposed: float32 is the portable kernel's",
-            lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
-        ),
-        Constraint(
-            "tma_addresses_tensors",
-            "TMA addresses only tensors whose base and row strides are multiples of 16 bytes",
-            lambda config, spec, arch: spec.aligned,
-        ),
+        SIXTEEN_BIT,
+        TMA_ADDRESSES_TENSORS,
         Constraint(
             "rows_per_group",
             "a Hopper product has 64 rows, a group holds as many; with 128 the scores and O of a group spill, or leave the "
