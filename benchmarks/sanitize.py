@@ -67,16 +67,18 @@ def hazards(said: Sequence[str]) -> list[list[str]]:
 
 
 def is_dispatch(hazard: Sequence[str], binaries: Mapping[str, Sequence[Accesses]]) -> bool:
-    """Whether all that a hazard names is one kernel's read and writes that barriers of the whole block keep apart."""
+    """Whether all pairs that a hazard names are a read and a write of one kernel that barriers of the whole block keep apart."""
     first = HAZARD.search(hazard[0])
     others = [OTHER.search(line) for line in hazard[1:] if " access at " in line]
-    if first is None or first[1] != "Read" or not others:
+    if first is None or not others:
         return False
-    return all(
-        other is not None and other[1] == "Write" and other[2] == first[2]
-        and excused(binaries.get(first[2], ()), int(first[3], 16), int(other[3], 16))
-        for other in others
-    )  # fmt: skip
+    for other in others:
+        if other is None or {first[1], other[1]} != {"Read", "Write"} or other[2] != first[2]:
+            return False
+        read, write = (first, other) if first[1] == "Read" else (other, first)
+        if not excused(binaries.get(first[2], ()), int(read[3], 16), int(write[3], 16)):
+            return False
+    return True
 
 
 def binaries_in(cache: Path, kernels: set[str]) -> dict[str, list[Accesses]]:

@@ -62,6 +62,10 @@ def report(read: int, *writes: int) -> list[str]:
     ]
 
 
+def swapped(line: str) -> str:
+    return re.sub("Read|Write", lambda kind: "Write" if kind[0] == "Read" else "Read", line)
+
+
 def test_barriers_of_the_block_keep_reads_of_the_state_apart_from_its_writes(accesses: dict[int, Access]) -> None:
     read, writes = state(accesses)
     assert accesses[read].intervals == {1, 4}
@@ -127,6 +131,8 @@ def test_reports_are_judged_pair_by_pair(
     assert not sanitize.judge_races([*good, *bad, of(2, 2)], Path())
     said = capsys.readouterr().out
     assert "1 of 2 hazards excused" in said and all(line in said for line in bad[:-1]) and good[0] not in said
+    mirrored = [swapped(line) for line in report(write, read)]  # "between Write access at ... and Read access at ..."
+    assert sanitize.judge_races([*mirrored, of(1, 1)], Path())
     assert not sanitize.judge_races([*good, of(2, 2)], Path())  # a report cut short
     assert not sanitize.judge_races([*report(read), of(1, 1)], Path())  # a read with nothing
     assert not sanitize.judge_races([line.replace("Read", "Write") for line in [*good, of(1, 1)]], Path())

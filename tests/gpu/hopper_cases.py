@@ -163,14 +163,19 @@ def draw(dice: random.Random, variants: Sequence[Variant], count: int) -> list[F
             found.append((variant, dict(default) if dice.random() < 0.3 else dice.choice(able), asked))
         if len(found) == count:
             break
+    return compilable(found)
+
+
+def compilable(cases: Sequence[Fixed]) -> list[Fixed]:
+    """Those that compile, on all cores, into Triton's cache."""
     arch = dispatch.gpu_of(0).arch
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [
             (fixed, pool.submit(_compile, one.name, fixed[2].specialization, config, arch))
-            for fixed in found for one, config in _binaries(*fixed)
+            for fixed in cases for one, config in _binaries(*fixed)
         ]  # fmt: skip
         refused = [fixed for fixed, job in jobs if job.result()]
-    return [fixed for fixed in found if fixed not in refused]
+    return [fixed for fixed in cases if fixed not in refused]
 
 
 def drawn(dice: random.Random, asked: Problem) -> Problem:
@@ -208,7 +213,7 @@ def stress(seconds: float, seed: int = 0, kernels: Sequence[str] = KERNELS, bina
             continue
         # where a row sees one key, or scale 10 makes its softmax one-hot, gradients are zero but for lse's, and the rule
         # allows a zero no error
-        scale = dice.choice((1.0, 1.0, 10.0))
+        scale = dice.choice((1.0, 1.0, 10.0)) if asked.seqlen_q > 32 else 1.0  # of few rows the rule's maximum is luck
         with_dlse = asked.seqlen_k < 3 or scale > 1 or dice.random() < 0.5
         more = {"seed": dice.randrange(1 << 20), "scale": scale, "with_dlse": with_dlse}
         case = f"{variant.name} {asked} {config} {view.__name__} {more}"
@@ -224,18 +229,19 @@ def stress(seconds: float, seed: int = 0, kernels: Sequence[str] = KERNELS, bina
 
 def small(kernels: Sequence[str] = KERNELS) -> None:
     """Each variant on a few problems of a few tiles: compute-sanitizer is a thousand times as slow as the GPU."""
-    for variant in specialized(kernels):
-        for dims in ((64, 64), (128, 128)):
-            for causal in (False, True):
-                asked = Problem("bf16", 1, 2, 1, 150, 277, *dims, causal)
-                if refusal(variant, asked):
-                    continue
-                for config in (config_for(variant, asked), *spread(variant, asked)[:2]):
-                    inputs = reference.make_inputs(asked, "cuda")
-                    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do}
-                    run(variant, config, asked, tensors)
-                    torch.cuda.synchronize()
-                    print("ran", variant.name, dims, causal, config, flush=True)
+    asked = [
+        Problem("bf16", 1, 2, 1, 150, 277, *dims, causal) for dims in ((64, 64), (128, 128)) for causal in (False, True)
+    ]
+    cases = [
+        (variant, config, problem)
+        for variant in specialized(kernels) for problem in asked if not refusal(variant, problem)
+        for config in (config_for(variant, problem), *spread(variant, problem)[:2])
+    ]  # fmt: skip
+    for variant, config, problem in compilable(cases):
+        inputs = reference.make_inputs(problem, "cuda")
+        run(variant, config, problem, {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do})
+        torch.cuda.synchronize()
+        print("ran", variant.name, problem, config, flush=True)
 
 
 if __name__ == "__main__":
