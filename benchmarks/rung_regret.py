@@ -2,12 +2,12 @@
 
     python benchmarks/rung_regret.py cache/h200.sqlite more.sqlite --out docs/bench/rung_regret.json [--headdim 64] [--markdown]
 
-For every key of this GPU that the files hold a measured row for (forward and whole backward), the rows that would serve if
-that one were missing are found by the dispatcher's own lookup: of the next buckets up and down, of those further off, of the
-other 16-bit dtype, of other head dims that pad alike, of portable kernels alone (tensors that TMA cannot address), and the
-documented default. All of them race at the key's workload, interleaved on a warm card with a cold L2. Regret is time over that
-of the key's own row, less 1, the median over rounds; where both name one config it is 0. --markdown prints the README's table from
---out and needs no GPU. Other GPUs' rows cannot be judged on one GPU.
+For every key of this GPU that the files hold a measured row for (forward and whole backward), the rows that would serve
+if that one were missing are found by the dispatcher's own lookup: of the next buckets up and down, of those further
+off, of the other 16-bit dtype, of other head dims that pad alike, of portable kernels alone (tensors that TMA cannot
+address), and the documented default. All of them race at the key's workload, interleaved on a warm card with a cold L2.
+Regret is time over that of the key's own row, less 1, the median over rounds; where both name one config it is 0.
+--markdown prints the README's table from --out and needs no GPU. Other GPUs' rows cannot be judged on one GPU.
 """
 
 from __future__ import annotations
