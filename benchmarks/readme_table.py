@@ -3,13 +3,15 @@
     fa2tune bench --dtype bf16,fp16 --out results --resume --time-budget 480     # until it says that every cell is measured
     python benchmarks/readme_table.py results/bench.json --plots docs/bench --readme README.md
 
+Of several results files (one for each GPU of a host, say) the last that holds a cell counts; --into keeps what came of it.
 Without --readme the Markdown goes to the screen. In the README it replaces what stands between the two marker lines.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,21 @@ import click
 from fa2tune import bench, report
 
 BEGIN, END = "<!-- bench: begin, written by benchmarks/readme_table.py -->", "<!-- bench: end -->"
+
+
+def merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One results file of several; of a cell that more than one has, the last."""
+    cells: dict[tuple[Any, ...], Any] = {}
+    runs: list[Any] = []
+    for data in files:
+        for record in data["cells"]:
+            what = tuple(value for name, value in sorted(record.items()) if name not in ("peers", "run"))
+            cells[what] = {**record, "run": len(runs) + record["run"]}
+        runs += data["runs"]
+    used = sorted({record["run"] for record in cells.values()})
+    kept = [{**record, "run": used.index(record["run"])} for record in cells.values()]
+    complete = all(data["complete"] for data in files)
+    return {"schema": files[0]["schema"], "complete": complete, "runs": [runs[run] for run in used], "cells": kept}
 
 
 def section(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
@@ -48,15 +65,18 @@ def replaced(readme: str, text: str) -> str:
 
 
 @click.command()
-@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
+@click.option("--into", type=click.Path(dir_okay=False, path_type=Path), help="File for the results, merged.")
 @click.option("--plots", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for the PNGs.")
 @click.option(
     "--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Rewrite between its markers."
 )
-def main(results: Path, plots: Path, readme: Path | None) -> None:
-    """README figures from a results file of fa2tune bench."""
+def main(results: Sequence[Path], into: Path | None, plots: Path, readme: Path | None) -> None:
+    """README figures from results files of fa2tune bench."""
     try:
-        data = bench.load(results)
+        data = merged([bench.load(path) for path in results])
+        if into:
+            into.write_text(json.dumps(data, indent=1) + "\n")
         plots.mkdir(parents=True, exist_ok=True)
         seen_from = readme.parent if readme else Path()
         addresses = {path.name: Path(os.path.relpath(path, seen_from)).as_posix() for path in report.plots(data, plots)}

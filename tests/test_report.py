@@ -133,13 +133,26 @@ def test_readme_section(data: dict[str, Any], tmp_path: Path) -> None:
     readme.write_text(f"# title\n{readme_table.BEGIN}\nold\n{readme_table.END}\ntail\n")
     results = tmp_path / "bench.json"
     results.write_text(json.dumps(data))
-    readme_table.main.callback(results=results, plots=tmp_path / "docs", readme=readme)
+    readme_table.main.callback(results=[results], into=None, plots=tmp_path / "docs", readme=readme)
     text = readme.read_text()
     assert text.startswith("# title\n") and text.endswith("\ntail\n") and "old" not in text
     assert "![Forward, bfloat16" in text and "](docs/forward_bf16.png)" in text and "](docs/memory.png)" in text
     assert "NVIDIA X, driver 1.2, torch 2.11, Triton 3.6, 2026-01-02" in text
     with pytest.raises(ValueError, match="needs the lines"):
         readme_table.replaced("nothing here", "text")
+
+
+def test_of_several_results_files_the_last_counts() -> None:
+    def of(date: str, *cells: Any) -> dict[str, Any]:
+        return {"schema": 1, "complete": True, "runs": [{"date": date}], "cells": list(cells)}
+
+    old = of("old", timed(512, False, "fwd", fa2tune=ok(1)), timed(512, False, "bwd", fa2tune=ok(2)))
+    gone = of("gone", timed(512, True, "fwd", fa2tune=ok(3)))
+    new = of("new", timed(512, False, "fwd", fa2tune=ok(4)), timed(512, True, "fwd", fa2tune=ok(5)))
+    one = script("readme_table").merged([old, gone, new])
+    assert [run["date"] for run in one["runs"]] == ["old", "new"]
+    found = {(c["pass"], c["causal"]): (c["peers"]["fa2tune"]["tflops"], c["run"]) for c in one["cells"]}
+    assert found == {("fwd", False): (4, 1), ("bwd", False): (2, 0), ("fwd", True): (5, 1)}
 
 
 def test_default_vs_tuned_takes_the_row_that_serves() -> None:
