@@ -35,8 +35,9 @@ from fa2tune.plan import Plan, TuneRequest, make_plan
 from fa2tune.problem import Config, TuningKey
 from fa2tune.row import Row
 from fa2tune.samples import Race, median_interval, ratios
+from fa2tune.shelf import Shelf
+from fa2tune.storage import Storage
 from fa2tune.store import Store
-from fa2tune.study import Shelf
 from fa2tune.worker import Crew, Job
 
 #: (kernel, head dim, causal, length)
@@ -76,8 +77,8 @@ def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path)
 
 
 def family_of(kernel: str, plan: Plan) -> Family:
-    failures = Ledger(None, Toolchain(importlib.metadata.version("triton")))
-    return Family(variant_named(kernel), plan.specializations()[0], plan, Shelf(None), "order reversal", failures)
+    failures = Ledger(Storage(), Toolchain(importlib.metadata.version("triton")))
+    return Family(variant_named(kernel), plan.specializations()[0], plan, Shelf(Storage()), "order reversal", failures)
 
 
 def candidates(family: Family, known: Sequence[Row], most: int = CANDIDATES) -> list[Config]:
@@ -104,10 +105,12 @@ def tuned(
     begun = time.monotonic()
     way = Measured(Books(family.plan, Watcher(), HANDS, Store(cache), toolchain, Report(family.plan)))
     family.ready = [(config, Verdict()) for config in configs]
-    while (task := way.search([family])) is not None:
+    while (found := way.search([family])) is not None:
+        carry_out(found[1], perform)
+    for task in way.crown([family]):
         carry_out(task, perform)
-    carry_out(way.crown([family]), perform)
-    way.crew.close()
+    for crew in way.crews:
+        crew.close()
     rows = way.books.report.rows
     if not rows:
         raise click.ClickException(f"{family.title}: no candidate ran")

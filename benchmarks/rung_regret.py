@@ -14,45 +14,21 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fa2tune import lookup
-from fa2tune.problem import BACKWARD, TuningKey, padded_head_dim
+from fa2tune import lookup, regret
+from fa2tune.problem import BACKWARD, TuningKey
 from fa2tune.reader import CacheFileError, Layer, read
 from fa2tune.row import MEASURED, Row
-from fa2tune.samples import quantile, ratios
+from fa2tune.samples import ratios
 
 Served = Mapping[str, Any]  #: what measure.race takes: a config, or a road and its configs
-#: Rung -> which row keys it may be served by, beside a key of ours
-Rung = Callable[[TuningKey, TuningKey], bool]
-
-
-def _same(key: TuningKey, row: TuningKey, *but: str) -> bool:
-    names = ("dtype", "bucket", "head_dim", "head_dim_v", "causal", "precision", "gpu", "sm_count")
-    return all(getattr(key, name) == getattr(row, name) for name in names if name not in but)
-
-
-def _apart(key: TuningKey, row: TuningKey) -> float:
-    return max(key.bucket / row.bucket, row.bucket / key.bucket)
-
-
-RUNGS: Mapping[str, Rung] = {
-    "bucket: next shorter": lambda key, row: _same(key, row, "bucket") and key.bucket == 2 * row.bucket,
-    "bucket: next longer": lambda key, row: _same(key, row, "bucket") and row.bucket == 2 * key.bucket,
-    "bucket: 4 times off": lambda key, row: _same(key, row, "bucket") and _apart(key, row) == 4,
-    "bucket: 8 times off and more": lambda key, row: _same(key, row, "bucket") and _apart(key, row) >= 8,
-    "other 16-bit dtype": lambda key, row: _same(key, row, "dtype") and key.dtype != row.dtype,
-    "same padded head dim": lambda key, row: (
-        _same(key, row, "head_dim", "head_dim_v") and key.head_dim != row.head_dim
-        and padded_head_dim(key.head_dim) == padded_head_dim(row.head_dim)
-    ),
-}  # fmt: skip
-OWN, PORTABLE, DEFAULT = "own row", "portable row of the key", "documented default"
+OWN = "own row"
 
 
 def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Served | None:
@@ -79,36 +55,38 @@ def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Serve
     return {"road": road.row.road, "configs": configs} if len(configs) == len(answers) else None
 
 
+def _of(key: TuningKey, rows: Sequence[Row]) -> list[Row]:
+    """Those of every kernel for a key's problem."""
+    return [row for row in rows if row.key.with_(kernel=key.kernel) == key]
+
+
 def default(key: TuningKey) -> Served:
-    from fa2tune import dispatch
+    from fa2tune import gpus
+    from fa2tune.defaults import default_config
     from fa2tune.passes import ROADS, SPLIT
 
-    problem = key.workload()
+    problem, gpu = key.workload(), gpus.named(key.gpu)
     if key.kernel != BACKWARD:
-        return dispatch.default_config(key.kernel, problem, key.arch)
-    return {
-        "road": SPLIT, "configs": {one: dispatch.default_config(one, problem, key.arch) for one in ROADS[SPLIT]},
-    }  # fmt: skip
+        return default_config(key.kernel, problem, gpu)
+    return {"road": SPLIT, "configs": {one: default_config(one, problem, gpu) for one in ROADS[SPLIT]}}
 
 
 def contenders(key: TuningKey, rows: Sequence[Row]) -> Iterator[tuple[str, Served]]:
     """(rung, what it serves), the key's own first."""
-    own = served(key, [row for row in rows if _same(key, row.key)])
+    own = served(key, _of(key, rows))
     if own is None:
         return
     yield OWN, own
-    for rung, of in RUNGS.items():
-        there = [row for row in rows if of(key, row.key)]
-        others = {(row.key.dtype, row.key.bucket, row.key.head_dim, row.key.head_dim_v) for row in there}
-        for other in sorted(others):
-            those = [r for r in there if (r.key.dtype, r.key.bucket, r.key.head_dim, r.key.head_dim_v) == other]
-            answer = served(key, those)
-            if answer is not None:
-                yield rung, answer
-    without_tma = served(key, [row for row in rows if _same(key, row.key)], portable=True)
+    others = {row.key for row in rows if row.key.kernel == key.kernel}
+    for other in sorted(others):
+        rung = regret.rung_between(key, other)
+        answer = served(key, _of(other, rows)) if rung else None
+        if rung and answer is not None:
+            yield rung, answer
+    without_tma = served(key, _of(key, rows), portable=True)
     if without_tma is not None:
-        yield PORTABLE, without_tma
-    yield DEFAULT, default(key)
+        yield regret.PORTABLE, without_tma
+    yield regret.DEFAULT, default(key)
 
 
 def regrets(key: TuningKey, rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -138,20 +116,6 @@ def regrets(key: TuningKey, rows: Sequence[Row]) -> list[dict[str, Any]]:
         {**name, "rung": rung, "regret": statistics.median(ratios(times[distinct.index(what)], times[0])) - 1.0}
         for rung, what in lined_up if rung != OWN
     ]  # fmt: skip
-
-
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: per pass and rung how many cases, the median, the worst of ten, the worst."""
-    lines = ["| pass | served by | cases | median | worst of ten | worst |", "|---|---|--:|--:|--:|--:|"]
-    for kernel, name in (("fwd", "forward"), (BACKWARD, "backward")):
-        for rung in (*RUNGS, PORTABLE, DEFAULT):
-            values = [one["regret"] for one in found if (one["kernel"], one["rung"]) == (kernel, rung)]
-            if values:
-                of = (statistics.median(values), quantile(values, 0.9), max(values))
-                lines.append(
-                    f"| {name} | {rung} | {len(values)} | " + " | ".join(f"{x * 100:.1f} %" for x in of) + " |"
-                )
-    return "\n".join(lines)
 
 
 def _saved(out: Path) -> dict[str, Any]:
@@ -206,7 +170,7 @@ def main(
     elif not markdown:
         raise click.UsageError("nothing to do: name cache files, or --markdown")
     if markdown:
-        click.echo(table(_saved(out)["cases"]))
+        click.echo(regret.markdown(regret.summary(_saved(out)["cases"])))
 
 
 if __name__ == "__main__":

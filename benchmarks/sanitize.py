@@ -67,7 +67,7 @@ def hazards(said: Sequence[str]) -> list[list[str]]:
 
 
 def is_dispatch(hazard: Sequence[str], binaries: Mapping[str, Sequence[Accesses]]) -> bool:
-    """Whether all pairs that a hazard names are a read and a write of one kernel that barriers of the whole block keep apart."""
+    """Whether each pair a hazard names is a read and a write of one kernel that barriers of the whole block keep apart."""
     first = HAZARD.search(hazard[0])
     others = [OTHER.search(line) for line in hazard[1:] if " access at " in line]
     if first is None or not others:

@@ -42,7 +42,9 @@ from fa2tune.guided import hopeful
 from fa2tune.problem import Config
 from fa2tune.row import Row
 from fa2tune.search import Search, winners
-from fa2tune.study import KeyStudy, Outcome, Shelf
+from fa2tune.shelf import Shelf
+from fa2tune.storage import Storage
+from fa2tune.study import KeyStudy, Outcome
 
 ROWS = Path(__file__).parent.parent / "cache" / "h200.sqlite"
 SEARCHERS = ("ours", "ours blind", "ours warm", "tpe", "gp", "cmaes", "random", "list")
@@ -193,7 +195,7 @@ def search(table: tables.Table, searcher: str, seed: int, trials: int, calibrati
         return autotune(oracle, listed(table))
     variant = compiler.variant_named(table.key.kernel)
     configs: list[Config] = [dict(where) for where in sorted([*table.times, *table.fates], key=repr)]
-    shelf = Shelf(None)
+    shelf = Shelf(Storage())
     if searcher.startswith("ours"):
         allowed = {point(config) for config in configs}
         guesses = estimates_of(table, configs, calibration)

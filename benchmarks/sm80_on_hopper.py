@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, launch, passes, reader, verify
+from fa2tune import compiler, cuda, launch, passes, reader, verify
 from fa2tune.problem import BACKWARD, Specialization
 from fa2tune.row import SIBLING
 from fa2tune.store import Store
@@ -41,8 +41,8 @@ def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], 
     """Stands in for ``launch.load``."""
     compiled = compiler.compile_kernel(variant, spec, dict(config), ARCH)
     compiled.kernel = assembled(variant, spec, config)
-    compiled.run  # noqa: B018  # loads the binary
-    return compiled
+    kinds = launch.kinds(variant, spec, dict(config))
+    return cuda.Function(launch.image_of(compiled), kinds, device_index, "sm_80 PTX")
 
 
 @click.command(help=__doc__)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -44,7 +45,13 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        collecting = gc.isenabled()
+        gc.disable()  # a full collection takes 50 ms once torch is imported, and these imports would set off two
+        try:
+            value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        finally:
+            if collecting:
+                gc.enable()
         return value
     raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
 

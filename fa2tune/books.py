@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fa2tune import crown, worker
+from fa2tune import crown, record, worker
 from fa2tune.plan import Plan
 from fa2tune.problem import BACKWARD, Config, TuningKey
 from fa2tune.row import Row, over_portable
-from fa2tune.store import Store
 from fa2tune.study import Outcome
 from fa2tune.variant import OPTIONS, WARP_SPECIALIZED, way_of
 
 if TYPE_CHECKING:
     from fa2tune.family import Family
+    from fa2tune.lots import Lot, OpenLot
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,11 @@ class Hands:
 class Watcher:
     """Follows a run; does nothing."""
 
-    def planned(self, plan: Plan, families: Sequence[Family]) -> None:
-        """Before the first compile."""
+    def planned(self, plan: Plan, lots: Sequence[Lot]) -> None:
+        """Before anything else."""
+
+    def opened(self, lot: OpenLot) -> None:
+        """Before its first compile."""
 
     def progress(self, done: int, total: int, now: str, fates: Mapping[str, int]) -> None:
         """Candidates done and to do, the best of what was last heard of, reasons of failures so far."""
@@ -54,8 +58,28 @@ class Report:
     compile_seconds: float = 0.0  #: wall time until the last of them
     checked: int = 0  #: numerics checks in this run
     seconds: float = 0.0
+    #: shares of that time: of each crew that launches, of all compiling processes together, of this process's processor
+    launching: tuple[float, ...] = ()
+    compiling: float = 0.0
+    bookkeeping: float = 0.0
     fates: Counter[str] = field(default_factory=Counter)  #: reason -> candidates without a time, of this run and before
     interrupted: bool = False
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Add rows; each takes the place of one that was there."""
+        found = {record.identity(row): row for row in self.rows}
+        self.rows = list((found | {record.identity(row): row for row in rows}).values())
+
+
+FILING_SHARE = 20.0  #: filing rows takes one part in so many of the time
+
+
+class Rows(Protocol):
+    """What takes the rows: a cache file, or a database."""
+
+    def rows(self) -> list[Row]: ...
+
+    def put(self, rows: Sequence[Row]) -> None: ...
 
 
 @dataclass
@@ -63,18 +87,41 @@ class Books:
     plan: Plan
     watcher: Watcher
     hands: Hands
-    store: Store
+    store: Rows
     toolchain: crown.Toolchain
     report: Report
+    #: whether the keys of a row are still this worker's
+    holds: Callable[[Row], bool] = lambda row: True
+    unfiled: list[tuple[str, Sequence[Row]]] = field(default_factory=list)  #: (title, rows)
+    filed: float = 0.0  #: time.monotonic() of the last time
+    filing: float = 0.0  #: seconds that it took
     #: what was checked -> its errors, or why it failed
     checked: dict[Any, Mapping[str, Any] | str] = field(default_factory=dict)
 
     def put(self, rows: Sequence[Row], title: str) -> None:
-        """File finished rows: they are safe from here on."""
-        if not rows:
+        """Finished rows, of one lot, to be filed with the next ones."""
+        if rows:
+            self.report.take(rows)
+            self.unfiled.append((title, rows))
+
+    def file(self, at_once: bool = False) -> None:
+        """File finished rows: they are safe from here on. A file is written as a whole, so this waits for some to come
+        together: a small share of the time goes into it. What another worker has taken over meanwhile is its to find."""
+        if not self.unfiled or not (at_once or time.monotonic() >= self.filed + FILING_SHARE * self.filing):
             return
-        self.store.put(rows)
-        self.report.rows += rows
+        begun = time.monotonic()
+        unfiled, self.unfiled = self.unfiled, []
+        ours = [(title, rows) for title, rows in unfiled if self.holds(rows[0])]
+        self.store.put([row for _, rows in ours for row in rows])
+        self.filed = time.monotonic()
+        self.filing = self.filed - begun
+        for title, rows in unfiled:
+            if (title, rows) in ours:
+                self._tell(rows, title)
+            else:
+                self.watcher.line(f"{title}: left to the worker that has taken it over")
+
+    def _tell(self, rows: Sequence[Row], title: str) -> None:
         best = max(rows, key=lambda row: row.tflops or 0.0)
         what = described(best)
         gain = "" if best.gain is None else f", {best.gain:.2f} x default"

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fa2tune import binaries, hostside
 from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.variant import OPTIONS, POINTER, Variant, way_of
 
@@ -25,6 +27,8 @@ log = logging.getLogger("fa2tune")
 
 #: How the modules of fa2tune.kernels end that hold other ways of kernels, in a language that is no stable part of Triton.
 OTHER_WAYS = "hopper"
+#: Modules that hold kernels of other names than their own. (A test holds this against the modules.)
+SHARED = {"bwd_keys": ("bwd_dkdv", "bwd_fused")}
 
 
 class CompileError(RuntimeError):
@@ -35,27 +39,75 @@ class HostTrouble(RuntimeError):
     """ptxas was killed in the midst of a compile (by the OOM killer, say), which says nothing of the config."""
 
 
+class Variants(Mapping[str, Variant]):
+    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold. A module is
+    imported when it is needed: all of them take 0.1 s, for which a first call would wait.
+
+    Where this Triton lacks what another way of a kernel is written with, that way is absent, and a log line says so."""
+
+    def __init__(self) -> None:
+        package = importlib.import_module("fa2tune.kernels")
+        self._modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+        self._imported: dict[str, tuple[Variant, ...]] = {}
+
+    def _of(self, module_name: str) -> tuple[Variant, ...]:
+        """What one module holds."""
+        if module_name not in self._imported:
+            found = self._without_triton(module_name)
+            self._imported[module_name] = self._with_triton(module_name) if found is None else found
+        return self._imported[module_name]
+
+    @staticmethod
+    def _without_triton(module_name: str) -> tuple[Variant, ...] | None:
+        """Where kernels may be found compiled; None: this one takes Triton."""
+        if not binaries.trusted().files or os.environ.get("TRITON_INTERPRET", "0") == "1":
+            return None
+        try:
+            return hostside.variants(module_name)
+        except Exception as error:  # whatever a kernel file does with a stand-in
+            log.info("kernels.%s cannot be read without Triton: %s", module_name, error)
+            return None
+
+    @staticmethod
+    def _with_triton(module_name: str) -> tuple[Variant, ...]:
+        try:
+            module = importlib.import_module(f"fa2tune.kernels.{module_name}")
+        except (ImportError, AttributeError) as error:
+            if not module_name.endswith(OTHER_WAYS):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            log.warning("fa2tune: left out, as this Triton cannot import it: kernels.%s (%s)", module_name, why)
+            return ()
+        single = (module.VARIANT,) if hasattr(module, "VARIANT") else ()
+        return (*single, *getattr(module, "VARIANTS", ()))
+
+    def _whole(self, modules: Iterable[str]) -> dict[str, Variant]:
+        """Theirs, without those whose neighbours are absent."""
+        found = [variant for module in modules for variant in self._of(module)]
+        return {one.name: one for one in found if all(self._near(n).get(n) for n in (*one.before, *one.after))}
+
+    def _near(self, name: str) -> dict[str, Variant]:
+        """Of the modules called after a kernel, or that hold it by what SHARED says."""
+        return self._whole(m for m in self._modules if f"{m}_".startswith(f"{name}_") or name in SHARED.get(m, ()))
+
+    def serving(self, kernel: str) -> Iterable[Variant]:
+        """Those filed under a kernel, among others."""
+        return self._near(kernel).values()
+
+    def __getitem__(self, name: str) -> Variant:
+        return self._near(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole(self._modules))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @cache
 def variants() -> Mapping[str, Variant]:
-    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold. Where this
-    Triton lacks what another way of a kernel is written with, that way is absent, and one log line says so."""
-    package = importlib.import_module("fa2tune.kernels")
-    found: dict[str, Variant] = {}
-    absent = []
-    for module_info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-        try:
-            module = importlib.import_module(f"fa2tune.kernels.{module_info.name}")
-        except (ImportError, AttributeError) as error:
-            if not module_info.name.endswith(OTHER_WAYS):
-                raise
-            absent.append(f"{module_info.name} ({type(error).__name__}: {error})")
-            continue
-        single = (module.VARIANT,) if hasattr(module, "VARIANT") else ()
-        for variant in (*single, *getattr(module, "VARIANTS", ())):
-            found[variant.name] = variant
-    if absent:
-        log.warning("fa2tune: kernels that cannot be imported with this Triton are left out: %s", ", ".join(absent))
-    return {name: variant for name, variant in found.items() if found.keys() >= {*variant.before, *variant.after}}
+    """Every kernel variant, by name."""
+    return Variants()
 
 
 def variant_named(name: str) -> Variant:
@@ -68,9 +120,11 @@ def variant_named(name: str) -> Variant:
 @cache
 def ways(kernel: str) -> Mapping[str, Variant]:
     """The ways a kernel can go, by name, each with its Variant: the portable ones first."""
-    serving = [variant for variant in variants().values() if variant.filed_under == kernel]
+    known = variants()
+    serving = known.serving(kernel) if isinstance(known, Variants) else known.values()
+    of_kernel = [variant for variant in serving if variant.filed_under == kernel]
     found: dict[str, Variant] = {}
-    for variant in sorted(serving, key=lambda variant: bool(variant.serves)):
+    for variant in sorted(of_kernel, key=lambda variant: bool(variant.serves)):
         for way in variant.ways:
             if found.setdefault(way, variant) is not variant:
                 raise ValueError(f"kernel {kernel}: {found[way].name} and {variant.name} are both {way}")
@@ -134,11 +188,9 @@ def parameters(variant: Variant) -> list[str]:
 
 @cache
 def constexpr_names(variant: Variant) -> frozenset[str]:
-    """The kernel's parameters annotated ``constexpr``, which is the same class for Triton and Gluon."""
-    import triton.language as tl
-
+    """The kernel's parameters annotated ``constexpr``, of Triton's language or Gluon's."""
     annotated = inspect.signature(variant.kernel.fn).parameters.values()
-    return frozenset(parameter.name for parameter in annotated if parameter.annotation is tl.constexpr)
+    return frozenset(p.name for p in annotated if getattr(p.annotation, "__name__", "") == "constexpr")
 
 
 @cache
@@ -203,14 +255,14 @@ def _shared_layout(block: tuple[int, ...], dtype: str) -> str:
     return repr(gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype]))
 
 
-def _type(variant: Variant, spec: Specialization, config: Config, name: str) -> str:
+def _type(variant: Variant, spec: Specialization, config: Config, name: str, layouts: bool) -> str:
     if name in constexpr_names(variant):
         return "constexpr"
     if name in variant.tensors:
         dtype = variant.tensors[name] or spec.dtype
         if uses_descriptors(config) and name in variant.descriptors:
             block = block_of(variant, spec, config, name)
-            layout = f",{_shared_layout(tuple(block), dtype)}" if is_gluon(variant) else ""
+            layout = f",{_shared_layout(tuple(block), dtype)}" if layouts and is_gluon(variant) else ""
             return f"tensordesc<{dtype}{block}{layout}>"
         return f"*{dtype}"
     if name in variant.floats:
@@ -236,20 +288,31 @@ def _gluon_source() -> Any:
     return GluonASTSource
 
 
+def signature(variant: Variant, spec: Specialization, config: Config, layouts: bool = True) -> dict[str, str]:
+    """Every parameter of the kernel, in order, with its type as Triton writes it. ``layouts``: with those of Gluon's
+    descriptors, which follow from the rest and take Gluon to know."""
+    return {name: _type(variant, spec, config, name, layouts) for name in parameters(variant)}
+
+
+def attributes(variant: Variant, spec: Specialization, config: Config) -> dict[tuple[int], list[list[Any]]]:
+    """What the compiler may assume of arguments, by their places."""
+    found = {}
+    for index, (name, kind) in enumerate(signature(variant, spec, config, layouts=False).items()):
+        divisor = _divisibility(variant, spec, name, kind)
+        if divisor > 1:
+            found[(index,)] = [["tt.divisibility", divisor]]
+    return found
+
+
 def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     """Triton's ASTSource of one config, or Gluon's."""
     from triton.compiler import ASTSource
 
     values = constexprs(variant, spec, config)
-    names = parameters(variant)
-    signature = {name: _type(variant, spec, config, name) for name in names}
-    attributes = {}
-    for index, name in enumerate(names):
-        divisor = _divisibility(variant, spec, name, signature[name])
-        if divisor > 1:
-            attributes[(index,)] = [["tt.divisibility", divisor]]
     language = _gluon_source() if is_gluon(variant) else ASTSource
-    return language(fn=variant.kernel, signature=signature, constexprs=values, attrs=attributes)
+    kinds, assumed = signature(variant, spec, config), attributes(variant, spec, config)
+    kernel = variant.kernel.real() if isinstance(variant.kernel, hostside.Kernel) else variant.kernel
+    return language(fn=kernel, signature=kinds, constexprs=values, attrs=assumed)
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -1,25 +1,32 @@
 """From a call to a loaded kernel: memo, lookup ladder, limits re-checked, launch.
 
 The hit path is one dictionary look-up: no lock, no file, no compile, no collective. A miss reads the cache layers (once per
-process), walks the ladder of :mod:`fa2tune.lookup`, and compiles. Where no row serves, the kernel's documented default
+process), walks the ladder of :mod:`fa2tune.lookup`, and loads the kernel out of a trusted file of binaries
+(:mod:`fa2tune.binaries`), or compiles it. Where no row serves, the kernel's documented default
 config does (``default`` in its search space), and a log line says so once per key.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
-from fa2tune import gpus, limits, lookup, reader
-from fa2tune.compiler import CompileError, misfit, uses_descriptors, variant_named, variant_of
-from fa2tune.fingerprint import driver_version, kernel_hashes
+from fa2tune import binaries, gpus, limits, lookup, reader
+from fa2tune.compiler import CompileError, misfit, uses_descriptors, variant_of
+from fa2tune.cuda import relaxed_capture
+from fa2tune.defaults import default_config, portable_default
+from fa2tune.fingerprint import driver_version, kernel_hashes, triton_version
 from fa2tune.gpus import Gpu
+from fa2tune.launch import CaptureMiss
 from fa2tune.passes import (
     FUSED,
     ROADS,
@@ -46,6 +53,11 @@ FORWARD_PLANS: dict[tuple[Any, ...], Any] = {}
 BACKWARD_PLANS: dict[tuple[Any, ...], Any] = {}
 PLANS_KEPT = 4096
 
+#: Environment variable: what a call does that finds a kernel not loaded while a CUDA graph is captured, see
+#: ``_plan_in_capture``.
+CAPTURE_MISS = "FA2TUNE_CAPTURE_MISS"
+ERROR, DEFAULT = "error", "default"
+
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -55,9 +67,12 @@ class Choice:
 
     config: Config
     rung: str  #: "exact, measured", ..., or "default"
-    lead: float | None = (
-        None  #: how many times as fast as the portable winner of its key; None: it is that, or the default
-    )
+    answer: lookup.Answer | None = None  #: None: the default
+
+    @property
+    def lead(self) -> float | None:
+        """How many times as fast as the portable winner of its key; None: it is that, or the default."""
+        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer else None
 
 
 @cache
@@ -67,8 +82,10 @@ def layers() -> list[reader.Layer]:
 
 
 def reload() -> None:
-    """Forget every plan and every layer: a cache file changed under a running process is read at the next call."""
+    """Forget every plan, every layer and every file of binaries: files changed under a running process are read at the next
+    call. Kernels that are loaded stay loaded."""
     layers.cache_clear()
+    binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
 
@@ -76,9 +93,7 @@ def reload() -> None:
 @cache
 def toolchain() -> lookup.Toolchain:
     """What is running here: a row made with another Triton, driver or kernel source is stale."""
-    import triton
-
-    return lookup.Toolchain(triton.__version__, driver_version(), kernel_hashes())
+    return lookup.Toolchain(triton_version(), driver_version(), kernel_hashes())
 
 
 @cache
@@ -132,12 +147,6 @@ def refusal(
     return lambda row: of_road(row) if row.key.kernel == BACKWARD else of_kernel(row)
 
 
-def default_config(kernel: str, problem: Problem, arch: int) -> Config:
-    """The documented default, of the portable variant, with pointer loads where a descriptor cannot address the tensors."""
-    spec = problem.specialization
-    return variant_named(kernel).space.default(spec if problem.tma else replace(spec, aligned=False), arch)
-
-
 def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callable[[Row], str | None]:
     """``refusal`` of a kernel's rows; ``specialized``: where only warp-specialised ones, or only the others, are asked for."""
     acceptable = refusal(problem, gpu)
@@ -160,16 +169,24 @@ def _found(
     )
 
 
-def choose(problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None = None) -> Choice:
+def choose(
+    problem: Problem,
+    kernel: str,
+    gpu: Gpu,
+    specialized: bool | None = None,
+    among: Sequence[reader.Layer] | None = None,
+) -> Choice:
     """The config for one kernel of this problem: the best row of the ladder, else the default. ``specialized``: whether it
-    is to be warp-specialised, where such a row can serve; None: as the rows have it."""
-    answer = _found(problem, kernel, gpu, specialized) or (_found(problem, kernel, gpu, False) if specialized else None)
+    is to be warp-specialised, where such a row can serve; None: as the rows have it. ``among``: None for the layers of this
+    process."""
+    kinds = (True, False) if specialized else (specialized,)
+    answer = next(filter(None, (_found(problem, kernel, gpu, kind, among) for kind in kinds)), None)
     if answer is None:
         _log_once(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
         )
-        return Choice(default_config(kernel, problem, gpu.arch), "default")
-    return Choice(answer.row.config, answer.rung, over_portable(answer.row, answer.layer.rows))
+        return Choice(default_config(kernel, problem, gpu), "default")
+    return Choice(answer.row.config, answer.rung, answer)
 
 
 def road_refusal(
@@ -188,11 +205,14 @@ def kinds_of(row: Row) -> dict[str, bool]:
     return {kernel: way == WARP_SPECIALIZED for kernel, way in row.config.items()}
 
 
-def road_of(problem: Problem, gpu: Gpu, deterministic: bool) -> tuple[str, Mapping[str, bool]]:
+def road_of(
+    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None
+) -> tuple[str, Mapping[str, bool]]:
     """(road, kernel -> whether it is to be warp-specialised), by the row for the whole backward; the road is "split" or
     "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
     key = key_of(problem, BACKWARD, gpu)
-    answer = lookup.find(key, gpu.silicon, layers(), road_refusal(problem, gpu, deterministic), toolchain())
+    acceptable = road_refusal(problem, gpu, deterministic, among)
+    answer = lookup.find(key, gpu.silicon, layers() if among is None else among, acceptable, toolchain())
     if answer is None:
         return SPLIT, {}
     return answer.row.road, kinds_of(answer.row)
@@ -219,42 +239,85 @@ def _log_once(message: str) -> None:
 Plan = TypeVar("Plan")
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether a config does not compile or load here. Triton, whose OutOfResources it may be, need not be imported."""
+    return isinstance(error, CompileError) or type(error).__name__ == "OutOfResources"
+
+
 def _plan(
     problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
 ) -> Plan:
     """Choose a config per kernel and make the plan. A row whose config does not compile or load here gives way to the best
-    portable one, that to the defaults, and the log says so. ``kinds``: kernel -> see ``choose``."""
-    if device_index >= 0 and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "attention: the first call for a problem compiles and loads its kernel, which a CUDA graph capture does not "
-            "allow; make one warm-up call with these shapes before capturing"
-        )
-    from triton.runtime.errors import OutOfResources
-
+    portable one, that to the defaults, and the log says so. ``kinds``: kernel -> see ``choose``. CaptureMiss: a kernel is
+    not loaded yet, and must not be now."""
     gpu = gpu_of(device_index)
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", lambda kernel: choose(problem, kernel, gpu, kinds[kernel])),
         ("the best portable row", lambda kernel: choose(problem, kernel, gpu, False)),
-        ("default config", lambda kernel: Choice(default_config(kernel, problem, gpu.arch), "default")),
+        ("default config", lambda kernel: Choice(default_config(kernel, problem, gpu), "default")),
+        ("portable default", lambda kernel: Choice(portable_default(kernel, problem, gpu.arch), "default")),
     )
-    why, tried = "", []
-    for place, (name, chosen) in enumerate(ladder):
+    failure: Exception | None = None
+    tried: list[Mapping[str, Choice]] = []
+    for name, chosen in ladder:
         choices = {kernel: chosen(kernel) for kernel in kinds}
         if choices in tried:
             continue
         tried.append(choices)
-        if why:
-            _log_once(f"the tuned config of {', '.join(kinds)} failed on {gpu.name} ({why}): {name}")
+        if failure:
+            _log_once(f"the config of {', '.join(kinds)} that came first failed on {gpu.name} ({failure}): {name}")
         try:
             plan = make({kernel: choice.config for kernel, choice in choices.items()})
-        except (CompileError, OutOfResources) as error:
-            if place + 1 == len(ladder) or all(choice.rung == "default" for choice in choices.values()):
+        except Exception as error:
+            if not _is_refusal(error):
                 raise
-            why = str(error)
+            failure = error
             continue
         SERVED.update(choice.rung for choice in choices.values())
         return plan
-    raise AssertionError
+    assert failure is not None
+    raise failure
+
+
+def _plan_in_capture(
+    miss: CaptureMiss, problem: Problem, kernels: Sequence[str], device_index: int,
+    make: Callable[[Mapping[str, Config]], Plan],
+) -> Plan:  # fmt: skip
+    """What FA2TUNE_CAPTURE_MISS asks for where a kernel is not loaded: an error, or the documented default configs, loaded in
+    the midst of the capture. Not remembered: after it, calls are served as ever."""
+    setting = os.environ.get(CAPTURE_MISS, ERROR)
+    if setting == ERROR:
+        raise RuntimeError(
+            f"attention: {miss} is not loaded yet for a call like this, and a CUDA graph is being captured: make one warm-up "
+            f"call with these shapes before capturing, or set {CAPTURE_MISS}={DEFAULT} to take the default config"
+        ) from None
+    if setting != DEFAULT:
+        raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {ERROR} and {DEFAULT}") from None
+    gpu = gpu_of(device_index)
+    _log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
+    with relaxed_capture():
+        try:
+            plan = make({kernel: default_config(kernel, problem, gpu) for kernel in kernels})
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            plan = make({kernel: portable_default(kernel, problem, gpu.arch) for kernel in kernels})
+    SERVED["default, in a capture"] += len(kernels)
+    return plan
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: a full one takes 50 ms once torch is imported, and what a first call reads and
+    imports sets off one or two."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
@@ -299,12 +362,15 @@ def forward_plan(
     if _is_empty(problem):
         plan = _NoKeys(problem, softmax_scale)
     else:
-        plan = _plan(
-            problem,
-            {"fwd": None},
-            q.get_device(),
-            lambda configs: ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"]),
-        )
+
+        def make(configs: Mapping[str, Config]) -> ForwardPlan:
+            return ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"])
+
+        try:
+            with _uncollected():
+                plan = _plan(problem, {"fwd": None}, q.get_device(), make)
+        except CaptureMiss as miss:
+            return _plan_in_capture(miss, problem, ("fwd",), q.get_device(), make)
     _remember(FORWARD_PLANS, key, plan)
     return plan
 
@@ -343,10 +409,17 @@ def backward(
         if _is_empty(problem):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         device_index, gradient = q.get_device(), do
-        road, kinds = road_of(problem, gpu_of(device_index), deterministic)
-        plan = _plan(
-            problem, {kernel: kinds.get(kernel) for kernel in ROADS[road]}, device_index,
-            lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs),
-        )  # fmt: skip
+
+        def on(road: str) -> Callable[[Mapping[str, Config]], BackwardPlan]:
+            return lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs)
+
+        try:
+            with _uncollected():
+                road, kinds = road_of(problem, gpu_of(device_index), deterministic)
+                asked = {kernel: kinds.get(kernel) for kernel in ROADS[road]}
+                plan = _plan(problem, asked, device_index, on(road))
+        except CaptureMiss as miss:
+            plan = _plan_in_capture(miss, problem, ROADS[SPLIT], device_index, on(SPLIT))
+            return plan(do, dlse, q, k, v, o, lse)
         _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,8 @@ from fa2tune.ledger import Failure, Ledger
 from fa2tune.problem import Config, Specialization, TuningKey
 from fa2tune.row import PREDICTED, Row
 from fa2tune.search import Search
-from fa2tune.study import KeyStudy, Outcome, Shelf
+from fa2tune.shelf import Shelf
+from fa2tune.study import KeyStudy, Outcome
 from fa2tune.variant import WARP_SPECIALIZED, WAYS, Variant, way_of
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Family:
     ready: list[tuple[Config, Verdict]] = field(default_factory=list)  #: compiled and waiting to be timed
     crowned: bool = False
     crowning: bool = False
+    dropped: bool = False  #: another worker's by now
 
     def __post_init__(self) -> None:
         self.kernel = self.variant.filed_under
@@ -99,7 +101,7 @@ class Family:
         """What is best in neighbouring families by now."""
         return [config for family in self.neighbours for config in family.search.best()]
 
-    def tried(self) -> set[Point]:
+    def tried(self) -> Set[Point]:
         """What has been compiled, for any length."""
         return self.search.tried()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from fa2tune import binaries
 from fa2tune.compiler import variant_named, variants, variants_of
 from fa2tune.problem import BACKWARD, KERNELS
 from fa2tune.row import hashed_as
@@ -76,12 +79,45 @@ def _from_spaces(path: Path) -> Iterator[str]:
 
 
 @cache
+def source_digest() -> str:
+    """sha256 of every byte that the hashes below may depend on, comments included: where it is known, they are."""
+    here = Path(__file__).parent
+    folders = [
+        Path(str(importlib.import_module(f"fa2tune.{name}").__path__[0])) for name in ("kernels", "search_spaces")
+    ]
+    paths = [here / f"{name}.py" for name in ("compiler", "fingerprint", "problem", "row", "variant")]
+    paths += sorted(path for folder in folders for path in folder.glob("*.py"))
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
+
+
+@cache
+def _known() -> Mapping[str, str]:
+    """Hashes that a trusted file of binaries holds for just these sources, by name: made here they take 0.2 s."""
+    digest, found = source_digest(), dict[str, str]()
+    for _, file in binaries.trusted().files:
+        found |= file.sources.get(digest, {})
+    return found
+
+
+@cache
 def kernel_hash(variant: Variant) -> str:
     """Hash of the kernel's module, of the modules of kernels/ that it imports, of the constants it takes from its search space,
     and the same of the kernels that run around it; 16 hex digits."""
+    return _known().get(variant.name) or _hashed(variant)
+
+
+def _file_of(module: str) -> Path:
+    """Not imported, since this Triton may not be able to."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise FileNotFoundError(f"{module} has no file")
+    return Path(found.origin)
+
+
+def _hashed(variant: Variant) -> str:
     text = ""
     for one in (variant, *map(variant_named, (*variant.before, *variant.after))):
-        path = Path(inspect.getfile(importlib.import_module(one.kernel.fn.__module__)))
+        path = _file_of(one.kernel.fn.__module__)
         text += "".join([*map(_code_of, (path, *_imported(path))), *_from_spaces(path)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -98,36 +134,39 @@ def backward_hash(specialized: bool = False) -> str:
 
 
 class _Hashes(Mapping[str, str]):
-    """Name -> hash, made when it is asked for: reading and hashing all kernels is most of a first call's time in here."""
+    """Name -> hash, made when it is asked for: reading and hashing all kernels would be most of a first call's time in here."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], str]]) -> None:
-        self._makers, self._made = makers, dict[str, str]()
+    def __init__(self) -> None:
+        self._made = dict[str, str]()
 
     def __getitem__(self, name: str) -> str:
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            self._made[name] = _known().get(name) or self._make(name)
         return self._made[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._makers
+    @staticmethod
+    def _make(name: str) -> str:
+        kernel, _, kind = name.partition(" ")
+        if kernel == BACKWARD and name in (hashed_as(BACKWARD, False), hashed_as(BACKWARD, True)):
+            return backward_hash(bool(kind))
+        for variant in (*variants_of(kernel), *((variants()[kernel],) if kernel in variants() else ())):
+            if hashed_as(variant.filed_under, bool(variant.serves)) == name:
+                return kernel_hash(variant)
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
+        names = [hashed_as(variant.filed_under, bool(variant.serves)) for variant in variants().values()]
+        return iter(dict.fromkeys([*names, hashed_as(BACKWARD, False), hashed_as(BACKWARD, True)]))
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return sum(1 for _ in self)
 
 
 @cache
 def kernel_hashes() -> Mapping[str, str]:
     """Of every kernel and of the whole backward, with the portable kernels alone and with the others: what a row has to name
     to be fresh. Keys as ``row.hashed_as`` has them; each value is made when it is asked for."""
-    makers: dict[str, Callable[[], str]] = {
-        hashed_as(variant.filed_under, bool(variant.serves)): partial(kernel_hash, variant)
-        for variant in variants().values()
-    }
-    makers |= {hashed_as(BACKWARD, special): partial(backward_hash, special) for special in (False, True)}
-    return _Hashes(makers)
+    return _Hashes()
 
 
 @cache
@@ -136,6 +175,20 @@ def space_hash(variant: Variant) -> str:
     space = variant.space
     text = repr((space.name, sorted(space.dimensions.items()), [constraint.name for constraint in space.constraints]))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def triton_version() -> str:
+    """Triton's version, read off its file: to import it takes 0.05 to 0.2 s, and who finds kernels compiled needs no more."""
+    found = importlib.util.find_spec("triton")
+    if found is not None and found.origin is not None:
+        with suppress(OSError):
+            text = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+            if match := re.search(r"^__version__ = ['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+                return match[1]
+    import triton
+
+    return str(triton.__version__)
 
 
 @cache

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fa2tune
-from fa2tune import lookup, reader, record
+from fa2tune import binaries, lookup, reader, record
 from fa2tune.reader import Layer
 
 FORMAT = 1
@@ -37,6 +37,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """One file of binaries that a process may load kernels from."""
+
+    file: str  #: its name, without folders
+    binaries: int
+    digest: str  #: sha256 of its header, which holds those of all its binaries
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that decides which row serves a call, beside the GPU and the call itself."""
 
@@ -45,12 +54,15 @@ class Manifest:
     triton: str  #: version
     driver: str  #: version of the NVIDIA driver; "" where there is none
     kernels: Mapping[str, str] = field(default_factory=dict)  #: kernel -> hash of its source
+    binaries: tuple[Kernels, ...] = ()  #: in the order in which they are asked
 
     @property
     def hash(self) -> str:
         """64 hexadecimal digits. File names do not count, what is in the files does."""
         about = self._fields()
         about["layers"] = [[part.layer, part.digest] for part in self.layers]
+        if self.binaries:
+            about["binaries"] = [part.digest for part in self.binaries]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
     def _fields(self) -> dict[str, Any]:
@@ -60,6 +72,7 @@ class Manifest:
             "driver": self.driver,
             "kernels": dict(self.kernels),
             "layers": [dict(vars(part)) for part in self.layers],
+            **({"binaries": [dict(vars(part)) for part in self.binaries]} if self.binaries else {}),
         }
 
     def to_json(self) -> str:
@@ -79,31 +92,41 @@ def manifest() -> Manifest:
     Files that change later do not change what the process serves, nor its manifest."""
     from fa2tune import dispatch
 
-    return of(dispatch.layers(), dispatch.toolchain())
+    return of(dispatch.layers(), dispatch.toolchain(), trusted_binaries())
 
 
 def toolchain() -> lookup.Toolchain:
     """What ``dispatch.toolchain`` gives a process that calls attention, without torch."""
-    import triton
+    from fa2tune.fingerprint import driver_version, kernel_hashes, triton_version
 
-    from fa2tune.fingerprint import driver_version, kernel_hashes
-
-    return lookup.Toolchain(triton.__version__, driver_version(), kernel_hashes())
+    return lookup.Toolchain(triton_version(), driver_version(), kernel_hashes())
 
 
-def of(layers: Iterable[Layer], toolchain: lookup.Toolchain) -> Manifest:
-    """The manifest of these layers, strongest first, under a toolchain."""
+def trusted_binaries() -> list[Kernels]:
+    """The files of binaries that this process may load from."""
+    return [_kernels(file) for _, file in binaries.trusted().files]
+
+
+def _kernels(file: binaries.File) -> Kernels:
+    return Kernels(file.path.name, len(file.entries), file.digest)
+
+
+def of(layers: Iterable[Layer], toolchain: lookup.Toolchain, kernels: Iterable[Kernels] = ()) -> Manifest:
+    """The manifest of these layers, strongest first, under a toolchain, with these files of binaries."""
     parts = [Part(layer.name, layer.path.name, len(layer.rows), record.digest(layer.rows, DIGITS)) for layer in layers]
     return Manifest(
-        tuple(parts), fa2tune.__version__, toolchain.triton, toolchain.driver, dict(toolchain.kernel_hashes)
-    )
+        tuple(parts), fa2tune.__version__, toolchain.triton, toolchain.driver, dict(toolchain.kernel_hashes),
+        tuple(kernels),
+    )  # fmt: skip
 
 
 def shipment(files: Sequence[Path], toolchain: lookup.Toolchain) -> Manifest:
-    """What a node serves from that reads ``files`` as its fleet layers and has no file of its own. CacheFileError."""
+    """What a node serves from that reads ``files`` as its fleet layers and has no file of its own; with the files of binaries
+    that lie beside them, which the node is to name in FA2TUNE_KERNELS in this order. CacheFileError, BinariesError."""
     fleet = [Layer("fleet", path, reader.read(path)) for path in files]
     shipped = [Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
-    return of([*fleet, *shipped], toolchain)
+    beside = [path for path in map(binaries.companion, (layer.path for layer in (*fleet, *shipped))) if path.exists()]
+    return of([*fleet, *shipped], toolchain, [_kernels(binaries.File(path, believed=True)) for path in beside])
 
 
 def _is_text(value: Any) -> bool:
@@ -131,7 +154,17 @@ def parse(text: str) -> Manifest:
         if not all(_is_text(part[name]) for name in ("layer", "file", "digest")) or type(part["rows"]) is not int:
             raise ManifestError("layer, file and digest must be text, rows an integer")
         parts.append(Part(**part))
-    found = Manifest(tuple(parts), held["fa2tune"], held["triton"], held["driver"], kernels)
+    kept = held.get("binaries", [])
+    if not isinstance(kept, list):
+        raise ManifestError("its binaries must be a list")
+    files = []
+    for part in kept:
+        if not isinstance(part, dict) or set(part) != {"file", "binaries", "digest"}:
+            raise ManifestError("each of its files of binaries must have file, binaries and digest")
+        if not all(_is_text(part[name]) for name in ("file", "digest")) or type(part["binaries"]) is not int:
+            raise ManifestError("file and digest must be text, binaries an integer")
+        files.append(Kernels(**part))
+    found = Manifest(tuple(parts), held["fa2tune"], held["triton"], held["driver"], kernels, tuple(files))
     if found.hash != held["hash"]:
         raise ManifestError("its hash does not fit what it says: it was changed after it was signed")
     return found
@@ -170,6 +203,13 @@ def differences(signed: Manifest, here: Manifest) -> list[str]:
             found.append(f"{part.layer} layer {part.file} ({part.rows} rows, digest {part.digest[:16]}): not signed")
     if not found and theirs != ours:
         found.append("the layers stand in another order")
+    signed_for, have = [{part.digest for part in m.binaries} for m in (signed, here)]
+    for one in signed.binaries:
+        if one.digest not in have:
+            found.append(f"binaries {one.file} ({one.binaries}, sha256 {one.digest[:16]}): not loaded from here")
+    for one in here.binaries:
+        if one.digest not in signed_for:
+            found.append(f"binaries {one.file} ({one.binaries}, sha256 {one.digest[:16]}): not signed")
     for name in ("fa2tune", "triton", "driver"):
         then, now = getattr(signed, name), getattr(here, name)
         if then != now and not (name == "driver" and not then):

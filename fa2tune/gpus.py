@@ -189,14 +189,36 @@ def identify(driver_name: str, arch: int, sm_count: int) -> Gpu:
     return _stand_in(driver_name, arch, sm_count)
 
 
+def _device(number: int) -> Gpu:
+    import torch
+
+    properties = torch.cuda.get_device_properties(number)
+    return identify(properties.name, 10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
 def present() -> Gpu | None:
     """The current CUDA device, or None without one. Imports torch. Raises what CUDA raises when a device does not start."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip:
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return identify(properties.name, 10 * properties.major + properties.minor, properties.multi_processor_count)
+    return _device(torch.cuda.current_device())
+
+
+def visible() -> list[Gpu]:
+    """Every CUDA device that this process may use, by number."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return []
+    return [_device(number) for number in range(torch.cuda.device_count())]
+
+
+def use(number: int) -> None:
+    """Make this CUDA device the current one."""
+    import torch
+
+    torch.cuda.set_device(number)
 
 
 def same_silicon(a: Gpu, b: Gpu) -> bool:

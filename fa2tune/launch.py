@@ -1,12 +1,13 @@
 """A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
 
-A bound launch holds every argument but the tensors. Calling it costs a list copy, one slot per tensor and the C launcher:
-no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with descriptors).
+A bound launch holds every argument but the tensors, packed. Calling it costs one slot per tensor and one foreign call
+(``cuda.py``): no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with
+descriptors).
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,13 @@ from typing import Any
 
 import torch
 
-from fa2tune import compiler
+from fa2tune import compiler, cuda, precompiled
+from fa2tune.compiler import CompileError
+from fa2tune.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
 from fa2tune.problem import Config, Problem, Specialization
 from fa2tune.variant import Variant
+
+log = logging.getLogger("fa2tune")
 
 LOG2E = 1.4426950408889634
 TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -29,47 +34,41 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-class Described:
-    """What Triton's driver reads of a host tensor descriptor, without the checks of its own class (3 us apiece): the problem
-    has vouched for alignment."""
-
-    __slots__ = ("base", "element_strides", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int]) -> None:
-        self.base, self.shape, self.strides = base, shape, strides
-        self.padding, self.round_f32_to_tf32, self.element_strides = "zero", False, None
+#: Aligned as TMA wants it; what is there does not matter to encode a descriptor.
+ANY_ADDRESS = 1 << 32
+#: CUtensorMapDataType, where the compiler's own numbers differ.
+_HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
-def _encode(metadata: Any, tensor: torch.Tensor, shape: list[int], strides: list[int]) -> Any:
-    """The TMA descriptor of a tensor, encoded by Triton's driver as the compiled kernel wants it."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    described = Described(tensor, shape, strides)
-    more = () if "_" not in make_tensordesc_arg.__code__.co_varnames[:3] else (None,)  # Triton 3.9 has a third, unused
-    return make_tensordesc_arg(described, metadata, *more)[0]
+class CaptureMiss(RuntimeError):
+    """A kernel is not loaded yet, and a stream is being captured."""
 
 
-def _launcher(compiled: Any) -> Callable[..., None]:
-    """(grid, stream, arguments) -> None: the C launcher of a loaded kernel, with descriptors already encoded.
+def image_of(compiled: Any) -> Image:
+    """What Triton compiled, without Triton. CompileError: this house cannot launch it."""
+    known = compiled.metadata
+    maps = []
+    for wanted in getattr(known, "tensordesc_meta", None) or ():
+        if wanted is None or wanted["fp4_padded"] or wanted.get("is_im2col"):
+            raise CompileError(f"{known.name} wants a descriptor of a kind that no launch here makes: {wanted}")
+        kind, block = wanted["elem_type"], tuple(wanted["block_size"])
+        maps.append(MapFormat(wanted["swizzle"], wanted["elem_size"], _HOST_TYPES.get(kind, kind), block))
+    return Image(
+        known.name, compiled.kernel, known.shared, known.num_warps, known.num_ctas, known.launch_cooperative_grid,
+        known.launch_pdl, tuple(maps),
+    )  # fmt: skip
 
-    Triton's own entry re-encodes every descriptor at every launch, in Python: 10 us of 13. Two generations of it are known:
-    arguments spread out (3.6), or as one tuple beside the kernel's signature (3.7 on)."""
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    launch = run.launch
-    if inspect.isfunction(launch):  # wrapped because of descriptors: the C function is what it closes over
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    flags = (run.launch_cooperative_grid, run.launch_pdl)
-    if hasattr(run, "kernel_signature"):
-        tail = (run.arg_annotations, run.kernel_signature)
 
-        def call(grid: int, stream: int, arguments: list[Any]) -> None:
-            launch(grid, 1, 1, stream, function, *flags, packed, None, None, None, None, None, *tail, arguments)
-    else:
-
-        def call(grid: int, stream: int, arguments: list[Any]) -> None:
-            launch(grid, 1, 1, stream, function, *flags, None, None, packed, None, None, None, *arguments)
-
-    return call
+def kinds(variant: Variant, spec: Specialization, config: Config) -> list[str]:
+    """Kinds of the kernel's parameters as ``cuda.SIZES`` has them: a descriptor is followed by its shape and strides."""
+    found = []
+    for name, written in compiler.signature(variant, spec, config, layouts=False).items():
+        if written.startswith("tensordesc"):
+            rank = len(compiler.block_of(variant, spec, config, name))
+            found += ["map", *["i32"] * rank, *["i64"] * rank]
+        elif written != "constexpr":
+            found.append("pointer" if written.startswith("*") else written)
+    return found
 
 
 #: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
@@ -113,22 +112,39 @@ def sm_count(device_index: int) -> int:
 
 
 @cache
-def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Any:
-    """The kernel of a ``compiler.binary_config``, loaded on a device. Compiles on the first call. Raises CompileError or
-    Triton's OutOfResources."""
-    with torch.cuda.device(device_index):
-        compiled = compiler.compile_kernel(variant, spec, dict(config), arch_of(device_index))
-        compiled.run  # noqa: B018  # loads the binary on the current device
-    return compiled
+def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Function:
+    """The kernel of a ``compiler.binary_config``, loaded on a device: out of a trusted file of binaries, or
+    else compiled by Triton, on the first call.
+
+    Raises CompileError, Triton's OutOfResources, or CaptureMiss."""
+    if not cuda.may_load():
+        raise CaptureMiss(variant.name)
+    binary, arch = dict(config), arch_of(device_index)
+    wanted = kinds(variant, spec, binary)
+    image, found = precompiled.find(variant, spec, binary, arch)
+    described = [name for name in compiler.parameters(variant) if name in _described(variant, binary)]
+    ranks = [len(compiler.block_of(variant, spec, binary, name)) for name in described]
+    if image is not None and [len(one.block) for one in image.maps] != ranks:
+        image, found = None, f"{found} is damaged: {variant.name} has other descriptors"
+    if image is not None:
+        try:
+            return Function(image, wanted, device_index, found)
+        except CudaError as error:
+            found = f"{found}: {error}"
+    log.info("compiling %s: %s", variant.name, found)
+    compiled = compiler.compile_kernel(variant, spec, binary, arch)
+    try:
+        return Function(image_of(compiled), wanted, device_index, f"compiled: {found}")
+    except CudaError as error:
+        raise CompileError(str(error)) from error
 
 
 def _values(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Every argument of the kernel but its tensors, by name."""
+    """Every argument of the kernel but its tensors and what is compiled in, by name."""
     spec = problem.specialization
-    values = compiler.constexprs(variant, spec, config)
-    values |= {name: config[name] for name in compiler.runtime_names(variant)}
+    values: dict[str, Any] = {name: config[name] for name in compiler.runtime_names(variant)}
     scale = -softmax_scale if spec.negate else softmax_scale
     values |= {
         # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
@@ -165,67 +181,37 @@ def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int
     return variant.descriptors if compiler.uses_descriptors(config) else {}
 
 
-class _Maps(dict[int, Any]):
-    """Base address -> encoded descriptor, for one tensor of one bound launch. Keeps as many as the caching allocator is
-    likely to hand out in turn."""
-
-    KEPT = 256
-
-    def __init__(self, metadata: Any, shape: list[int], strides: list[int]) -> None:
-        self.metadata, self.shape, self.strides = metadata, shape, strides
-
-    def encode(self, tensor: torch.Tensor) -> Any:
-        if len(self) >= self.KEPT:
-            self.clear()
-        encoded = self[tensor.data_ptr()] = _encode(self.metadata, tensor, self.shape, self.strides)
-        return encoded
-
-
-class BoundLaunch:
+def _bound(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
+    device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
+) -> Launch:  # fmt: skip
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
-
-    __slots__ = ("arguments", "call", "compiled", "device_index", "grid", "slots")
-
-    def __init__(
-        self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
-        names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
-    ) -> None:  # fmt: skip
-        values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
-        described = _described(variant, config)
-        compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
-        self.compiled = load(variant, problem.specialization, compiled_in, device_index)
-        metadata = iter(getattr(self.compiled.metadata, "tensordesc_meta", None) or ())
-        self.arguments: list[
-            Any
-        ] = []  # as the C launcher takes them: a descriptor is followed by its shape and strides
-        slots: dict[str, tuple[int, _Maps | None]] = {}  # where each tensor goes
-        for name in compiler.parameters(variant):
-            if name in described:
-                shape = _shape(name, problem, workspaces)
-                steps = _steps(shape, strides.get(name))
-                slots[name] = len(self.arguments), _Maps(next(metadata), shape, steps)
-                self.arguments += [None, *shape, *steps]
-            elif name in variant.tensors:
-                slots[name] = len(self.arguments), None
-                self.arguments.append(0)
-            else:
-                self.arguments.append(values[name])
-        self.slots = [slots[name] for name in names]
-        self.grid = variant.programs(problem, config, sm_count(device_index))
-        self.device_index = device_index
-        self.call = _launcher(self.compiled)
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        arguments = self.arguments.copy()
-        for (index, maps), tensor in zip(self.slots, tensors):  # noqa: B905  # strict costs here; bind() fixed the count
-            address = tensor.data_ptr()
-            arguments[index] = address if maps is None else maps.get(address) or maps.encode(tensor)
-        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        if torch._C._cuda_getDevice() == self.device_index:
-            self.call(self.grid, stream, arguments)
-        else:  # a kernel is launched in its own device's context
-            with torch.cuda.device(self.device_index):
-                self.call(self.grid, stream, arguments)
+    values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
+    described = _described(variant, config)
+    constants = compiler.constexprs(variant, problem.specialization, config)
+    compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
+    function = load(variant, problem.specialization, compiled_in, device_index)
+    formats = iter(function.image.maps)
+    arguments: list[Any] = []
+    slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
+    for name in compiler.parameters(variant):
+        if name in described:
+            shape = _shape(name, problem, workspaces)
+            steps = _steps(shape, strides.get(name))
+            maps = Maps(next(formats), shape, steps)
+            try:  # what TMA cannot take is to be known now, while another config can be had
+                maps.encode(ANY_ADDRESS)
+            except CudaError as error:
+                raise CompileError(f"{variant.name}, {name}: {error}") from error
+            slots[name] = len(arguments), maps
+            arguments += [0, *shape, *steps]
+        elif name in variant.tensors:
+            slots[name] = len(arguments), None
+            arguments.append(0)
+        elif name not in constants:
+            arguments.append(values[name])
+    grid = variant.programs(problem, config, sm_count(device_index))
+    return Launch(function, grid, arguments, [slots[name] for name in names], device_index)
 
 
 class InterpretedLaunch:
@@ -236,6 +222,7 @@ class InterpretedLaunch:
         names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
     ) -> None:  # fmt: skip
         values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
+        values |= compiler.constexprs(variant, problem.specialization, config)
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
         self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
         spec = problem.specialization
@@ -260,14 +247,14 @@ class InterpretedLaunch:
 def bind(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
     device_index: int, workspaces: Workspaces = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
-) -> BoundLaunch | InterpretedLaunch:  # fmt: skip
+) -> Launch | InterpretedLaunch:  # fmt: skip
     """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors. ``workspaces``:
     those of ``names`` that are contiguous and of a shape of their own, which alone counts; ``scalars``: arguments by name,
     beside those that every kernel may ask for.
 
     Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
-    kind = InterpretedLaunch if device_index < 0 else BoundLaunch
-    return kind(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
+    make = InterpretedLaunch if device_index < 0 else _bound
+    return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
 
 
 def prepare(

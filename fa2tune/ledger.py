@@ -2,7 +2,7 @@
 candidate fails twice. But for a compile that took too long, which is by the wall clock, on a host that may have been busy: it
 counts when a later run has seen it again.
 
-A small SQLite file beside the studies, shared by whoever tunes there; short transactions, so that processes may write at the
+A table in the storage (storage.py), shared by whoever tunes there; short transactions, so that processes may write at the
 same time. Cache files never contain any of it. An entry is keyed by what the failure depends on: Triton, architecture,
 kernel and its hash, specialization; where it happened on the GPU also GPU and driver. A config that cannot be compiled stands
 for all that share its binary.
@@ -14,15 +14,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.pool import NullPool
+from sqlalchemy.dialects import postgresql, sqlite
 
 from fa2tune import compiler, fingerprint
 from fa2tune.problem import Config, Specialization
+from fa2tune.storage import Storage
 from fa2tune.variant import Variant
 
 COMPILE, LAUNCH = "compile", "launch"  #: where it happened
@@ -36,8 +34,6 @@ BLAMELESS = frozenset(("failed", "killed"))
 
 ONCE = "timeout_once"  #: filed for a compile that took too long in one run so far: tried again by the next
 
-LOCK_TIMEOUT_S = 60.0  #: how long a writer waits for its turn
-
 TABLE = sa.Table(
     "failures",
     sa.MetaData(),
@@ -48,10 +44,6 @@ TABLE = sa.Table(
     *(sa.Column(name, sa.TEXT, nullable=False) for name in ("fate", "why", "created")),
     sqlite_with_rowid=False,
 )
-
-
-class LedgerError(RuntimeError):
-    """The file is no ledger, or cannot be read. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +68,13 @@ def _text(config: Config) -> str:
 
 
 class Ledger:
-    """The file. ``path`` None: nothing is kept beyond this object (for tests)."""
+    """The failures in a storage."""
 
-    def __init__(self, path: Path | None, toolchain: Toolchain) -> None:
-        self.path = path
+    def __init__(self, storage: Storage, toolchain: Toolchain) -> None:
+        self.storage = storage
         self.toolchain = toolchain
-        self._engine: sa.Engine | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._engine = sa.create_engine(
-                f"sqlite:///{path}", connect_args={"timeout": LOCK_TIMEOUT_S}, poolclass=NullPool
-            )
-            self._do(lambda connection: connection.execute(sa.schema.CreateTable(TABLE, if_not_exists=True)))
-
-    def _do(self, work: Any) -> Any:
-        """One transaction."""
-        if self._engine is None:
-            return None
-        try:
-            with self._engine.begin() as connection:
-                return work(connection)
-        except sa.exc.DatabaseError as error:
-            raise LedgerError(f"ledger: {self.path}: {error.orig}; move the file away to start a new one") from error
+        self.insert = postgresql.insert if storage.shared else sqlite.insert
+        storage.create(TABLE)
 
     def page(self, variant: Variant, spec: Specialization, arch: int) -> Page:
         """The failures of one kernel and specialization on one architecture, under this ledger's toolchain."""
@@ -121,7 +98,7 @@ class Page:
         self._slow: set[str] = set()  #: configs filed as ONCE by earlier runs
         for stage in (COMPILE, LAUNCH):
             query = sa.select(TABLE).where(*self._conditions(stage))
-            for row in ledger._do(lambda connection, query=query: connection.execute(query).all()) or ():
+            for row in ledger.storage.select(query):
                 if row.fate == ONCE:
                     self._slow.add(row.config)
                 else:
@@ -155,12 +132,9 @@ class Page:
         self._found[stage, text] = failure
         filed = ONCE if (stage, fate) == (COMPILE, "timeout") and text not in self._slow else fate
         what = {"fate": filed, "why": why, "created": failure.created}
-        statement = insert(TABLE).values(**self._key(stage), config=text, **what)
-        self._ledger._do(
-            lambda connection: connection.execute(
-                statement.on_conflict_do_update(index_elements=list(TABLE.primary_key.columns), set_=what)
-            )
-        )
+        statement = self._ledger.insert(TABLE).values(**self._key(stage), config=text, **what)
+        index = list(TABLE.primary_key.columns)
+        self._ledger.storage.execute(statement.on_conflict_do_update(index_elements=index, set_=what))
 
     def forgotten(self, config: Config, fate: str) -> bool:
         """Whether a study that remembers this end should try again: it failed under another toolchain, or was told to be
@@ -174,7 +148,7 @@ class Page:
         self._slow.clear()
         for stage in (COMPILE, LAUNCH):
             statement = sa.delete(TABLE).where(*self._conditions(stage))
-            self._ledger._do(lambda connection, statement=statement: connection.execute(statement))
+            self._ledger.storage.execute(statement)
         return count
 
     def failing(self, configs: Iterable[Config]) -> list[tuple[Config, Failure]]:

@@ -31,7 +31,7 @@ from typing import Any
 
 from fa2tune import gpus
 from fa2tune.problem import TuningKey, padded_head_dim
-from fa2tune.reader import Layer
+from fa2tune.reader import Layer, Rows
 from fa2tune.row import MEASURED, PREDICTED, SIBLING, Row, hashed_as
 
 PROBLEM_RUNGS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
@@ -132,6 +132,15 @@ def _families(layer: Layer) -> dict[tuple[Any, ...], list[Row]]:
     return found
 
 
+@lru_cache(maxsize=4096)
+def _relatives(layer: Layer, family: tuple[Any, ...]) -> Sequence[Row]:
+    """The rows of a layer that are of one family."""
+    if not isinstance(layer.rows, Rows):
+        return _families(layer).get(family, ())
+    arch, kernel, causal = family[:3]
+    return [row for row in layer.rows.of(arch=arch, kernel=kernel, causal=int(causal)) if _family(row.key) == family]
+
+
 @cache
 def _silicon(gpu: str, arch: int) -> str:
     """Silicon of a row's GPU; "" where it is not known."""
@@ -162,7 +171,7 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
     """Every row that could serve ``key``, best first. ``gpu_silicon``: ``Gpu.silicon`` of the GPU that asks."""
     family, found = _family(key), []
     for place, layer in enumerate(layers):
-        for row in _families(layer).get(family, ()):
+        for row in _relatives(layer, family):
             rung, *distances = _problem(key, row.key)
             gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
             stale = toolchain.stale(row)

@@ -1,10 +1,12 @@
 """The way for a GPU that is there: candidates race the default on it, finalists prove their numerics and race again.
 
-One child process owns the GPU. Whatever kills it costs one candidate; the others go on in a fresh one.
+A child process owns each GPU. Whatever kills it costs one candidate; the others go on in a fresh one. Times are multiples of
+what the first candidate took where it was timed first, so it does not matter which of several equal GPUs times the others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -35,13 +37,19 @@ class GpuLost(RuntimeError):
 
 
 class Measured:
-    """Files measured times, crowns by final races. The GPU does one thing at a time."""
+    """Files measured times, crowns by final races. A GPU does one thing at a time."""
+
+    tasks_at_once = 1  #: of a crew
 
     def __init__(self, books: Books) -> None:
         self.books = books
-        self.crew = Crew(1, spare=books.hands.race.partition(":")[0])
-        self.tasks_at_once = 1
+        module = books.hands.race.partition(":")[0]
+        #: one a GPU
+        self.crews = [
+            Crew(1, {"CUDA_VISIBLE_DEVICES": device} if device else None, spare=module) for device in books.plan.devices
+        ]
         self.anchors: dict[Family, Config] = {}
+        self.heats = Counter[Family]()  #: under way
 
     def reserve(self, open_families: int) -> float:
         """Seconds to leave for the finals of so many families."""
@@ -55,11 +63,31 @@ class Measured:
         """A config compiled, and its limits hold: it may race."""
         family.ready.append((config, verdict))
 
-    def search(self, families: Sequence[Family]) -> Task | None:
-        """The next heat: of the family with most candidates waiting, once it is known whether its default can run."""
-        waiting = [f for f in families if f.ready and (f in self.anchors or point(f.default) not in f.search.in_flight or
-                                                       any(c == f.default for c, _ in f.ready))]  # fmt: skip
-        return self._heat(max(waiting, key=lambda f: len(f.ready))) if waiting else None
+    def search(self, families: Sequence[Family]) -> tuple[Family, Task] | None:
+        """The next heat: of the family with most candidates waiting, once it is known whether its default can run, and how
+        long that takes."""
+        waiting = [f for f in families if f.ready and self._may_race(f)]
+        if not waiting:
+            return None
+        family = max(waiting, key=lambda f: len(f.ready))
+        # no more than its part, where other GPUs have nothing to do
+        idle = sum(not crew.load for crew in self.crews)
+        size = min(HEAT, -(-sum(len(f.ready) for f in waiting) // max(1, idle)))
+        family.ready.sort(key=lambda entry: entry[0] != family.default)  # the first heat must hold the default
+        batch, family.ready = family.ready[:size], family.ready[size:]
+        self.heats[family] += 1
+        return family, self._heat(family, batch)
+
+    def _may_race(self, family: Family) -> bool:
+        """Beside another heat only where the anchor has a time at every length: all others are multiples of that."""
+        if self.heats[family]:
+            anchor = self.anchors.get(family)
+            return anchor is not None and all(
+                (o := study.outcomes.get(point(anchor))) and o.time_us for study in family.studies.values()
+            )
+        if family in self.anchors or point(family.default) not in family.search.in_flight:
+            return True
+        return any(config == family.default for config, _ in family.ready)
 
     def _run(self, function: str, arguments: tuple[Any, ...]) -> Generator[Job, Job, Job]:
         """A job on the GPU; tried again where it failed before its first note, which is no candidate's fault."""
@@ -82,11 +110,9 @@ class Measured:
             self.anchors[family] = family.default if runs else next(iter(family.search.best()), batch[0])
         return self.anchors[family]
 
-    def _heat(self, family: Family) -> Task:
+    def _heat(self, family: Family, entries: Sequence[tuple[Config, Verdict]]) -> Task:
         """Race a batch of candidates at every length, then file what came of them."""
-        family.ready.sort(key=lambda entry: entry[0] != family.default)  # the first heat must hold the default
-        batch = {point(config): (config, verdict) for config, verdict in family.ready[:HEAT]}
-        family.ready = family.ready[HEAT:]
+        batch = {point(config): (config, verdict) for config, verdict in entries}
         configs = [config for config, _ in batch.values()]
         dead: dict[Point, tuple[str, str]] = {}
         times: dict[tuple[TuningKey, Point], float] = {}
@@ -104,6 +130,7 @@ class Measured:
                         if (key, where) in times]  # fmt: skip
             family.file(config, outcomes)
             self.books.record(outcomes, "screen")
+        self.heats[family] -= 1
 
     def _timed(
         self, family: Family, key: TuningKey, study: KeyStudy, todo: Sequence[Config], dead: dict[Point, tuple[str, str]]
@@ -158,20 +185,25 @@ class Measured:
 
     # ---- the finals
 
-    def crown(self, families: Sequence[Family]) -> Task:
-        """Of all variants of a kernel, per length: the finalists prove their numerics, race again at leisure, and the best of
-        each way is crowned. The portable variant comes first."""
-        for key in families[0].keys:
-            token = " | ".join(family.studies[key].token for family in families)
-            rows = families[0].studies[key].kept("crowned", token)
-            if rows is None:
-                rows, sound = yield from self._final(_Finals(families, key))
-                if sound:
-                    token = " | ".join(family.studies[key].token for family in families)
-                    families[0].studies[key].keep("crowned", token, rows)
-            self.books.put(rows, f"{families[0].title} {key.bucket}")
+    def crown(self, families: Sequence[Family]) -> list[Task]:
+        """Of all variants of a kernel, a task per length: the finalists prove their numerics, race again at leisure, and the
+        best of each way is crowned. The portable variant comes first."""
+        left = {*families[0].keys}
+        return [self._crown(families, key, left) for key in families[0].keys]
+
+    def _crown(self, families: Sequence[Family], key: TuningKey, left: set[TuningKey]) -> Task:
+        """``left``: lengths that are not crowned yet."""
+        token = " | ".join(family.studies[key].token for family in families)
+        rows = families[0].studies[key].kept("crowned", token)
+        if rows is None:
+            rows, sound = yield from self._final(_Finals(families, key))
+            if sound:
+                token = " | ".join(family.studies[key].token for family in families)
+                families[0].studies[key].keep("crowned", token, rows)
+        self.books.put(rows, f"{families[0].title} {key.bucket}")
+        left.discard(key)
         for family in families:
-            family.crowned = True
+            family.crowned = not left
 
     def _final(self, finals: _Finals) -> Generator[Job, Job, tuple[list[Row], bool]]:
         """The rows, and whether they are worth keeping. Each way's leader is found in a race, shown to be right, and raced

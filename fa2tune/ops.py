@@ -72,7 +72,7 @@ def attention(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o, lse = _Attention.apply(q, k, v, plan, deterministic, return_lse)  # type: ignore[no-untyped-call]
+        o, lse = _recorded(q, k, v, plan, deterministic, return_lse)
     else:
         o, lse = plan(q, k, v)
     if layout == "bshd":
@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if any(_batched(gradient) for gradient in (do, dlse)):  # is_grads_batched, or jacobian(vectorize=True)
+        if _batched(do) or _batched(dlse):  # is_grads_batched, or jacobian(vectorize=True)
             raise NotImplementedError(_NO_VMAP)
         q, k, v, o, lse = ctx.saved_tensors
         call = (ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
@@ -221,6 +221,9 @@ class _Attention(torch.autograd.Function):
         return (*dispatch.backward(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)
 
 
+#: ``_Attention.apply`` without what torch.autograd.Function does before it for transforms (3 to 5 us): ``_plain`` has seen
+#: that none is active
+_recorded: Any = super(torch.autograd.Function, _Attention).apply
 _NO_GRADIENT = (None, None, None)  #: of what _Attention.forward takes beside q, k and v
 _ONCE = "attention: differentiating twice is not supported"
 

@@ -11,9 +11,9 @@ from operator import itemgetter
 
 import torch
 
-from fa2tune.compiler import around, variant_named, variant_of
+from fa2tune.compiler import Launches, around, variant_named, variant_of
 from fa2tune.launch import TORCH_DTYPES, addressing, arch_of, bind, strides_of
-from fa2tune.problem import Config, Problem
+from fa2tune.problem import Config, Problem, Specialization
 
 SPLIT, FUSED = "split", "fused"
 #: The tuned kernels of each road of the backward, in order. bwd_dq also makes delta.
@@ -74,6 +74,16 @@ def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     return like.new_empty((batch, heads, rows, dim))
 
 
+def runs(kernel: str, spec: Specialization, config: Config, arch: int) -> Launches:
+    """Every kernel that runs for a config of a tuned one, in order, each with its own config."""
+    variant = variant_of(kernel, config)
+    before, after = around(variant, spec, config, arch)
+    if kernel == SUMS_DQ and not variant.before:
+        delta = variant_named("bwd_delta")
+        before = [(delta, delta.space.default(spec, arch))]
+    return [*before, (variant, config), *after]
+
+
 def _template(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without its memory: what ``torch.empty_like`` copies shape, strides, dtype and device from, faster than they
     can be named. A plan keeps no memory: made during a CUDA graph's warm-up, it would hold on to the graph's pool."""
@@ -103,14 +113,10 @@ class Step:
         self.shared = {name: what for name, what in asked.items() if isinstance(what, str)}
         workspaces = self.made | {name: self.made[other] for name, other in self.shared.items()}
         strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-        spec, arch = problem.specialization, arch_of(device_index) if device_index >= 0 else 0
-        before, after = around(variant, spec, config, arch)
-        if self.casts:
-            delta = variant_named("bwd_delta")
-            before = [(delta, delta.space.default(spec, arch))]
+        arch = arch_of(device_index) if device_index >= 0 else 0
         scalars = variant.scalars(problem, config)
         self.launches = []
-        for one, its_config in (*before, (variant, config), *after):
+        for one, its_config in runs(kernel, problem.specialization, config, arch):
             names = tuple(name for name in one.tensors if name in tensors or name in workspaces)
             bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
             self.launches.append((bound, itemgetter(*names)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fa2tune import gpus, reader
 from fa2tune.candidates import SAMPLERS
@@ -14,6 +15,7 @@ from fa2tune.compiler import variants_of
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM, Specialization
 from fa2tune.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.storage import Storage, parsed
 from fa2tune.variant import Variant
 
 PASSES = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": KERNELS}
@@ -51,6 +53,10 @@ class TuneRequest:
     record: Path | None = None  #: JSON lines, one per candidate and bucket
     retry_failed: bool = False  #: try what the ledger says failed before
     workers: int | None = None  #: compiling at a time; None: one per core
+    #: CUDA devices that measure, by number, or "all"; None: the current one
+    devices: tuple[int, ...] | Literal["all"] | None = None
+    #: URL of a database that several workers share: PostgreSQL takes the place of cache and studies, SQLite that of studies
+    storage: str | None = field(default=None, repr=False)  # it may hold a password
 
 
 @dataclass(frozen=True)
@@ -70,13 +76,14 @@ class Plan:
     trials: int
     time_budget_s: float | None
     workers: int
-    cache: Path
-    studies: Path
+    cache: Path | None  #: None: the rows go into the storage, too
+    storage: Storage  #: of studies, failures and leases
+    devices: tuple[str, ...]  #: of each measuring process its CUDA_VISIBLE_DEVICES; "": as it is
 
     @property
-    def ledger(self) -> Path:
-        """The file with what failed: beside the studies, of which any may read it."""
-        return self.studies.with_name("ledger.sqlite")
+    def where(self) -> str:
+        """What holds the rows, for people."""
+        return self.storage.name if self.cache is None else str(self.cache)
 
     def specializations(self) -> list[Specialization]:
         r = self.request
@@ -145,6 +152,47 @@ def _writable(name: str, path: Path) -> None:
         raise ValueError(f"{name}: {path} cannot be written: {error.strerror or error}") from error
 
 
+def _devices(request: TuneRequest) -> tuple[str, ...]:
+    """What each measuring process sees. The first device becomes the current one, so that it is the one that is asked."""
+    if request.devices is None:
+        return ("",)
+    found = gpus.visible()
+    if not found:
+        raise ValueError("devices: no GPU is present here")
+    chosen = list(range(len(found))) if request.devices == "all" else list(dict.fromkeys(request.devices))
+    for number in chosen:
+        if not 0 <= number < len(found):
+            raise ValueError(f"devices: got {number}, allowed are 0 to {len(found) - 1}, or all")
+    if not chosen:
+        raise ValueError("devices: got none")
+    if len({found[number] for number in chosen}) > 1:
+        named = ", ".join(f"{number} is {found[number].name}" for number in chosen)
+        raise ValueError(f"devices: {named}; one run tunes for one GPU model, so name those of one")
+    gpus.use(chosen[0])
+    outer = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    return tuple(outer[number] if outer else str(number) for number in chosen)
+
+
+def _places(request: TuneRequest) -> tuple[Path | None, Storage]:
+    """Where the rows go (None: into the storage), and the storage."""
+    url = None if request.storage is None else parsed(request.storage)
+    if url is not None and request.studies is not None:
+        raise ValueError("studies: not with storage, which holds them")
+    if url is not None and (storage := Storage.at(url)).shared:
+        if request.cache is not None:
+            raise ValueError(
+                "cache: not with a PostgreSQL storage, which holds the rows (fa2tune cache export reads them)"
+            )
+        return None, storage
+    cache = request.cache or reader.user_path()
+    studies = request.studies or cache.with_name("studies.sqlite") if url is None else Path(url.database or "")
+    for name, path in (("cache", cache), ("studies", studies)):
+        _writable(name, path)
+    if cache.exists() and cache.stat().st_size:
+        reader.read(cache)
+    return cache, Storage.of_studies(studies)
+
+
 def make_plan(request: TuneRequest) -> Plan:
     """Check everything. ValueError names the argument, what came and what is allowed."""
     r = request
@@ -168,14 +216,13 @@ def make_plan(request: TuneRequest) -> Plan:
         raise ValueError(f"time-budget: got {r.time_budget_s}, allowed is anything above 0 seconds")
     if r.workers is not None and r.workers < 1:
         raise ValueError(f"workers: got {r.workers}, allowed are 1 and more")
+    devices = _devices(r)
     target = resolve_target(r.gpu)
-    cache = r.cache or reader.user_path()
-    studies = r.studies or cache.with_name("studies.sqlite")
-    for name, path in (("cache", cache), ("studies", studies), ("record", r.record)):
-        if path is not None:
-            _writable(name, path)
-    if cache.exists() and cache.stat().st_size:
-        reader.read(cache)
+    if r.devices is not None and target.obtained == PREDICTED:
+        raise ValueError(f"devices: {target.gpu.name} is not here, so nothing can be measured for it")
+    if r.record is not None:
+        _writable("record", r.record)
+    cache, storage = _places(r)
     workers = r.workers or len(os.sched_getaffinity(0))
     trials, budget = r.trials, r.time_budget_s
     if trials is None:
@@ -184,4 +231,4 @@ def make_plan(request: TuneRequest) -> Plan:
             trials = min(trials, max(PREDICTED_TRIALS_AT_LEAST, PREDICTED_TRIALS_PER_CORE * workers))
             budget = budget or PREDICTED_SECONDS * len(r.head_dims)
     kernels = tuple(kernel for kernel in PASSES[r.pass_] if r.kernels is None or kernel in r.kernels)
-    return Plan(request, target, kernels, trials, budget, workers, cache, studies)
+    return Plan(request, target, kernels, trials, budget, workers, cache, storage, devices)

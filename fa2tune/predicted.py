@@ -26,13 +26,13 @@ CHECK_DEADLINE = 180.0  #: seconds
 class Predicted:
     """Files predictions, crowns by them. Families are crowned side by side, one check a core."""
 
+    tasks_at_once = 1 << 16  #: of a crew
     check_seconds = 2.5  #: of one check of one core, to know how much of a time budget they will take
 
     def __init__(self, books: Books) -> None:
         self.books = books
         interpreter = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.crew = Crew(books.plan.workers, interpreter)
-        self.tasks_at_once = 1 << 16
+        self.crews = [Crew(books.plan.workers, interpreter)]
 
     def reserve(self, open_families: int) -> float:
         """Seconds to leave for the checks of so many families."""
@@ -51,13 +51,16 @@ class Predicted:
         family.file(config, found)
         self.books.record(found, "predicted")
 
-    def search(self, families: Sequence[Family]) -> Task | None:
+    def search(self, families: Sequence[Family]) -> tuple[Family, Task] | None:
         """Nothing is launched during the search."""
         return None
 
-    def crown(self, families: Sequence[Family]) -> Task:
+    def crown(self, families: Sequence[Family]) -> list[Task]:
         """Per length and way: the fastest by the model that the interpreter proves right."""
         (family,) = families  # nothing but the portable kernels is predicted
+        return [self._crowned(family)]
+
+    def _crowned(self, family: Family) -> Task:
         rows: dict[TuningKey, list[Row]] = {key: [] for key in family.keys}
         if not self.books.put_kept(family):
             yield from self._crown(family, rows)

@@ -12,11 +12,12 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from fa2tune import record
 from fa2tune.row import Row
@@ -48,6 +49,60 @@ class Layer:
     name: str  #: "named" (asked for by path), "user", "fleet" or "shipped"
     path: Path
     rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a file holds, not looked at."""
+
+    path: Path
+    version: int
+    names: tuple[str, ...]
+    records: Sequence[tuple[Any, ...]]
+
+    def row(self, number: int) -> Row:
+        """Every value checked; CacheFileError."""
+        values = dict(zip(self.names, self.records[number], strict=True))
+        try:
+            return record.decode(record.upgrade(values, self.version))
+        except ValueError as error:
+            raise CacheFileError(self.path, f"row {number + 1}, {error}") from None
+
+
+class Rows(Sequence[Row]):
+    """The rows of a file that came with fa2tune, each checked when it is asked for: all of them take 0.1 s, which a first
+    call would wait for. One that is not as it must be empties the whole, with a warning, when it is met."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held, self._count = held, len(held.records)
+        self._decoded: dict[int, Row] = {}
+
+    def _at(self, numbers: Iterable[int]) -> list[Row]:
+        found = []
+        try:
+            for number in numbers:
+                if number not in self._decoded:
+                    self._decoded[number] = self._held.row(number)
+                found.append(self._decoded[number])
+        except CacheFileError as error:
+            logger.warning("shipped layer skipped: %s", error)
+            self._count, found = 0, []
+        return found
+
+    def of(self, **wanted: Any) -> list[Row]:
+        """Those that hold these values in these columns."""
+        places = [(self._held.names.index(name), value) for name, value in wanted.items()]
+        records = self._held.records[: self._count]
+        return self._at(n for n, held in enumerate(records) if all(held[place] == value for place, value in places))
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._at(range(self._count)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 def _schema_version(path: Path) -> int:
@@ -105,16 +160,26 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
     CacheFileError names the file and what is wrong with it. A file that is replaced meanwhile is the old one or the new
     one; on a network disk the old one may vanish under the reader, who then looks again.
     """
+    held = _held(path)
+    rows = [held.row(number) for number in range(len(held.records))]
+    if len({record.identity(row) for row in rows}) != len(rows):
+        raise CacheFileError(held.path, "holds a key, variant and way of obtaining it twice")
+    return rows
+
+
+def _held(path: str | os.PathLike[str]) -> _Held:
+    """What a cache file holds, read at one moment. CacheFileError."""
     try:
         path = Path(path).absolute()
     except OSError as error:  # a relative path, and the working directory is gone
         raise CacheFileError(path, str(error)) from error
+    found, failure = None, None
     for _ in range(ATTEMPTS):
         before = _state(path)
         try:
-            rows, failure = _read(path), None
+            found, failure = _read(path), None
         except CacheFileError as error:
-            rows, failure = [], error
+            found, failure = None, error
         after = _state(path)
         if before == after or not (before and after):
             break
@@ -124,13 +189,13 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
         else:  # written into: what was read may be half the one and half the other
             failure = CacheFileError(path, "was written into while it was read: ship a file by a copy and a rename")
             time.sleep(PAUSE_S)
-    if failure is not None:
-        raise failure
-    return rows
+    if failure is not None or found is None:
+        raise failure or CacheFileError(path, "cannot be read")
+    return found
 
 
-def _read(path: Path) -> list[Row]:
-    """The rows of the file that lies there, absolutely, at this moment."""
+def _read(path: Path) -> _Held:
+    """What the file that lies there, absolutely, holds at this moment."""
     try:
         version = _schema_version(path)
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
@@ -138,19 +203,9 @@ def _read(path: Path) -> list[Row]:
             for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON"):
                 database.execute(f"PRAGMA {pragma}")
             names = _checked_columns(database, path, version)
-            rows, seen = [], set()
-            for number, values in enumerate(database.execute(f"SELECT {', '.join(names)} FROM rows"), 1):
-                try:
-                    row = record.decode(record.upgrade(dict(zip(names, values, strict=True)), version))
-                except ValueError as error:
-                    raise CacheFileError(path, f"row {number}, {error}") from None
-                rows.append(row)
-                seen.add(record.identity(row))
+            return _Held(path, version, names, database.execute(f"SELECT {', '.join(names)} FROM rows").fetchall())
     except (sqlite3.Error, OSError) as error:
         raise CacheFileError(path, str(error)) from error
-    if len(seen) != len(rows):
-        raise CacheFileError(path, "holds a key, variant and way of obtaining it twice")
-    return rows
 
 
 def user_path() -> Path:
@@ -200,7 +255,7 @@ def shipped_paths() -> list[Path]:
 
 def layers(named: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
     """Every cache file that serves, strongest first: ``named`` by the caller, the user's, the fleet's (FA2TUNE_CACHE),
-    those shipped.
+    those shipped, whose rows are checked when they are asked for.
 
     A named file that cannot be read raises CacheFileError; of the others each unreadable one is skipped, with one
     warning (logger "fa2tune") that names file and reason. That the user's does not exist is normal.
@@ -208,7 +263,7 @@ def layers(named: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
     found = [Layer("named", Path(path), read(path)) for path in named]
     for name, path in _discovered():
         try:
-            found.append(Layer(name, path, read(path)))
+            found.append(Layer(name, path, Rows(_held(path)) if name == "shipped" else read(path)))
         except CacheFileError as error:
             logger.warning("%s layer skipped: %s", name, error)
     return found

@@ -8,7 +8,7 @@ the other way of loading; else what the sampler of one of the lengths wants, in 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 from fa2tune.candidates import Field, Point, point
@@ -55,6 +55,8 @@ class Search:
         self.siblings: dict[Point, list[Config]] = {}
         for index, binary in enumerate(field.binaries):
             self.siblings.setdefault(binary, []).append(field.configs[index])
+        self._tried: set[Point] = set().union(*(study.outcomes.keys() for study in studies))
+        self._binaries = set(map(field.binary, self._tried))
         tried = self.tried()
         self.proposed = len(tried)
         first = {point(config) for config in seeds[:1]}  # the default, against which the others race
@@ -64,14 +66,14 @@ class Search:
             if where in allowed and any(where not in study.outcomes for study in studies)
         )
 
-    def tried(self) -> set[Point]:
+    def tried(self) -> Set[Point]:
         """What has been filed, for any length."""
-        return set().union(*(study.outcomes.keys() for study in self.studies))
+        return self._tried
 
     @property
     def binaries(self) -> int:
         """Binaries tried or under way."""
-        return len({self.field.binary(where) for where in self.tried() | self.in_flight})
+        return len(self._binaries)
 
     @property
     def goal(self) -> int:
@@ -91,6 +93,7 @@ class Search:
         if config is not None:
             self.proposed += 1
             self.in_flight.add(point(config))
+            self._binaries.add(self.field.binary(point(config)))
         return config
 
     def _next(self) -> Config | None:
@@ -100,7 +103,7 @@ class Search:
         config = self._first_new(self.launches, taken)
         if config is not None:
             return config
-        if len({self.field.binary(where) for where in taken}) >= self.trials:
+        if self.binaries >= self.trials:
             return None
         config = self._first_new(self.seeds, taken)
         if config is None and self.proposed % NEIGHBOUR_EVERY == 0:
@@ -109,7 +112,7 @@ class Search:
             config = self.studies[self.proposed % len(self.studies)].ask(taken)
         return config
 
-    def _first_new(self, configs: deque[Config], taken: set[Point]) -> Config | None:
+    def _first_new(self, configs: deque[Config], taken: Set[Point]) -> Config | None:
         while configs:
             config = configs.popleft()
             if point(config) in self.allowed and point(config) not in taken:
@@ -130,6 +133,8 @@ class Search:
         """Its outcomes are in the studies. If it is good anywhere, the other launches of its binary come next."""
         where = point(config)
         self.in_flight.discard(where)
+        self._tried.add(where)
+        self._binaries.add(self.field.binary(where))
         if any(self._is_good(study, study.outcomes.get(where)) for study in self.studies):
             self.launches.extend(self.siblings.get(self.field.binary(where), ()))
 

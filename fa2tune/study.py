@@ -1,36 +1,30 @@
 """One Optuna study per tuning key: what was tried, how it went, and what to try next. Resumable.
 
-Proposals come from a study in memory; finished trials, and only those, are added to a study in SQLite on a thread of its own
-(an insert takes 20 ms, which the GPU should not wait for), so that an interrupted run leaves no half-done trial behind.
+Proposals come from a study in memory; finished trials, and only those, are added to a study in the storage (``shelf.py``), so
+that an interrupted run leaves no half-done trial behind, and whoever goes on, this worker or another, finds every trial there
+was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
 
 import optuna
-import sqlalchemy as sa
 from optuna.trial import TrialState, create_trial
 
 from fa2tune.candidates import Point, UnseenSampler, point
 from fa2tune.problem import Config, TuningKey
 from fa2tune.row import Row
+from fa2tune.shelf import Shelf
 from fa2tune.variant import way_of
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
-LOCK_TIMEOUT_S = 60  #: how long a writer waits for its turn
-OPENINGS, OPENING_SECONDS = (
-    8,
-    0.25,
-)  #: times that a file is opened, where another process is making it, and the pause between
+NAME_AT_MOST = 500  #: characters; Optuna allows 512
 
 
 @dataclass(frozen=True)
@@ -49,46 +43,6 @@ class Outcome:
         return way_of(self.config)
 
 
-class Shelf:
-    """The SQLite file with the studies. One writer thread."""
-
-    def __init__(self, path: Path | None) -> None:
-        """None: in memory, forgotten at the end (for tests)."""
-        self.storage: optuna.storages.BaseStorage = optuna.storages.InMemoryStorage()
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.storage = _opened(path)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="studies")
-        self._pending: list[Future[Any]] = []
-
-    def later(self, function: Any, *arguments: Any) -> None:
-        self._pending.append(self._writer.submit(function, *arguments))
-
-    def flush(self) -> None:
-        """Wait until everything is on disk; raises what a write raised."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
-
-    def close(self) -> None:
-        self.flush()
-        self._writer.shutdown()
-
-
-def _opened(path: Path) -> optuna.storages.BaseStorage:
-    """Optuna makes its tables without a lock: whoever comes second while another process does so tries again."""
-    for left in reversed(range(OPENINGS)):
-        try:
-            return optuna.storages.RDBStorage(
-                f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_TIMEOUT_S}}
-            )
-        except sa.exc.DBAPIError:
-            if not left:
-                raise
-            time.sleep(OPENING_SECONDS)
-    raise AssertionError
-
-
 class KeyStudy:
     """The study of one TuningKey. ``stamp``: what makes old trials worthless when it changes (hashes of the space, kernel and
     model, compiler version, how times are obtained); part of the study's name."""
@@ -101,26 +55,26 @@ class KeyStudy:
         self.key = key
         self.shelf = shelf
         self.name = study_name(key, stamp)
-        self._stored = optuna.create_study(
-            storage=shelf.storage, study_name=self.name, load_if_exists=True, direction="minimize"
+        self._stored = shelf.now(
+            optuna.create_study, storage=shelf.optuna, study_name=self.name, load_if_exists=True, direction="minimize"
         )
         self._sampler = sampler
         self._study = optuna.create_study(sampler=sampler, direction="minimize")
         self._asked: dict[Point, optuna.Trial] = {}
         self.outcomes: dict[Point, Outcome] = {}
         self.disqualified: dict[Point, str] = {}  #: wrong results, found after they were timed
-        for trial in self._stored.get_trials(deepcopy=False):
+        for trial in shelf.now(self._stored.get_trials, deepcopy=False):
             outcome = Outcome(trial.params, trial.value, **trial.user_attrs["outcome"])
             if forgotten(outcome.config, outcome.fate):
                 continue
             if point(outcome.config) not in self.outcomes:  # two processes may have tried the same
                 self.outcomes[point(outcome.config)] = outcome
                 self._study.add_trial(trial)
-        for config, why in json.loads(self._stored.user_attrs.get("disqualified", "[]")):
+        for config, why in json.loads(self._attributes().get("disqualified", "[]")):
             if not forgotten(config, why.partition(":")[0]):
                 self.disqualified[point(config)] = why
 
-    def ask(self, taken: set[Point]) -> Config | None:
+    def ask(self, taken: Set[Point]) -> Config | None:
         """A legal config that is neither in ``taken`` nor tried here; None when there is none left."""
         self._sampler.seen = taken | self.outcomes.keys()
         try:
@@ -149,7 +103,7 @@ class KeyStudy:
         else:
             trial.set_user_attr("outcome", about)
             frozen = self._study.tell(trial, outcome.time_us, state=state)
-        self.shelf.later(self._stored.add_trial, frozen)
+        self.shelf.add(self.name, frozen)
 
     def best_us(self, way: str) -> float:
         """The shortest time of a way so far; infinite before the first."""
@@ -174,7 +128,10 @@ class KeyStudy:
         """It was fast and wrong."""
         self.disqualified[point(config)] = why
         listed = [[dict(where), why] for where, why in self.disqualified.items()]
-        self.shelf.later(self._stored.set_user_attr, "disqualified", json.dumps(listed))
+        self.shelf.keep(self.name, "disqualified", json.dumps(listed))
+
+    def _attributes(self) -> dict[str, str]:
+        return self.shelf.now(lambda: self._stored.user_attrs)
 
     @property
     def token(self) -> str:
@@ -186,11 +143,11 @@ class KeyStudy:
         """Keep the rows that these trials led to, so that the same command need not time its finalists again. ``token``: what
         they rest on."""
         kept = {"token": token, "rows": [asdict(row) for row in rows]}
-        self.shelf.later(self._stored.set_user_attr, name, json.dumps(kept))
+        self.shelf.keep(self.name, name, json.dumps(kept))
 
     def kept(self, name: str, token: str) -> list[Row] | None:
         """The rows an earlier run kept under this name and token, or None."""
-        text = self._stored.user_attrs.get(name)
+        text = self._attributes().get(name)
         kept = json.loads(text) if text else {}
         if kept.get("token") != token:
             return None
@@ -198,7 +155,10 @@ class KeyStudy:
 
 
 def study_name(key: TuningKey, stamp: str) -> str:
-    return " ".join(f"{name}={value}" for name, value in asdict(key).items()) + f" {stamp}"
+    name = " ".join(f"{name}={value}" for name, value in asdict(key).items()) + f" {stamp}"
+    if len(name) > NAME_AT_MOST:  # of a GPU with a long name
+        name = name[: NAME_AT_MOST - 33] + " " + hashlib.sha256(name.encode()).hexdigest()[:32]
+    return name
 
 
 def cover(studies: Iterable[KeyStudy], way: str, default: Config, tolerance: float) -> dict[TuningKey, list[Outcome]]:

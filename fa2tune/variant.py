@@ -9,6 +9,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from fa2tune.problem import Config, Problem, Specialization
@@ -28,7 +29,12 @@ def way_of(config: Config) -> str:
 
 def _of_its_arguments(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function`` of as many of the arguments as it takes: kernels that need no more say no more."""
-    return function(*arguments[: len(inspect.signature(function).parameters)])
+    return function(*arguments[: _arity(function)])
+
+
+@cache
+def _arity(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
 
 
 @dataclass(frozen=True)

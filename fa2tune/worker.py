@@ -4,11 +4,13 @@ A job names a function (``"module:name"``) and its arguments; a ``Crew`` runs jo
 deadline. The child is started with ``subprocess``, not ``multiprocessing``: nothing of the caller's ``__main__`` runs again.
 
 A child leads a process group of its own, so that what it started (ptxas) dies with it, and Ctrl-C reaches the parent alone.
-A guardian, one small process a crew, kills the groups when the parent is gone, however it went.
+A guardian, one small process a crew, kills the groups when the parent is gone, however it went; on Linux the kernel kills the
+children themselves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -44,6 +46,7 @@ END_SECONDS = 5.0  #: for a process that has closed its pipe, until it is killed
 GRACE_SECONDS = 30.0  #: a killed process takes a moment: the driver has to take its kernel off the GPU first
 MEMORY_EVERY = 0.25  #: seconds between looks at a child's memory
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent dies
 
 #: The line among a dead child's last that says most; LLVM, for one, goes on with a stack dump.
 _TELLING = re.compile(r"assert|error|fatal|abort|terminate called|bad_alloc", re.IGNORECASE)
@@ -97,6 +100,8 @@ def _cuda_is_broken() -> bool:
 def serve(fd: int, preload: str) -> None:
     """The child's life: jobs in, answers out, until the pipe closes."""
     global _parent
+    if sys.platform == "linux":  # at once: what it might still write would come behind what others read by then
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _parent = connection.Connection(fd)
     if preload:
         with suppress(Exception):  # a job will meet it again, and say so
@@ -153,14 +158,14 @@ class _Child:
             )  # fmt: skip
         self.pipe = ours
         self.job: Job | None = None
-        self.begun = self.deadline = self.allowed = self.looked = 0.0
+        self.given = self.begun = self.deadline = self.allowed = self.looked = 0.0
 
     def give(self, job: Job) -> None:
         self.job = job
         self.log.seek(0)  # the child's place in the file, too: what earlier jobs said is no part of this one's end
         self.log.truncate()
         self._extend(START_SECONDS)
-        self.begun = time.monotonic()
+        self.given = self.begun = time.monotonic()
         with suppress(OSError):  # a dead child's pipe reads as end of file next, and that says why
             self.pipe.send((job.function, job.arguments))
 
@@ -263,6 +268,7 @@ class Crew:
         self.queue: deque[Job] = deque()
         self.children: list[_Child] = []
         self.started = 0  #: children ever, to see how many were lost
+        self.worked = 0.0  #: seconds, of all jobs that ended
         self._guardian: subprocess.Popen[str] | None = None
 
     def submit(self, job: Job) -> None:
@@ -320,6 +326,7 @@ class Crew:
             elif child.job is not None and (reason := child.overdrawn(self.memory)) is not None:
                 job = child.bury(reason)
             if job is not None:
+                self.worked += time.monotonic() - child.given
                 ended.append(job)
         self._dismiss([child for child in self.children if child.pipe.closed])
         self._hand_out()

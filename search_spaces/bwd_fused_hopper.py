@@ -1,18 +1,22 @@
 """Search space of kernels/bwd_fused_hopper.py."""
 
+from typing import Any
+
 from fa2tune.problem import Config, Problem, Specialization
 from fa2tune.search_spaces.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
 from fa2tune.variant import Constraint, SearchSpace
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
+PIECE = 64  #: rows and columns of a piece of dQ whose sums lie together, where they are in register order
 
-#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, PERSISTENT) by (columns, causal), best of the sweeps in docs/experiments.md
+#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, PERSISTENT, PAIRS, num_warps) by (columns, causal), from the sweeps in
+#: docs/experiments.md
 BEST = {
-    (64, False): (128, "tma", "ahead", False, True),
-    (64, True): (128, "tma", "behind", False, False),
-    (128, False): (64, "vector", "behind", True, False),
-    (128, True): (64, "vector", "behind", False, False),
+    (64, False): (128, "tma", "together", True, True, False, 4),
+    (64, True): (128, "tma", "together", True, True, True, 4),
+    (128, False): (64, "vector", "together", True, True, False, 8),
+    (128, True): (64, "vector", "together", True, True, True, 8),
 }
 
 
@@ -26,12 +30,39 @@ def padded_rows(problem: Problem) -> int:
     return (problem.seqlen_q + 127) // 128 * 128
 
 
+def joined(config: Config) -> bool:
+    """Whether both groups are one partition."""
+    return bool(config["num_warps"] == 8)
+
+
+def derived(spec: Specialization, config: Config) -> dict[str, Any]:
+    """What the kernel and its descriptors are told beside the config."""
+    block_m, d = config["BLOCK_M"], columns(spec)
+    one = joined(config)
+    return {
+        "BLOCK_D": d,
+        "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
+        "PIECE_ROWS": block_m if one else 64,  # of dQ that one TMA adds, and its columns
+        "PIECE_COLUMNS": d if one else block_m * d // 128,
+        "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
+        "CONSUMER_REGISTERS": REGISTERS,
+    }  # fmt: skip
+
+
+def permuted_columns(spec: Specialization, config: Config) -> int:
+    """Columns of a piece of sums in register order; 0: they are in row order."""
+    if config["REDUCE"] == "tma":
+        return 0
+    return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
+
+
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
-    block_m, reduce, order, first, persistent = BEST[min(128, columns(spec)), spec.causal]
+    block_m, reduce, order, first, persistent, pairs, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
-        "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
-        "PERSISTENT": persistent, "HEADS_PER_WAVE": 8 if spec.causal else 4, "num_warps": 4,
+        "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first,
+        "V_IN_REGISTERS": False, "STAGES": 2,
+        "PERSISTENT": persistent, "PAIRS": pairs, "HEADS_PER_WAVE": 1, "num_warps": warps,
     }  # fmt: skip
 
 
@@ -40,7 +71,7 @@ def _shared_bytes(config: Config, spec: Specialization) -> int:
     together = config["ORDER"] == "together"
     rings = config["STAGES"] * 2 * m * (2 * d + 4)  # Q and lse, dO and delta
     ds = (2 if together else 3) * 2 * keys * m
-    out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together else 1) * 2 * keys * d
+    out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
     return int(2 * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
 
 
@@ -48,15 +79,21 @@ SPACE = SearchSpace(
     name="bwd_fused_hopper",
     dimensions={
         "BLOCK_M": (64, 128),
-        "REDUCE": ("tma", "vector"),  # dQ into its sums: TMA from shared memory, or vector reductions from registers
+        # dQ into its sums: TMA from shared memory (ORDER "together": by a warp of its own), or vector reductions from registers
+        "REDUCE": ("tma", "vector"),
         # dQ of a block together with its dK; or a block behind, so that no group waits for the other's dS; or that, and the
         # scores of the next block ahead, beside the reduction
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # no waiting for dP before all of them are computed
+        "V_IN_REGISTERS": (False, True),  # for the whole tile, instead of read from shared memory for every block
         "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
+        "PAIRS": (
+            False,
+            True,
+        ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
         "HEADS_PER_WAVE": (1, 4, 8, 32),
-        "num_warps": (4,),
+        "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
     },
     constraints=(
         SIXTEEN_BIT,
@@ -70,12 +107,41 @@ SPACE = SearchSpace(
         Constraint(
             "half_blocks_for_short_causal",
             "at 64 columns a block of 64 queries pays its barriers for half the work; it came near the lead only under a "
-            "causal mask at lengths of 512 and 1024, with vector reductions and dQ behind",
+            "causal mask at lengths of 512 and 1024, with vector reductions, joined or with dQ behind",
             lambda config, spec, arch: (
                 columns(spec) > 64
                 or config["BLOCK_M"] == 128
-                or (spec.causal and config["REDUCE"] == "vector" and config["ORDER"] == "behind")
+                or (spec.causal and config["REDUCE"] == "vector" and (config["ORDER"] == "behind") != joined(config))
             ),
+        ),
+        Constraint(
+            "registers_hold_v",
+            "V of 64 keys takes 16 registers of 64 columns; with the mask's code, other orders or vector reductions it spills, "
+            "and 32 of 128 columns serialise every product",
+            lambda config, spec, arch: (
+                not config["V_IN_REGISTERS"]
+                or (
+                    columns(spec) == 64
+                    and not spec.causal
+                    and not joined(config)
+                    and (config["ORDER"], config["REDUCE"]) == ("together", "tma")
+                )
+            ),
+        ),
+        Constraint(
+            "joined_groups_go_together",
+            "groups that meet twice a block cannot drift apart, which is what the other orders are for",
+            lambda config, spec, arch: not joined(config) or config["ORDER"] == "together",
+        ),
+        Constraint(
+            "joined_groups_at_64_columns",
+            "5 to 15 % behind groups apart, but with the half blocks of short causal problems",
+            lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
+        ),
+        Constraint(
+            "pairs_are_for_causal_masks",
+            "without a mask all tiles are alike, and a program a tile has nothing to pair",
+            lambda config, spec, arch: not config["PAIRS"] or (spec.causal and config["PERSISTENT"]),
         ),
         Constraint(
             "tiles_fit_shared_memory",

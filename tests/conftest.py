@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+os.environ["FA2TUNE_KERNELS"] = "off"  # kernels are imported and compiled, whatever binaries there are
+
 TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = "FA2TUNE_TESTS_PIPE"  #: in the child: file descriptor of its end of the pipe
@@ -202,7 +204,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test sees the user's cache file, a fleet's, or what another test left; none writes to the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
-    monkeypatch.delenv("FA2TUNE_CACHE", raising=False)
+    for name in ("FA2TUNE_CACHE", "FA2TUNE_CAPTURE_MISS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FA2TUNE_KERNELS", "off")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_
 from fa2tune.row import hashed_as
 from fa2tune.variant import WARP_SPECIALIZED
 
+ROOT = Path(__file__).parent.parent
 GPUS = {80: "a100", 86: "rtx-3090", 89: "rtx-4090", 90: "h200", 100: "b200", 120: "rtx-5090"}
 bf16 = partial(Specialization, "bf16")
 
@@ -150,11 +152,11 @@ def test_what_cannot_be_imported_is_absent_and_its_rows_are_refused(
     monkeypatch.setattr(importlib, "import_module", import_module)
     with caplog.at_level(logging.WARNING, "fa2tune"):
         found = find()
-    # and what cannot run without it
-    assert there - set(found) == {"fwd_hopper", "bwd_prepare_hopper", "bwd_fused_hopper"}
-    assert len(caplog.records) == 1
-    said = caplog.text
-    assert "bwd_prepare_hopper (AttributeError: no warp_specialize), fwd_hopper (ImportError: no mbarrier)" in said
+        # and what cannot run without it
+        assert there - set(found) == {"fwd_hopper", "bwd_prepare_hopper", "bwd_fused_hopper"}
+    assert [record.message.partition("kernels.")[2] for record in caplog.records] == [
+        "bwd_prepare_hopper (AttributeError: no warp_specialize)", "fwd_hopper (ImportError: no mbarrier)",
+    ]  # fmt: skip
 
     config = compiler.variant_named("fwd_hopper").space.default(bf16(128, 128, True), 90)
     monkeypatch.setattr(compiler, "variants", lambda: found)
@@ -171,7 +173,7 @@ def test_what_cannot_be_imported_is_absent_and_its_rows_are_refused(
 
     broken["fwd"] = ImportError("no tl.dot")
     with pytest.raises(ImportError, match=r"no tl\.dot"):
-        find()
+        list(find())
 
 
 def test_portable_kernels_compile_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +192,14 @@ def test_only_hashes_asked_for_are_made(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(hashes) > 8 and "bwd" in hashes and not made
     assert hashes["fwd"] == hashes.get("fwd") == "abc" and hashes.get("no such kernel", "") == ""
     assert made == ["fwd"]
+
+
+def test_a_kernels_ways_are_found_without_the_other_kernels() -> None:
+    """By the names of the modules: nothing that serves a kernel lies where it is not looked for."""
+    for kernel in KERNELS:
+        alone = set(compiler.Variants().serving(kernel))
+        assert {variant for variant in compiler.variants().values() if variant.filed_under == kernel} <= alone
+    code = "import sys, torch; from fa2tune import compiler; compiler.ways('fwd'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    imported = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("fa2tune.kernels.")}
+    assert imported == {"common", "hopper", "fwd", "fwd_hopper"}

@@ -34,7 +34,13 @@ STOREYS = {
 TUNING = {"tuner", "search", "guided", "prior", "worker", "ledger", "measure", "racing", "witness", "verify", "model", "store",
           "report", "bench", "page", "cli", "upkeep", "repair"}  # fmt: skip
 CALLING = {"ops", "dispatch"}
-SHARED_BY_KERNELS = {"fa2tune.problem", "fa2tune.variant", "fa2tune.kernels.common", "fa2tune.kernels.hopper"}
+SHARED_BY_KERNELS = {
+    "fa2tune.problem",
+    "fa2tune.variant",
+    "fa2tune.kernels.common",
+    "fa2tune.kernels.hopper",
+    "fa2tune.kernels.hopper_fused",
+}
 
 
 def modules() -> dict[str, Path]:

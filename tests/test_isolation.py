@@ -26,11 +26,12 @@ from fa2tune.books import Hands, Watcher, fate_of
 from fa2tune.cli.tune import tune as tune_command
 from fa2tune.compiler import variant_named
 from fa2tune.judge import judge
-from fa2tune.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, LedgerError, Toolchain
+from fa2tune.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, Toolchain
 from fa2tune.measured import GpuLost
 from fa2tune.plan import Target, TuneRequest
 from fa2tune.problem import Specialization
 from fa2tune.row import MEASURED
+from fa2tune.storage import Storage, StorageError
 from fa2tune.worker import Crew, Job, wait
 
 HERE = str(Path(__file__).parent)
@@ -222,16 +223,16 @@ TODAY = Toolchain("3.6.0", "NVIDIA H200", "580.1")
 
 def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatch):
     path = tmp_path / "ledger.sqlite"
-    page = Ledger(path, TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "illegal_access", "CUDA error")
 
     def known(toolchain=TODAY, variant=FWD, spec=SPEC, arch=90):
-        page = Ledger(path, toolchain).page(variant, spec, arch)
+        page = Ledger(Storage.of_file(path), toolchain).page(variant, spec, arch)
         return page.of(DEFAULT) is not None, page.of(OTHER) is not None
 
     assert known() == (True, True)
-    found = Ledger(path, TODAY).page(FWD, SPEC, 90).of(OTHER)
+    found = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).of(OTHER)
     assert (found.stage, found.fate, found.why) == (LAUNCH, "illegal_access", "CUDA error") and found.created
     assert known(replace(TODAY, triton="3.7.0")) == (False, False)
     assert known(replace(TODAY, driver="590.1")) == (True, False)  # a compile needs no driver
@@ -245,7 +246,7 @@ def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatc
 def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
     assert "HEADS_PER_WAVE" in DEFAULT
     values = FWD.space.dimensions["HEADS_PER_WAVE"]
-    page = Ledger(tmp_path / "ledger.sqlite", TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "timeout", "no answer within 5 s")
     assert all(page.of({**DEFAULT, "HEADS_PER_WAVE": value}) for value in values)
@@ -256,7 +257,7 @@ def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
 
 def test_a_compile_that_took_too_long_counts_when_it_happened_in_two_runs(tmp_path):
     def page():
-        return Ledger(tmp_path / "ledger.sqlite", TODAY).page(FWD, SPEC, 90)
+        return Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
 
     first = page()
     first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
@@ -299,7 +300,7 @@ def test_trouble_of_the_host_is_no_verdict(monkeypatch, error, raised):
 
 
 def test_nobody_is_blamed_for_what_he_did_not_do(tmp_path):
-    page = Ledger(tmp_path / "ledger.sqlite", TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
     for fate in [*sorted(BLAMELESS), "wrong_result", "shared_memory", ""]:
         page.add(LAUNCH, DEFAULT, fate, "why")
     assert page.of(DEFAULT) is None
@@ -311,11 +312,13 @@ def test_what_is_forgotten_is_gone_for_this_toolchain_only(tmp_path):
     path = tmp_path / "ledger.sqlite"
     older = replace(TODAY, driver="570.1")
     for toolchain in (TODAY, older):
-        Ledger(path, toolchain).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
-    Ledger(path, TODAY).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "timeout", "twice the same is one entry")
-    assert Ledger(path, TODAY).page(FWD, SPEC, 90).forget() == 1
-    assert Ledger(path, TODAY).page(FWD, SPEC, 90).of(OTHER) is None
-    assert Ledger(path, older).page(FWD, SPEC, 90).of(OTHER).fate == "crash"
+        Ledger(Storage.of_file(path), toolchain).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
+    Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).add(
+        LAUNCH, OTHER, "timeout", "twice the same is one entry"
+    )
+    assert Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).forget() == 1
+    assert Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).of(OTHER) is None
+    assert Ledger(Storage.of_file(path), older).page(FWD, SPEC, 90).of(OTHER).fate == "crash"
 
 
 def test_processes_write_the_ledger_at_the_same_time(tmp_path):
@@ -325,22 +328,23 @@ def test_processes_write_the_ledger_at_the_same_time(tmp_path):
         "from pathlib import Path\n"
         "from fa2tune.compiler import variant_named\n"
         "from fa2tune.ledger import LAUNCH, Ledger\n"
+        "from fa2tune.storage import Storage\n"
         "from test_isolation import DEFAULT, SPEC, TODAY\n"
-        f"page = Ledger(Path({str(path)!r}), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
+        f"page = Ledger(Storage.of_file(Path({str(path)!r})), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
         "for n in range(30):\n"
         "    page.add(LAUNCH, {**DEFAULT, 'maxnreg': int(sys.argv[1]) + n}, 'crash', 'x')\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(first)]) for first in (1000, 2000, 1015)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    page = Ledger(path, TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90)
     found = page.failing({**DEFAULT, "maxnreg": n} for n in range(900, 2100))
     assert [config["maxnreg"] for config, _ in found] == [*range(1000, 1045), *range(2000, 2030)]
 
 
 def test_a_file_that_is_no_ledger_is_named(tmp_path):
     (tmp_path / "ledger.sqlite").write_text("poem, and long enough that SQLite looks at it " * 20)
-    with pytest.raises(LedgerError, match=r"ledger\.sqlite: .*not a database; move the file away"):
-        Ledger(tmp_path / "ledger.sqlite", TODAY)
+    with pytest.raises(StorageError, match=r"ledger\.sqlite: .*not a database; move the file away"):
+        Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY)
 
 
 # ---- the tuner

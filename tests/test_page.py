@@ -27,8 +27,10 @@ from fa2tune.family import HOPELESS
 from fa2tune.page import charts, facts, page, searches, sources, svg
 from fa2tune.problem import TuningKey
 from fa2tune.row import MARGIN, MEASURED, PREDICTED, Row
+from fa2tune.shelf import Shelf
+from fa2tune.storage import Storage
 from fa2tune.store import export
-from fa2tune.study import KeyStudy, Outcome, Shelf, study_name
+from fa2tune.study import KeyStudy, Outcome, study_name
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script>\"'&</style>"
@@ -111,7 +113,7 @@ def file_study(path: Path, key: TuningKey, stamp: str = STAMP, rows: Sequence[Ro
     """Through the tuner's own KeyStudy, so that this page and that room agree."""
     sampler: Any = optuna.samplers.RandomSampler(seed=0)
     sampler.field = SimpleNamespace(distributions=DISTRIBUTIONS)
-    shelf = Shelf(path)
+    shelf = Shelf(Storage.of_studies(path))
     study = KeyStudy(key, stamp, sampler, shelf)
     for outcome in outcomes(count):
         study.tell(outcome)

@@ -157,6 +157,32 @@ def test_layers_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
     assert [layer.rows[0].key.bucket for layer in found] == [1, 4, 2, 3, 1]
 
 
+def test_shipped_rows_are_checked_when_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = [FULL, BARE, row({"kernel": "bwd_dq"}), row({"causal": False})]
+    path = tmp_path / "shipped.sqlite"
+    Store(path).put(held)
+    monkeypatch.setattr(reader, "shipped_paths", lambda: [path])
+    decoded: list[object] = []
+    real = record.decode
+    monkeypatch.setattr(record, "decode", lambda one: decoded.append(one) or real(one))
+    (layer,) = reader.layers()
+    rows = layer.rows
+    assert isinstance(rows, reader.Rows) and len(rows) == 4 and not decoded
+    assert rows.of(arch=90, kernel="fwd", causal=1) == [FULL] and rows.of(arch=90, kernel="fwd", causal=1) == [FULL]
+    assert len(decoded) == 1 and not rows.of(arch=12)
+    assert list(rows) == reader.read(path) and rows[0] in held
+
+    execute(path, "UPDATE rows SET gpu = '' WHERE kernel = 'bwd_dq'")
+    (layer,) = reader.layers()
+    with caplog.at_level(logging.WARNING, "fa2tune"):
+        assert isinstance(layer.rows, reader.Rows) and layer.rows.of(kernel="fwd", arch=80) == [BARE]
+        assert layer.rows.of(kernel="bwd_dq") == [] == list(layer.rows) == layer.rows.of(kernel="fwd", arch=80)
+    (said,) = [entry.message for entry in caplog.records]
+    assert said.startswith(f"shipped layer skipped: cache file {path}: row ") and "column gpu" in said
+
+
 def test_what_is_found_is_skipped_with_one_warning_what_is_named_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fa2tune import report
+from fa2tune import regret, report
 from fa2tune.peers import PEERS
 from fa2tune.problem import TuningKey
-from fa2tune.row import Row
+from fa2tune.reader import read, shipped_paths
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -155,24 +155,26 @@ def test_of_several_results_files_the_last_counts() -> None:
     assert found == {("fwd", False): (4, 1), ("bwd", False): (2, 0), ("fwd", True): (5, 1)}
 
 
-def test_default_vs_tuned_takes_the_row_that_serves() -> None:
-    compare = script("default_vs_tuned")
-    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 64, 64, True, 512)
+def test_who_stands_in_for_a_row() -> None:
+    script_, rows = script("rung_regret"), read(shipped_paths()[-1])
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 2048)
+    assert any(row.key == key for row in rows)
+    found = list(script_.contenders(key, rows))
+    rungs = [rung for rung, _ in found]
+    assert rungs[0] == script_.OWN and rungs[-2:] == [regret.PORTABLE, regret.DEFAULT]
+    assert rungs.count("bucket: next shorter") == rungs.count("bucket: next longer") == 1
+    assert rungs.count("bucket: 4 times off") == 2  # 512 and 8k
+    assert "LOADS" not in found[0][1] and "LOADS" in found[-2][1]  # the winner is warp-specialised
+    backward = list(script_.contenders(key.with_(kernel="bwd"), rows))
+    assert backward[0][1]["road"] in ("split", "fused") and backward[-1][1]["road"] == "split"
+    assert not list(script_.contenders(key.with_(head_dim=40, head_dim_v=40), rows))
 
-    def row(
-        variant: str, time_us: float | None, gain: float | None, obtained: str = "measured", of: TuningKey = key
-    ) -> Row:
-        return Row(of, variant, {}, obtained, "target", time_us=time_us, gain=gain)
 
-    other = key.with_(bucket=1024)
-    rows = compare.fastest([
-        row("pointer", 3.0, 1.0), row("descriptor", 2.0, 1.25), row("pointer", 1.0, 9.0, "predicted"),
-        row("pointer", 5.0, 2.0, of=other),
-    ])  # fmt: skip
-    assert [(r.key, r.variant) for r in rows] == [(key, "descriptor"), (other, "pointer")]
-    assert compare.share_by_evidence(rows[0]) == 0.8
-    text = compare.table({r.key: compare.share_by_evidence(r) for r in rows})
-    assert "fwd: geometric mean 0.632 over 2 keys, worst 0.500" in text
+def test_regrets_by_rung() -> None:
+    cases = [{"kernel": "fwd", "rung": regret.DEFAULT, "regret": value} for value in (0.0, 0.1, 0.5)]
+    text = regret.markdown(regret.summary([*cases, {"kernel": "bwd", "rung": regret.PORTABLE, "regret": 0.25}]))
+    assert "| forward | documented default | 3 | 10.0 % | 42.0 % | 50.0 % |" in text
+    assert "| backward | portable row of the key | 1 | 25.0 % | 25.0 % | 25.0 % |" in text
 
 
 def test_host_time_is_per_call() -> None:

@@ -21,11 +21,14 @@ def test_a_fleet_rolls_out_upgrades_and_repairs(tmp_path: Path) -> None:
     for said in (
         "every key has a row of its own, made with this toolchain",
         "holds other rows here",
-        "1 holds, 1 lost",
-        "repaired: 1 rows fresh again, 1 made anew, 0 not mended, 0 withdrawn",
+        "2 holds, 1 lost",
+        "repaired: 2 rows fresh again, 1 made anew, 0 not mended, 0 withdrawn",
+        "nobody works on shared/ledger.sqlite",
         "no row to verify is stale",
     ):
         assert said in done.stdout, said
     files = [tmp_path / "fleet" / node / "fleet.sqlite" for node in ("node-1", "node-2")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert sorted(row.key.bucket for row in reader.read(files[0])) == [512, 1024]
+    assert sorted(row.key.bucket for row in reader.read(files[0])) == [512, 512, 1024]
+    shared = reader.read(tmp_path / "fleet" / "shared" / "cache.sqlite")
+    assert sorted(row.key.causal for row in shared) == [False, True]

@@ -19,7 +19,9 @@ from fa2tune.candidates import Field, UnseenSampler, point
 from fa2tune.compiler import runtime_names, variant_named
 from fa2tune.row import PREDICTED
 from fa2tune.search import LAUNCHES_WITHIN, WINNERS, Search, winners
-from fa2tune.study import KeyStudy, Outcome, Shelf
+from fa2tune.shelf import Shelf
+from fa2tune.storage import Storage
+from fa2tune.study import KeyStudy, Outcome
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import search_quality
@@ -125,7 +127,7 @@ def test_what_is_called_hopeless_never_won_by_constants_that_did_not_see_the_tab
 def searched(table, trials, runtime=None, **more):
     field = field_of(table, runtime)
     sampler = UnseenSampler("guided", field, 0, trials, None, table.default)
-    study = KeyStudy(table.key, "", sampler, Shelf(None))
+    study = KeyStudy(table.key, "", sampler, Shelf(Storage()))
     return study, Search(field, {*field.points}, [study], trials, **more)
 
 
@@ -178,6 +180,7 @@ def test_nothing_is_proposed_twice_while_under_way_and_the_whole_space_at_last(t
     for where in search.field.points:
         if where not in seen:
             study.tell(Outcome(dict(where), None, "spills"))
+            search.filed(dict(where))
     while under_way:
         told(table, study, search, under_way.pop())
     assert search.propose() is None and search.exhausted
@@ -186,7 +189,7 @@ def test_nothing_is_proposed_twice_while_under_way_and_the_whole_space_at_last(t
 def test_the_study_is_an_optuna_study_with_every_outcome(tmp_path, table):
     """What optuna-dashboard would open."""
     field = field_of(table)
-    shelf = Shelf(tmp_path / "studies.sqlite")
+    shelf = Shelf(Storage.of_studies(tmp_path / "studies.sqlite"))
     study = KeyStudy(table.key, "", UnseenSampler("guided", field, 0, 8, None, table.default), shelf)
     search = Search(field, {*field.points}, [study], 8, [table.default])
     while (config := search.propose()) is not None:

@@ -18,7 +18,9 @@ from fa2tune.compiler import binary_config, variant_named
 from fa2tune.plan import Target, TuneRequest, make_plan, resolve_target
 from fa2tune.problem import Specialization, TuningKey
 from fa2tune.row import MEASURED, PREDICTED, SIBLING
-from fa2tune.study import KeyStudy, Outcome, Shelf
+from fa2tune.shelf import Shelf
+from fa2tune.storage import Storage
+from fa2tune.study import KeyStudy, Outcome
 
 FAKES = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
 H200, H100, A100 = gpus.named("h200"), gpus.named("h100"), gpus.named("a100")
@@ -58,9 +60,8 @@ class Bench:
         self.monkeypatch.setattr(plan, "resolve_target", lambda name: target)
         self.monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
         listener = Listener()
-        report = tuner.tune(TuneRequest(cache=self.folder / "cache.sqlite", **{**values, **request}), listener, FAKES)
         self.lines = listener.lines
-        return report
+        return tuner.tune(TuneRequest(cache=self.folder / "cache.sqlite", **{**values, **request}), listener, FAKES)
 
     def did(self, kind):
         entries = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
@@ -70,6 +71,10 @@ class Bench:
         """Configs compiled or raced: a good binary's other launches race without a compile."""
         raced = [config for *_, contenders in self.did("screen") for config in contenders]
         return list({point(c): c for c in [*(config for *_, config in self.did("compile")), *raced]}.values())
+
+    def tried_of(self, causal):
+        """Configs raced for one mask."""
+        return [config for *_, its, contenders in self.did("on") if its == causal for config in contenders]
 
     def forget(self):
         self.log.unlink(missing_ok=True)
@@ -295,6 +300,7 @@ def test_ctrl_c_keeps_what_was_done(bench):
                 raise KeyboardInterrupt
 
     monkey = bench.monkeypatch
+    monkey.setattr(tuner, "PROGRESS_S", 0.0)
     monkey.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
     request = TuneRequest(cache=bench.folder / "cache.sqlite", trials=10, buckets=(512,), dtypes=("bf16",), causal=(True,),
                           pass_="fwd", workers=1)  # fmt: skip
@@ -349,7 +355,7 @@ def test_samplers_propose_unseen_legal_points_only(name):
     configs = legal(variant, SPEC, A100).configs[::7]
     sampler = UnseenSampler(name, Field(variant.space, configs), seed=1, trials=6)
     key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "bf16", "ieee", 128, 128, True, 512)
-    study = KeyStudy(key, "stamp", sampler, Shelf(None))
+    study = KeyStudy(key, "stamp", sampler, Shelf(Storage()))
     count = 5
     proposed = []
     for _ in range(count):
@@ -372,7 +378,7 @@ def test_tpe_learns():
     best = []
     for seed in range(3):
         sampler = UnseenSampler("tpe", Field(variant.space, configs), seed, trials=40)
-        study = KeyStudy(key, "", sampler, Shelf(None))
+        study = KeyStudy(key, "", sampler, Shelf(Storage()))
         for _ in range(40):
             config = study.ask(set())
             study.tell(Outcome(config, true_time(config, 512)))
@@ -394,7 +400,7 @@ def test_a_study_survives_on_disk(tmp_path):
     key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "bf16", "ieee", 128, 128, True, 512)
 
     def opened(stamp="one"):
-        shelf = Shelf(tmp_path / "studies.sqlite")
+        shelf = Shelf(Storage.of_studies(tmp_path / "studies.sqlite"))
         return KeyStudy(key, stamp, UnseenSampler("tpe", Field(variant.space, configs), 0, 20), shelf)
 
     study = opened()

@@ -59,8 +59,11 @@ def _kernel_time(key, contender):
 def race(key, contenders, effort, best_ratio=1.0):
     _log(effort, key.kernel, key.bucket, list(contenders))
     poison = os.environ.get("FA2TUNE_FAKE_POISON", "")
-    if "lost" in poison:
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if "lost" in poison or device in os.environ.get("FA2TUNE_FAKE_LOST", "").split():
         raise RuntimeError("no CUDA-capable device is detected")
+    _log("on", device, effort, key.kernel, key.causal, list(contenders))
+    time.sleep(float(os.environ.get("FA2TUNE_FAKE_SECONDS", 0)))
     for index, config in enumerate(contenders):
         worker.report(index)
         if "shy" in poison and effort == "screen" and config == json.loads(os.environ["FA2TUNE_FAKE_SHY"]):

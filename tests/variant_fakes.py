@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fa2tune import compiler
+from fa2tune.search_spaces.hopper import SIXTEEN_BIT
 from fa2tune.variant import Constraint, SearchSpace, Variant
 
 DEFAULT = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUPS": 2, "STAGES": 2, "HEADS_PER_WAVE": 4, "num_warps": 4}
@@ -12,7 +13,10 @@ SPACE = SearchSpace(
         "BLOCK_M": (64, 128, 192), "BLOCK_N": (64, 128), "GROUPS": (1, 2, 3), "STAGES": (1, 2, 3), "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4,),
     },
-    constraints=(Constraint("whole_groups", "64 rows a group", lambda c, spec, arch: c["BLOCK_M"] == 64 * c["GROUPS"]),),
+    constraints=(
+        SIXTEEN_BIT,
+        Constraint("whole_groups", "64 rows a group", lambda c, spec, arch: c["BLOCK_M"] == 64 * c["GROUPS"]),
+    ),
     default=lambda spec, arch: DEFAULT,
 )  # fmt: skip
 

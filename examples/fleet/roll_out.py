@@ -1,11 +1,14 @@
-"""A fleet's year in two minutes: tune on two workers, merge, sign, ship, check, upgrade, verify, repair.
+"""A fleet's year in two minutes: tune on two workers that share the work, and on a third elsewhere, merge, sign, ship, check,
+upgrade, verify, repair.
 
     python examples/fleet/roll_out.py [folder]
 
 Everything happens in one folder, with the commands that a fleet would run; docs/fleet.md explains them. It runs on a machine
 without a GPU: the workers tune for an absent A100 (predicted, and proved in Triton's interpreter), and very little. With GPUs,
-leave out ``--gpu`` and ``--trials``. The upgrade is a fake one: the shipped file is given the look of one that an older Triton
-made, in which one row promises more than it keeps today.
+leave out ``--gpu`` and ``--trials``, and add ``--devices all``. Two workers share a storage; here it is an SQLite file and they
+are two processes of one host; for several hosts it is a PostgreSQL, whose rows ``fa2tune cache export`` reads out. The
+upgrade is a fake one: the shipped file is given the look of one that an older Triton made, in which one row promises more than
+it keeps today.
 """
 
 from __future__ import annotations
@@ -23,8 +26,25 @@ from fa2tune.store import Store
 
 HERE = Path(__file__).parent
 GPU, NODES = "a100", ("node-1", "node-2")
-#: What each worker tunes. Both have the length 512, so that the merge has something to decide.
-WORKERS = {"worker-1": ["--seqlen", "512"], "worker-2": ["--seqlen", "512", "--seqlen", "1024", "--seed", "1"]}
+LITTLE = [
+    "tune",
+    "--gpu",
+    GPU,
+    "--headdim",
+    "64",
+    "--dtype",
+    "bf16",
+    "--pass",
+    "fwd",
+    "--trials",
+    "2",
+    "--workers",
+    "1",
+]
+#: Two that share what they tune, both masks at one length, and one elsewhere, which has a length in common with them.
+SHARING = ["--storage", "sqlite:///shared/studies.sqlite", "--cache", "shared/cache.sqlite", "--seqlen", "512"]
+ELSEWHERE = ["--cache", "elsewhere/cache.sqlite", "--causal", "--seqlen", "512", "--seqlen", "1024", "--seed", "1"]
+FILES = ["shared/cache.sqlite", "elsewhere/cache.sqlite"]
 
 
 def start(folder: Path, *arguments: str, home: str = "home", fleet: str = "") -> subprocess.Popen[str]:
@@ -52,14 +72,14 @@ def fa2tune(folder: Path, *arguments: str, expect: int = 0, home: str = "home", 
 
 
 def tune(folder: Path) -> None:
-    """Two workers at a time, each with a cache file of its own: they need not see each other."""
-    little = ["tune", "--gpu", GPU, "--headdim", "64", "--dtype", "bf16", "--causal", "--pass", "fwd", "--trials", "2"]
-    running = [
-        start(folder, *little, "--workers", "1", *lengths, "--cache", f"{name}/cache.sqlite", home=name)
-        for name, lengths in WORKERS.items()
-    ]
-    for process in running:
-        end(process)
+    """The two take a lease on each lot they tune, so that no key is tuned twice; both end with the whole table. The third needs
+    to see neither of them."""
+    sharing = [start(folder, *LITTLE, *SHARING, home=name) for name in ("worker-1", "worker-2")]
+    tables = [end(process) for process in sharing]
+    if any(", 2 rows, " not in said for said in tables):
+        sys.exit("each of the two should show both rows")
+    fa2tune(folder, "leases", "--storage", "sqlite:///shared/studies.sqlite")
+    fa2tune(folder, *LITTLE, *ELSEWHERE, home="worker-3")
 
 
 def ship(folder: Path) -> None:
@@ -100,8 +120,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="fa2tune-fleet-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     tune(folder)
-    files = [f"{name}/cache.sqlite" for name in WORKERS]
-    fa2tune(folder, "cache", "merge", *files, "--cache", "fleet.sqlite")
+    fa2tune(folder, "cache", "merge", *FILES, "--cache", "fleet.sqlite")
     fa2tune(folder, "cache", "coverage", "--model", str(HERE), "--gpu", GPU, "--pass", "fwd", "--cache", "fleet.sqlite")
     fa2tune(folder, "cache", "sign", "fleet.sqlite")
     ship(folder)

@@ -18,6 +18,7 @@ COMMANDS = {
     "report": "Write an HTML page on a cache file and the searches behind it.",
     "explain": "Show which cache row would serve a problem, and why.",
     "cache": "List, compare, merge, sign and verify cache files.",
+    "leases": "Show which workers share a storage, and what each of them tunes.",
     "bench": "Time fa2tune against its peers on this GPU.",
     "doctor": "Check GPU, driver, compiler, versions and cache files.",
 }

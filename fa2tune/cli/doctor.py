@@ -6,13 +6,11 @@ import logging
 import os
 import platform
 import re
-import shutil
 import sys
-import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -109,20 +107,6 @@ def _reading(reading: Reading) -> str:
     return f"{reading.clock_mhz} MHz, {'throttled now' if reading.throttled else 'not throttled'}"
 
 
-def c_compiler(gpu_present: bool) -> Iterator[Finding]:
-    """Triton builds a small C module the first time it launches a kernel, so only a machine with a GPU needs these."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    missing = "" if gpu_present else " (not needed without a GPU)"
-    yield Finding(
-        "C compiler", compiler or f"none{missing}", "" if compiler else "install gcc or clang, or set CC", gpu_present
-    )
-    yield Finding(
-        "Python.h", str(header) if header.exists() else f"not in {header.parent}{missing}",
-        "" if header.exists() else "install this Python's headers (python3-dev, python3-devel)", gpu_present,
-    )  # fmt: skip
-
-
 def layers() -> Iterator[Finding]:
     """The cache files that serve, strongest first, and those that were meant to and cannot be read."""
     from fa2tune import reader
@@ -141,6 +125,34 @@ def layers() -> Iterator[Finding]:
         yield Finding("cache", reason, "restore that file, delete it, or take it out of FA2TUNE_CACHE")
 
 
+def kernels() -> Iterator[Finding]:
+    """The files of binaries: which are trusted, which not and why, and what in them fits here."""
+    from fa2tune import binaries, precompiled
+
+    held = binaries.trusted()
+    for place, file in held.files:
+        version = precompiled.triton_version()
+        fitting = Counter(
+            f"sm_{e.about.get('arch')}" for e in file.entries.values() if e.about.get("triton") == version
+        )
+        fits = ", ".join(f"{count} for {arch}" for arch, count in sorted(fitting.items())) or "none"
+        found = f"{file.path}, {len(file.entries)} binaries; for Triton {version}: {fits}"
+        yield Finding(
+            f"{place.layer} kernels", found, "" if fitting else "fa2tune cache precompile; until then calls compile",
+            needed=False,
+        )  # fmt: skip
+    for place, why in held.refused:
+        yield Finding(
+            f"{place.layer} kernels", f"{place.path}: {why}", "mend that, or delete the file; until then calls compile",
+            needed=False,
+        )  # fmt: skip
+    if not held.files and not held.refused:
+        off = os.environ.get(binaries.VARIABLE) == binaries.OFF
+        yield Finding("kernels", f"off, by {binaries.VARIABLE}" if off else "no file of binaries: first calls compile")
+    if held.files and (overruled := precompiled.overruled()) is not None:
+        yield Finding("kernels", f"left aside: {overruled}")
+
+
 class _Skipped(logging.Handler):
     """Collects the reader's warnings: one for each file that it skips."""
 
@@ -154,11 +166,14 @@ class _Skipped(logging.Handler):
 
 @click.command()
 def doctor() -> None:
-    """Check GPU, driver, C compiler, versions and cache files. Exit code 1 if something needed is missing."""
+    """Check GPU, driver, versions, cache files and files of binaries. Exit code 1 if something needed is missing."""
     findings = list(packages())
-    if not any(f.mend for f in findings):  # the rest imports them
+    complete = not any(f.mend for f in findings)
+    if complete:  # the rest imports them
         findings += [*tools(), *gpu()]
-    findings += [*c_compiler(gpu_present=any(f.subject == "driver" for f in findings)), *layers()]
+    findings += layers()
+    if complete:
+        findings += kernels()
     for finding in findings:
         click.echo(f"{finding.mark:8}{finding.subject:16}{finding.found}")
         if finding.mend:

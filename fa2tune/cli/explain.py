@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fa2tune import lookup, reader
+from fa2tune import lookup, reader, regret
 from fa2tune.cli.cache.common import describe, gpu_asked
 from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, Problem
 from fa2tune.row import over_portable
 
 if TYPE_CHECKING:
     from fa2tune.gpus import Gpu
+    from fa2tune.problem import Config
 
 
 def _head_dim(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
@@ -53,7 +54,7 @@ def explain(
     deterministic: bool, unaligned: bool, named: Sequence[Path],
 ) -> None:  # fmt: skip
     """Show which cache row would serve a problem, and why: its place on the lookup ladder, its layer, what about it is
-    stale, and every better placed row that was refused."""
+    stale, every better placed row that was refused, and whether its kernels are precompiled."""
     heads_kv = heads_kv or heads
     if heads % heads_kv:
         raise click.BadParameter(f"got {heads_kv}, must divide --heads {heads}", param_hint="--heads-kv")
@@ -89,12 +90,23 @@ def _backward(
     return {kernel: kinds.get(kernel) for kernel in ROADS[answer.row.road if answer else SPLIT]}
 
 
+def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu) -> Iterator[str]:
+    """Where a first call would take each kernel from that runs for a config."""
+    from fa2tune import compiler, passes, precompiled
+
+    for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
+        binary = compiler.binary_config(variant, its_config)
+        image, found = precompiled.find(variant, problem.specialization, binary, gpu.arch)
+        told = f"precompiled, {found}" if image else f"compiled at the first call: {found}"
+        yield f"{variant.name}: {told}"
+
+
 def _explain(
     problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, specialized: bool | None = None,
     deterministic: bool = False,
 ) -> lookup.Answer | None:  # fmt: skip
     """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
-    from fa2tune import dispatch
+    from fa2tune import defaults, dispatch
 
     key = dispatch.key_of(problem, kernel, gpu)
     found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
@@ -112,6 +124,8 @@ def _explain(
         click.echo(f"  file      {answer.layer.path}")
         for name, (asked, has) in lookup.differences(key, answer.row.key).items():
             click.echo(f"  differs   {name}: asked {asked}, the row has {has}")
+        if cost := regret.told(kernel, regret.rung_between(key, answer.row.key)):
+            click.echo(f"  costs     {cost}")
         for part in answer.stale:
             click.echo(f"  stale     {part}")
         for line in describe(answer.row):
@@ -121,9 +135,15 @@ def _explain(
             click.echo(f"  lead      {lead:.3f} times as fast as the portable winner of its key")
     for one in refused:
         click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
+    if kernel != BACKWARD:
+        config = answer.row.config if answer else defaults.default_config(kernel, problem, gpu)
+        for line in _binaries(kernel, problem, config, gpu):
+            click.echo(f"  loads     {line}")
     if not answer:
-        default = "split" if kernel == BACKWARD else dict(dispatch.default_config(kernel, problem, gpu.arch))
+        default = "split" if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))
         click.echo(f"  default   {default}")
+        if cost := regret.told(kernel, regret.DEFAULT):
+            click.echo(f"  costs     {cost}")
         for difference, layer in () if found else lookup.near_misses(key, layers):
             fields = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())
             click.echo(f"  nearest   {layer.name} layer: {fields}")

@@ -45,16 +45,22 @@ class _Screen:
         )  # fmt: skip
         self.task = self.bar.add_task("candidates", total=None, now="")
 
-    def planned(self, plan: Any, families: Sequence[Any]) -> None:
-        gpu = plan.target.gpu
-        trials = sorted({family.trials for family in families})
+    def planned(self, plan: Any, lots: Sequence[Any]) -> None:
+        gpu, count = plan.target.gpu, len(plan.devices)
         self.console.print(
             f"{gpu.name}, {gpu.sm_count} SMs, capability {gpu.arch // 10}.{gpu.arch % 10}: {HOW[plan.target.obtained]}"
+            + (f", on {count} GPUs" if count > 1 else "")
         )
         self.console.print(
-            f"{len(families)} kernels to tune (kernel x dtype x head dim x mask), {' or '.join(map(str, trials))} candidates "
-            f"each, out of {sum(len(f.legal.configs) for f in families)} legal configs; {len(plan.request.buckets)} lengths; "
-            f"{plan.workers} compiling at a time"
+            f"lots to tune (pass x head dim x mask): {len(lots)}, lengths: {len(plan.request.buckets)}, compiling at a time: "
+            f"{plan.workers}"
+        )
+
+    def opened(self, lot: Any) -> None:
+        trials = sorted({family.trials for family in lot.families})
+        self.line(
+            f"{lot.lot.name}: {len(lot.families)} searches (kernel x dtype), {' or '.join(map(str, trials))} candidates each, "
+            f"out of {sum(len(f.legal.configs) for f in lot.families)} legal configs"
         )
 
     def progress(self, done: int, total: int, now: str, fates: Mapping[str, int]) -> None:
@@ -135,9 +141,23 @@ def _close(console: Console, report: Report) -> None:
         f"{report.seconds:.0f} s in all"
         + (f" (time budget {report.plan.time_budget_s:.0f} s)" if report.plan.time_budget_s else "")
     )
-    console.print(f"cache: {report.plan.cache}", soft_wrap=True, markup=False)
+    launching = "/".join(f"{100 * share:.0f}" for share in report.launching)
+    console.print(
+        f"busy: {'checks' if report.plan.target.obtained == 'predicted' else 'GPU'} {launching} % of that time, compilers "
+        f"{100 * report.compiling:.0f} %, bookkeeping {100 * report.bookkeeping:.0f} %"
+    )
+    console.print(f"cache: {report.plan.where}", soft_wrap=True, markup=False)
     if report.interrupted:
         console.print("interrupted: the same command goes on from here")
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | str | None:
+    if text is None or text == "all":
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"got {text!r}, allowed are all, or numbers such as 0,2") from error
 
 
 @click.command()
@@ -183,12 +203,17 @@ def _close(console: Console, report: Report) -> None:
               "same Triton, driver and kernels.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--workers", type=int, help="Compiles at a time. Default: one per core.")
+@click.option("--devices", metavar="all|0,2,...", callback=_numbers, help="GPUs that measure, by number; all of one model. "
+              "Default: one, the current.")  # fmt: skip
+@click.option("--storage", metavar="URL", envvar="FA2TUNE_STORAGE", help="Database shared by any number of workers: "
+              "postgresql+psycopg://user@host/database takes studies and rows, sqlite:///file the studies. "
+              "FA2TUNE_STORAGE, too, where it holds a password.")  # fmt: skip
 def tune(
     gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], mask: str, pass_: str,
     kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, portable_trials: int | None,
     time_budget: float | None, sampler: str,
     cache: Path | None, studies: Path | None, record: Path | None, retry_failed: bool, seed: int,
-    workers: int | None,
+    workers: int | None, devices: Any, storage: str | None,
 ) -> None:  # fmt: skip
     """Search the best configs for a GPU, present or not, and file them in the cache.
 
@@ -196,9 +221,9 @@ def tune(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
     from fa2tune.books import Hands
-    from fa2tune.ledger import LedgerError
     from fa2tune.measured import GpuLost
     from fa2tune.plan import TuneRequest, make_plan
+    from fa2tune.storage import StorageError
     from fa2tune.tuner import Run
 
     request = TuneRequest(
@@ -206,7 +231,7 @@ def tune(
         causal={"causal": (True,), "full": (False,), "both": (False, True)}[mask], pass_=pass_, kernels=kernel or None,
         buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, portable_trials=portable_trials,
         time_budget_s=time_budget, sampler=sampler, seed=seed, cache=cache, studies=studies, record=record,
-        retry_failed=retry_failed, workers=workers,
+        retry_failed=retry_failed, workers=workers, devices=devices, storage=storage,
     )  # fmt: skip
     try:
         plan = make_plan(request)
@@ -217,10 +242,8 @@ def tune(
     try:
         with screen.bar if console.is_terminal else nullcontext():
             report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
-    except GpuLost as error:
+    except (GpuLost, StorageError) as error:
         raise click.ClickException(f"{error}. What was done is kept; the same command goes on from here.") from error
-    except LedgerError as error:
-        raise click.ClickException(str(error)) from error
     _close(console, report)
     if report.interrupted:
         raise SystemExit(130)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,11 +48,206 @@ def test_capture_with_gradients():
         torch.testing.assert_close(one, other)
 
 
-def test_a_first_call_inside_a_capture_says_what_to_do():
+# ---- a first call while a graph is captured
+
+
+def test_a_first_call_inside_a_capture_says_what_to_do(monkeypatch):
     q, k, v = qkv(1, 1, 77, 88)
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="warm-up call"), torch.cuda.graph(graph):
+    with pytest.raises(RuntimeError, match="warm-up call"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         fa2tune.attention(q, k, v)
+    monkeypatch.setenv(dispatch.CAPTURE_MISS, "wait")
+    with pytest.raises(ValueError, match="FA2TUNE_CAPTURE_MISS: got 'wait'"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fa2tune.attention(q, k, v)
+
+
+def test_other_lengths_of_a_loaded_kernel_need_no_warm_up():
+    fa2tune.attention(*qkv(1, 2, 300, 64))
+    q, k, v = qkv(1, 2, 301, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fa2tune.attention(q, k, v)
+    graph.replay()
+    assert torch.equal(o, fa2tune.attention(q, k, v))
+
+
+def test_a_first_call_inside_a_capture_may_take_the_default(monkeypatch):
+    monkeypatch.setenv(dispatch.CAPTURE_MISS, "default")
+    q, k, v = qkv(2, 4, 200, 104, requires_grad=True)
+    do = torch.randn_like(q)
+    before, plans = dispatch.SERVED["default, in a capture"], len(dispatch.FORWARD_PLANS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fa2tune.attention(q, k, v, causal=True)
+        gradients = torch.autograd.grad(o, (q, k, v), do)
+    assert dispatch.SERVED["default, in a capture"] - before == 3  # forward, dq, dk and dv
+    assert len(dispatch.FORWARD_PLANS) == plans  # later calls take what is tuned
+    with torch.no_grad():
+        for tensor in (q, k, v, do):
+            tensor.normal_()
+    graph.replay()
+    for got, want in zip((o, *gradients), exact(q, k, v, do, True), strict=True):
+        close(got, want)
+
+
+# ---- tensors that a descriptor cannot address
+
+
+def exact(q, k, v, do, causal):
+    """(o, dq, dk, dv) in float64."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) / q.shape[3] ** 0.5
+    if causal:
+        rows, columns = scores.shape[-2:]
+        hidden = torch.ones(rows, columns, dtype=torch.bool, device="cuda").triu(columns - rows + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    o = torch.softmax(scores, -1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (o, *torch.autograd.grad(o, (q, k, v), do.double()))
+
+
+def close(got, want):
+    """Within 2 % of the largest entry, and nothing that is no number."""
+    assert not (got.double() - want).abs().max() > 0.02 * want.abs().max()
+    assert got.isfinite().all()
+
+
+SHAPE = (2, 4, 256, 64)
+
+
+def plain(dtype):
+    return torch.randn(SHAPE, device="cuda", dtype=dtype)
+
+
+def odd_base(dtype):
+    return torch.randn(2 * 4 * 256 * 64 + 1, device="cuda", dtype=dtype)[1:].view(SHAPE)
+
+
+def odd_rows(dtype):
+    return torch.randn(2, 4, 256, 65, device="cuda", dtype=dtype)[..., :64]
+
+
+def wide_rows(dtype):
+    return torch.randn(2, 4, 256, 72, device="cuda", dtype=dtype)[..., :64]
+
+
+def one_row(dtype):
+    return torch.randn(2, 4, 1, 64, device="cuda", dtype=dtype).expand(SHAPE)
+
+
+def one_head(dtype):
+    return torch.randn(2, 1, 256, 64, device="cuda", dtype=dtype).expand(SHAPE)
+
+
+def one_entry(dtype):
+    return torch.randn(1, 4, 256, 64, device="cuda", dtype=dtype).expand(SHAPE)
+
+
+def one_number(dtype):
+    return torch.randn(1, 1, 1, 1, device="cuda", dtype=dtype).expand(SHAPE)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["split", "any_road"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [("do", odd_base), ("do", odd_rows), ("do", wide_rows), ("do", one_row), ("do", one_head), ("do", one_entry),
+     ("do", one_number), ("q", odd_base), ("q", odd_rows), ("q", one_entry), ("k", odd_base), ("k", odd_rows),
+     ("v", odd_base), ("v", odd_rows), ("kv", one_head), ("qkv", wide_rows)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)  # fmt: skip
+def test_views_through_the_public_call(which, kind, dtype, deterministic):
+    names = ("q", "k", "v", "do")
+    chosen = ("do",) if which == "do" else tuple(which)
+    q, k, v, do = (kind(dtype) if name in chosen else plain(dtype) for name in names)
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o = fa2tune.attention(q, k, v, causal=True, deterministic=deterministic)
+    got = (o, *torch.autograd.grad(o, (q, k, v), do))
+    for one, want in zip(got, exact(q, k, v, do, True), strict=True):
+        close(one, want)
+
+
+@pytest.mark.parametrize("gradient", ["odd_base", "expanded", "strided"])
+def test_gradients_of_lse_through_the_public_call(gradient):
+    q, k, v = qkv(*SHAPE, requires_grad=True)
+    _, lse = fa2tune.attention(q, k, v, return_lse=True)
+    dlse = {
+        "odd_base": lambda: torch.randn(2 * 4 * 256 + 1, device="cuda")[1:].view(2, 4, 256),
+        "expanded": lambda: torch.randn(2, 4, 1, device="cuda").expand(2, 4, 256),
+        "strided": lambda: torch.randn(2, 256, 4, 3, device="cuda")[..., 1].transpose(1, 2),
+    }[gradient]()
+    got = torch.autograd.grad(lse, (q, k), dlse)
+    wide = [t.detach().double().requires_grad_() for t in (q, k)]
+    scores = wide[0] @ wide[1].transpose(-1, -2) / 8
+    for one, want in zip(got, torch.autograd.grad(torch.logsumexp(scores, -1), wide, dlse.double()), strict=True):
+        close(one, want)
+
+
+# ---- precompiled kernels
+
+#: Fails if anything runs a program. Prints where the kernels came from and the largest error of o, dq, dk and dv.
+FIRST_CALL = """
+import json, sys
+import torch
+ran = []
+sys.addaudithook(lambda event, arguments: ran.append(arguments[0]) if event == "subprocess.Popen" else None)
+q, k, v, do = (torch.randn(2, 4, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+import fa2tune
+from fa2tune import launch
+origins, load = [], launch.load
+def told(*asked):
+    found = load(*asked)
+    origins.append(found.origin)
+    return found
+launch.load = told
+o = fa2tune.attention(q, k, v, causal=True)
+found = (o, *torch.autograd.grad(o, (q, k, v), do))
+want = torch.nn.functional.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=True)
+want = (want, *torch.autograd.grad(want, (q, k, v), do.double()))
+errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, want)]
+print(json.dumps([origins, max(errors), [str(program) for program in ran]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A file of the binaries that such a call takes on this GPU."""
+    from fa2tune import precompile
+
+    gpu = dispatch.gpu_of(0)
+    key = (64, "bf16", True, 1024)
+    of_key = lambda row: (row.key.head_dim, row.key.dtype, row.key.causal, row.key.bucket) == key  # noqa: E731
+    few = [replace(layer, rows=list(filter(of_key, layer.rows))) for layer in dispatch.layers()]
+    todo, _ = precompile.jobs(gpu, few, precompile.Wanted())
+    if not todo:
+        pytest.skip(f"no row serves {gpu.name}")
+    path = tmp_path_factory.mktemp("binaries") / "here.kernels"
+    precompile.save(path, precompile.compile_all(todo, gpu.arch))
+    return path
+
+
+def first_call(kernels, folder, **environment):
+    environment = {**os.environ, "FA2TUNE_KERNELS": str(kernels), "TRITON_CACHE_DIR": str(folder), **environment}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_node_without_a_compiler_runs_its_first_call_from_binaries(kernels, tmp_path):
+    origins, error, ran = first_call(kernels, tmp_path / "empty", PATH="", CC="/nonexistent")
+    assert set(origins) == {str(kernels)} and len(origins) >= 2
+    assert error < 0.02 and ran == [] and not (tmp_path / "empty").exists()
+
+
+def test_tampered_binaries_are_compiled_instead(kernels, tmp_path):
+    from fa2tune import binaries
+
+    content = bytearray(kernels.read_bytes())
+    for entry in binaries.File(kernels).entries.values():
+        content[binaries.File(kernels)._body + entry.offset + entry.size // 2] ^= 1
+    broken = tmp_path / "broken.kernels"
+    binaries.save(broken, bytes(content))
+    origins, error, _ = first_call(broken, tmp_path / "made")
+    assert all(origin == f"compiled: {broken} is damaged: a binary's hash is wrong" for origin in origins)
+    assert error < 0.02
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

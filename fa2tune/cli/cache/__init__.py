@@ -8,6 +8,7 @@ from fa2tune.cli.cache.common import describe as describe
 from fa2tune.cli.cache.coverage import coverage as _coverage
 from fa2tune.cli.cache.files import diff, export, merge
 from fa2tune.cli.cache.look import list_, path, show
+from fa2tune.cli.cache.precompile import precompile as _precompile
 from fa2tune.cli.cache.sign import check, sign
 from fa2tune.cli.cache.verify import verify as _verify
 
@@ -17,5 +18,5 @@ def cache() -> None:
     """List, compare, merge, sign and verify cache files."""
 
 
-for _command in (path, list_, show, _coverage, diff, merge, export, sign, check, _verify):
+for _command in (path, list_, show, _coverage, diff, merge, export, sign, check, _verify, _precompile):
     cache.add_command(_command)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fa2tune import reader, record
 from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, console, figure, filters, rich_table, selector, told
@@ -19,10 +20,14 @@ KINDS = {".sqlite": "sqlite", ".json": "json"}
 @click.command()
 @click.argument("out", type=FILE, required=False)
 @click.option("--cache", "file", type=FILE, help="The file to export from.  [default: the user's]")
+@click.option("--storage", envvar="FA2TUNE_STORAGE",
+              help="URL of the database to export from, into which `fa2tune tune --storage` has put its rows.")  # fmt: skip
 @click.option("--format", "kind", type=click.Choice(("sqlite", "json")), help="[default: as OUT ends]")
 @click.option("--twin", is_flag=True, help="With an .sqlite file, also its .json twin for review.")
 @filters
-def export(out: Path | None, file: Path | None, kind: str | None, twin: bool, **wanted: Any) -> None:
+def export(
+    out: Path | None, file: Path | None, storage: str | None, kind: str | None, twin: bool, **wanted: Any
+) -> None:  # fmt: skip
     """Write rows to OUT, a file to ship: .sqlite, or .json to read. The same rows always give the same bytes.
 
     Without OUT, --format json prints.
@@ -35,22 +40,38 @@ def export(out: Path | None, file: Path | None, kind: str | None, twin: bool, **
         )
     if out is None and kind != "json":
         raise click.UsageError("OUT is missing; only --format json can be printed")
+    if file is not None and storage is not None:
+        if click.get_current_context().get_parameter_source("storage") is not ParameterSource.ENVIRONMENT:
+            raise click.UsageError("--cache and --storage: rows are exported from one of them")
+        storage = None
     with told():
-        source = reader.user_path() if file is None else file
-        if out and out.resolve() == source.resolve():
+        source: Path | str = reader.user_path() if file is None else file
+        if storage is not None:
+            from fa2tune.shared import SharedStore
+            from fa2tune.storage import Storage, parsed
+
+            database = Storage.at(parsed(storage))
+            if not database.shared:
+                raise ValueError(
+                    "storage: got an SQLite file, beside which the rows are in a cache file: --cache names it"
+                )
+            store = SharedStore(database)
+            source, held = store.name, store.rows()
+        elif out and out.resolve() == Path(source).resolve():
             raise click.BadParameter(f"got {out}, which is the file to export from", param_hint="OUT")
-        held = reader.read(source)
+        else:
+            held = reader.read(source)
         rows = list(filter(selector(held, wanted), held))
         if not rows:
             raise click.ClickException(f"no row of {source} matches: nothing written")
         if out is None:
             click.echo(record.to_json(rows), nl=False)
             return
-        from fa2tune import store
+        from fa2tune.store import export as write
 
         outs = [(out, kind), *([(out.with_suffix(".json"), "json")] if twin and kind == "sqlite" else [])]
         for each, its_kind in outs:
-            store.export(rows, each, its_kind)
+            write(rows, each, its_kind)
             click.echo(f"{each}: {len(rows)} rows, digest {record.digest(rows)}")
 
 

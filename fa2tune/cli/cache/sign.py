@@ -16,7 +16,8 @@ from fa2tune.cli.cache.common import FILE, told
 @click.option("--out", type=FILE, help="[default: beside the first of FILES, ending in .manifest.json]")
 def sign(files: Sequence[Path], out: Path | None) -> None:
     """Write a manifest of the cache FILES that a fleet is to serve from: what is in them, in this order, and the fa2tune,
-    Triton and kernel sources they go with. `cache check` holds a node to it.
+    Triton and kernel sources they go with; and of the files of binaries beside them (`cache precompile`), which a node is to
+    name in FA2TUNE_KERNELS. `cache check` holds a node to it.
 
     Without FILES: of all that serves here, the user's file and the driver included; printed, unless --out is given.
     """
@@ -28,14 +29,14 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
             made = fleet.shipment(files, lookup.Toolchain(here.triton, "", here.kernel_hashes))
             out = out or files[0].with_suffix(".manifest.json")
         else:
-            made = fleet.of(reader.layers(), here)
+            made = fleet.of(reader.layers(), here, fleet.trusted_binaries())
         if out is None:
             click.echo(made.to_json(), nl=False)
             return
         store.write_text(out, made.to_json())
-    click.echo(
-        f"{out}: {sum(part.rows for part in made.layers)} rows in {len(made.layers)} files, hash {made.hash[:16]}"
-    )
+    compiled = "".join(f", {part.binaries} binaries in {part.file}" for part in made.binaries)
+    rows = sum(part.rows for part in made.layers)
+    click.echo(f"{out}: {rows} rows in {len(made.layers)} files{compiled}, hash {made.hash[:16]}")
 
 
 @click.command()
@@ -49,7 +50,7 @@ def check(manifest: Path) -> None:
         from fa2tune import fleet
 
         signed = fleet.read(manifest)
-        here = fleet.of(reader.layers(), fleet.toolchain())
+        here = fleet.of(reader.layers(), fleet.toolchain(), fleet.trusted_binaries())
     found = fleet.differences(signed, here)
     for line in found:
         click.echo(line)

@@ -1,0 +1,126 @@
+"""Seconds of a process's first calls: precompiled kernels, a warm Triton cache, a cold Triton compile.
+
+    python benchmarks/cold_start.py [--kernels FILE] [--starts 5]
+
+Each start is a fresh process with an empty Triton cache (the warm one aside). It imports torch, makes q, k and v on the GPU
+and waits for them; then the clock runs: ``import fa2tune``, ``fa2tune.attention`` and a synchronization, then the backward and
+another one. The precompiled starts have a PATH without compilers, and fail if anything runs a program or writes to Triton's
+cache. Needs a GPU. Without --kernels the file is made first, for this GPU, head dim and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+SHAPE, DTYPE = (1, 16, 4096, 128), "bf16"
+
+#: Prints the seconds of: the import of torch, tensors on the GPU, the import of fa2tune, first forward, first backward; and the
+#: programs that were run.
+START = f"""
+import json, os, sys, time
+clock, programs = time.perf_counter, []
+sys.addaudithook(lambda event, arguments: programs.append(str(arguments[0])) if event == "subprocess.Popen" else None)
+times = [clock()]
+import torch
+times.append(clock())
+q, k, v = (torch.randn({SHAPE}, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+do = torch.randn_like(q)
+torch.cuda.synchronize()
+programs.clear()
+times.append(clock())
+import fa2tune
+attention = fa2tune.attention
+times.append(clock())
+o = attention(q, k, v, causal=True)
+torch.cuda.synchronize()
+times.append(clock())
+(o * do).sum().backward()  # a gradient handed to autograd would have torch import sympy, 0.6 to 3 s, for its shape
+torch.cuda.synchronize()
+times.append(clock())
+print(json.dumps([[b - a for a, b in zip(times, times[1:])], programs]), flush=True)
+os._exit(0)  # how a process ends is not the question
+"""
+
+
+def start(environment: dict[str, str]) -> tuple[list[float], list[str]]:
+    """Seconds of each part of one start, and the programs that it ran."""
+    done = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise click.ClickException(done.stderr[-2000:])
+    seconds, programs = json.loads(done.stdout.splitlines()[-1])
+    return seconds, programs
+
+
+def _without_compilers(path: str) -> str:
+    """PATH without folders that hold gcc, clang, cc or ptxas."""
+    tools = ("gcc", "clang", "cc", "ptxas")
+    return os.pathsep.join(f for f in path.split(os.pathsep) if not any(Path(f, tool).exists() for tool in tools))
+
+
+def _told(name: str, found: list[list[float]]) -> str:
+    def column(values: list[float]) -> str:
+        return f"{statistics.median(values):7.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    import_, forward, backward = ([seconds[part] for seconds in found] for part in (2, 3, 4))
+    first = [a + b for a, b in zip(import_, forward, strict=True)]
+    return f"{name:22}{column(import_):28}{column(first):28}{column(backward):28}"
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--kernels", type=click.Path(path_type=Path, exists=True), help="A file of binaries that holds these kernels."
+)
+@click.option("--starts", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--cold-starts", type=click.IntRange(min=1), default=1, show_default=True, help="With a cold compile.")
+def main(kernels: Path | None, starts: int, cold_starts: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o700)
+        base = {**os.environ, "XDG_CACHE_HOME": f"{folder}/xdg", "FA2TUNE_KERNELS": "off"}
+        if kernels is None:
+            kernels = Path(folder, "here.kernels")
+            command = [
+                sys.executable,
+                "-m",
+                "fa2tune",
+                "cache",
+                "precompile",
+                "--headdim",
+                str(SHAPE[3]),
+                "--dtype",
+                DTYPE,
+            ]
+            subprocess.run(
+                [*command, "--out", str(kernels)], env={**base, "TRITON_CACHE_DIR": f"{folder}/made"}, check=True
+            )
+        precompiled = {**base, "FA2TUNE_KERNELS": str(kernels), "PATH": _without_compilers(base["PATH"])}
+        click.echo("seconds, median (and range); the import of torch and CUDA's context come before the clock")
+        click.echo(f"{'':22}{'import fa2tune':28}{'and the first forward':28}{'then the first backward':28}")
+        found = []
+        for turn in range(starts + 1):
+            cache = Path(folder, f"empty-{turn}")
+            seconds, programs = start({**precompiled, "TRITON_CACHE_DIR": str(cache)})
+            if programs or cache.exists():
+                raise click.ClickException(
+                    f"a precompiled start ran {programs} or compiled: {sorted(cache.rglob('*'))[:4]}"
+                )
+            found.append(seconds)
+        click.echo(_told("precompiled", found[1:]))  # the first fills the page cache
+        made = [start({**base, "TRITON_CACHE_DIR": f"{folder}/{turn}"}) for turn in range(cold_starts)]
+        click.echo(_told("cold Triton compile", [seconds for seconds, _ in made]))
+        programs = sorted({Path(program).name for _, ran in made for program in ran})
+        click.echo(
+            _told("warm Triton cache", [start({**base, "TRITON_CACHE_DIR": f"{folder}/0"})[0] for _ in range(starts)])
+        )
+        click.echo(f"programs that a cold compile ran: {', '.join(programs) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""The CUDA driver by ctypes: load a compiled kernel, encode TMA descriptors, launch.
+
+Triton's own launcher does the same from C modules that it builds with gcc at the first launch, one for each signature. This one
+needs no compiler, and a launch costs less: the arguments lie packed, a call writes the addresses over them. 0.3 us go to the
+foreign call itself, which lets go of the interpreter's lock. Conventions are Triton's (3.6 to 3.9): a descriptor is followed by
+its shape (32 bits each) and strides (64 bits), and the last two parameters are scratch memory, of which our kernels have none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+WARP_THREADS = 32
+#: Kinds of kernel parameters -> bytes. "map" is a TMA descriptor, passed by value.
+SIZES = {"pointer": 8, "map": 128, "i32": 4, "i64": 8, "fp32": 4}
+MAP_BYTES = MAP_ALIGNMENT = 128
+
+# Of cuda.h
+_INVALID_CONTEXT = 201
+_SHARED_OPTIN = 97  #: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_MAX_THREADS, _SHARED_STATIC, _MAX_DYNAMIC_SHARED = 0, 1, 8  #: CU_FUNC_ATTRIBUTE_...
+_PREFER_SHARED = 1  #: CU_FUNC_CACHE_PREFER_SHARED
+_SHARED_UNASKED = 48 << 10  #: bytes of dynamic shared memory that a kernel gets without opting in
+_COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6  #: CU_LAUNCH_ATTRIBUTE_...
+_SPREAD = 1  #: CU_CLUSTER_SCHEDULING_POLICY_SPREAD
+_L2_128B = 2  #: CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class CudaError(RuntimeError):
+    """The driver refused."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", c_uint32), ("pad", c_uint32), ("value", c_uint32 * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid_x", c_uint), ("grid_y", c_uint), ("grid_z", c_uint),
+        ("block_x", c_uint), ("block_y", c_uint), ("block_z", c_uint),
+        ("shared", c_uint), ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MapFormat:
+    """How the compiled kernel wants one of its TMA descriptors."""
+
+    swizzle: int  #: CUtensorMapSwizzle
+    element_bytes: int
+    element_type: int  #: CUtensorMapDataType
+    block: tuple[int, ...]  #: elements of the block that one copy moves, slowest dimension first
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled kernel, and what its launch has to know."""
+
+    name: str  #: in the cubin
+    cubin: bytes
+    shared: int  #: bytes of dynamic shared memory per block
+    warps: int  #: per block, those of all partitions
+    ctas: int  #: blocks per cluster; 1: no cluster
+    cooperative: bool
+    programmatic: bool  #: may start before the kernel before it has ended
+    maps: tuple[MapFormat, ...]  #: of its descriptors, in the order of its parameters
+
+
+@cache
+def library() -> Any:
+    """libcuda, which torch has loaded long ago."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def check(code: int, doing: str) -> None:
+    """CudaError, in the driver's words, if ``code`` is one."""
+    if code:
+        text = c_char_p()
+        library().cuGetErrorString(code, byref(text))
+        reason = text.value.decode(errors="replace") if text.value else "unknown error"
+        raise CudaError(f"CUDA error {code} while {doing}: {reason}")
+
+
+def ensure_context(device_index: int) -> None:
+    """Make the device's primary context current, where this thread has none."""
+    context = c_void_p()
+    check(library().cuCtxGetCurrent(byref(context)), "asking for the context")
+    if not context.value:
+        check(library().cuDevicePrimaryCtxRetain(byref(context), device_index), "retaining the context")
+        check(library().cuCtxSetCurrent(context), "setting the context")
+
+
+def _out_of_resources(asked: int, most: int, what: str) -> Exception:
+    from triton.runtime.errors import OutOfResources  # here alone: who finds kernels compiled imports no Triton
+
+    found: Exception = OutOfResources(asked, most, what)
+    return found
+
+
+@contextmanager
+def _relaxed_mode() -> Iterator[None]:
+    """What a capture, in any thread, forbids is what could be unsafe in it; loading a kernel adds nothing to a stream."""
+    mode = c_int(_RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(byref(mode)), "relaxing the capture mode")
+    try:
+        yield
+    finally:
+        check(library().cuThreadExchangeStreamCaptureMode(byref(mode)), "restoring the capture mode")
+
+
+class Function:
+    """A kernel loaded on one device. ``kinds``: of its parameters, scratch aside, in order."""
+
+    __slots__ = ("handle", "image", "kinds", "origin")
+
+    def __init__(self, image: Image, kinds: Sequence[str], device_index: int, origin: str) -> None:
+        """``origin``: where the image comes from, for whoever asks. CudaError: the driver does not take it; Triton's
+        OutOfResources: this GPU has less than it needs."""
+        self.image, self.kinds, self.origin = image, tuple(kinds), origin
+        with torch.cuda.device(device_index), _relaxed_mode():  # another thread may be capturing a graph
+            ensure_context(device_index)
+            driver = library()
+            most = c_int()
+            code = driver.cuDeviceGetAttribute(byref(most), _SHARED_OPTIN, device_index)
+            check(code, "asking for the limit of shared memory")
+            if image.shared > most.value:
+                raise _out_of_resources(image.shared, most.value, "shared memory")
+            module, self.handle = c_void_p(), c_void_p()
+            check(driver.cuModuleLoadData(byref(module), image.cubin), f"loading {image.name}")
+            check(
+                driver.cuModuleGetFunction(byref(self.handle), module, image.name.encode()),
+                f"looking for {image.name}",
+            )
+            if image.shared > _SHARED_UNASKED:
+                check(driver.cuFuncSetCacheConfig(self.handle, _PREFER_SHARED), "preferring shared memory")
+                room = most.value - self._attribute(_SHARED_STATIC)
+                check(driver.cuFuncSetAttribute(self.handle, _MAX_DYNAMIC_SHARED, room), "opting in to shared memory")
+            if (threads := image.warps * WARP_THREADS) > (most_threads := self._attribute(_MAX_THREADS)):
+                raise _out_of_resources(threads, most_threads, "threads")
+            self._hold_against_parameters()
+
+    def _attribute(self, which: int) -> int:
+        found = c_int()
+        check(library().cuFuncGetAttribute(byref(found), which, self.handle), "asking for a kernel's attribute")
+        return found.value
+
+    def _hold_against_parameters(self) -> None:
+        """CudaError where the kernel was compiled with other parameters than a launch would pass. Drivers before 12.4
+        cannot tell."""
+        ask = getattr(library(), "cuFuncGetParamInfo", None)
+        if ask is None:
+            return
+        found: list[int] = []
+        offset, size = c_size_t(), c_size_t()
+        while not ask(self.handle, c_size_t(len(found)), byref(offset), byref(size)):
+            found.append(size.value)
+        expected = [SIZES[kind] for kind in (*self.kinds, "pointer", "pointer")]
+        if found != expected:
+            raise CudaError(f"{self.image.name} takes parameters of {found} bytes, a launch passes {expected}")
+
+
+class Maps(dict[int, tuple[int, Any]]):
+    """Base address of a tensor -> (address of its encoded TMA descriptor, the memory it lies in), for tensors of one shape.
+    Keeps as many as the caching allocator is likely to hand out in turn."""
+
+    KEPT = 256
+
+    def __init__(self, wanted: MapFormat, shape: Sequence[int], strides: Sequence[int]) -> None:
+        """``shape`` and ``strides`` in elements, slowest dimension first; the last stride is 1."""
+        rank = len(shape)
+        sizes = [stride * wanted.element_bytes for stride in strides[:-1]]
+        self._type, self._rank, self._swizzle = wanted.element_type, rank, wanted.swizzle
+        self._shape = (c_uint64 * rank)(*reversed(shape))
+        self._strides = (c_uint64 * rank)(*reversed(sizes))  # one more than is read
+        self._block = (c_uint32 * rank)(*reversed(wanted.block))
+        self._steps = (c_uint32 * rank)(*[1] * rank)
+
+    def encode(self, address: int) -> tuple[int, Any]:
+        """CudaError: an address that TMA cannot take."""
+        buffer = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        place = -addressof(buffer) % MAP_ALIGNMENT + addressof(buffer)
+        code = library().cuTensorMapEncodeTiled(
+            c_void_p(place), self._type, self._rank, c_void_p(address), self._shape, self._strides, self._block,
+            self._steps, 0, self._swizzle, _L2_128B, 0,
+        )  # fmt: skip
+        if code:
+            shape, strides = list(self._shape)[::-1], list(self._strides)[-2::-1]
+            check(code, f"encoding a TMA descriptor of address {address:#x}, shape {shape}, byte strides {strides}")
+        if len(self) >= self.KEPT:
+            self.clear()
+        found = self[address] = place, buffer
+        return found
+
+
+def _packed(kind: str, value: Any) -> int:
+    """A scalar as the 64 bits of its slot, of which the kernel reads the low ones. ValueError: it does not fit."""
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    bits = 8 * SIZES[kind]
+    if kind != "pointer" and not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise ValueError(f"got {value}, which does not fit {kind}")
+    return int(value) & (1 << 64) - 1
+
+
+class Block:
+    """The arguments of one launch, packed. A launch has it to itself until it is done."""
+
+    __slots__ = ("attributes", "config", "config_at", "kept", "pointers", "pointers_at", "slots", "values")
+
+    def __init__(
+        self, function: Function, grid: int, values: Sequence[int], slots: Sequence[tuple[int, Maps | None]]
+    ) -> None:
+        image, count = function.image, len(values)
+        self.values = (c_uint64 * count)(*values)
+        start = addressof(self.values)
+        self.pointers = (c_void_p * count)(*(start + 8 * index for index in range(count)))
+        #: descriptors that the launch passes, which another thread may drop from their Maps meanwhile
+        self.kept: dict[int, Any] = {}
+        #: where a call puts each tensor: its address among the values, or its descriptor's among the pointers to them
+        self.slots = [(self.values if maps is None else self.pointers, index, maps) for index, maps in slots]
+        asked: list[tuple[int, tuple[int, ...]]] = []
+        if image.programmatic:
+            asked.append((_PROGRAMMATIC, (1,)))
+        if image.cooperative:
+            asked.append((_COOPERATIVE, (1,)))
+        if image.ctas != 1:
+            asked += [(_CLUSTER_DIMENSION, (image.ctas, 1, 1)), (_CLUSTER_POLICY, (_SPREAD,))]
+        self.attributes = (_Attribute * max(1, len(asked)))()
+        for attribute, (which, numbers) in zip(self.attributes, asked, strict=False):
+            attribute.id = which
+            attribute.value[: len(numbers)] = numbers
+        self.config = _LaunchConfig(
+            grid * image.ctas, 1, 1, WARP_THREADS * image.warps, 1, 1, image.shared, None,
+            addressof(self.attributes), len(asked),
+        )  # fmt: skip
+        self.config_at, self.pointers_at = c_void_p(addressof(self.config)), c_void_p(addressof(self.pointers))
+
+
+class Launch:
+    """A loaded kernel with every argument but the addresses of its tensors. Threads may call it at once."""
+
+    __slots__ = ("device_index", "free", "function", "grid", "handle", "launch", "slots", "values")
+
+    def __init__(
+        self, function: Function, grid: int, arguments: Sequence[Any], slots: Sequence[tuple[int, Maps | None]],
+        device_index: int,
+    ) -> None:  # fmt: skip
+        """``arguments``: one per parameter, anything for a tensor; ``slots``: for each tensor of a call the parameter it
+        is, and its descriptors if it is passed by one."""
+        self.function, self.grid, self.slots, self.device_index = function, grid, list(slots), device_index
+        self.values = [
+            0 if kind == "map" else _packed(kind, value) for kind, value in zip(function.kinds, arguments, strict=True)
+        ] + [0, 0]  # scratch
+        self.free: list[Block] = []  # taking and giving back are one step each: no lock
+        self.handle = function.handle
+        self.launch: Callable[..., int] = library().cuLaunchKernelEx
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """On the current stream of the device."""
+        self.at([tensor.data_ptr() for tensor in tensors])
+
+    def at(self, addresses: Sequence[int]) -> None:
+        """The same for tensors that lie at these addresses."""
+        if torch._C._cuda_getDevice() != self.device_index:  # a kernel is launched in its own device's context
+            with torch.cuda.device(self.device_index):
+                return self.at(addresses)
+        try:
+            block = self.free.pop()
+        except IndexError:  # the first call, or as many threads as never before
+            block = Block(self.function, self.grid, self.values, self.slots)
+        for (place, index, maps), address in zip(block.slots, addresses):  # noqa: B905  # strict costs here
+            if maps is None:
+                place[index] = address
+            else:
+                block.kept[index] = found = maps.get(address) or maps.encode(address)
+                place[index] = found[0]
+        block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        code = self.launch(block.config_at, self.handle, block.pointers_at, None)
+        if code:
+            self._again(code, block)
+        self.free.append(block)
+        return None
+
+    def _again(self, code: int, block: Block) -> None:
+        """Once more in a thread that had no context; any other failure is the caller's."""
+        if code == _INVALID_CONTEXT:
+            ensure_context(self.device_index)
+            code = self.launch(block.config_at, self.handle, block.pointers_at, None)
+        check(code, f"launching {self.function.image.name}")
+
+
+_relaxed: ContextVar[bool] = ContextVar("_relaxed", default=False)
+
+
+def may_load() -> bool:
+    """Whether a kernel may be loaded now: not while a stream is captured, unless ``relaxed_capture`` says so."""
+    return _relaxed.get() or not torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Within it this thread may load kernels while it captures a stream."""
+    token = _relaxed.set(True)
+    try:
+        yield
+    finally:
+        _relaxed.reset(token)

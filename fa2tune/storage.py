@@ -1,0 +1,213 @@
+"""The database that workers share: its URL, the tables of our own in it, and patience while it is away.
+
+Optuna keeps the studies there and owns their table names. What is ours (what failed, who works on what, and the rows where no
+cache file holds them) stands in PostgreSQL in a schema of its own, and with SQLite in a file of its own beside the studies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optuna
+import sqlalchemy as sa
+from sqlalchemy.pool import NullPool, StaticPool
+
+SCHEMA = "fa2tune"  #: of our tables in PostgreSQL
+OWN_FILE = "ledger.sqlite"  #: with SQLite, the file with our tables, beside the studies
+DRIVER = "postgresql+psycopg"
+EXTRA = "storage: PostgreSQL needs the package psycopg: pip install 'fa2tune[postgresql]'"
+LOCK_TIMEOUT_S = 60  #: how long a writer to an SQLite file waits for its turn
+#: Seconds that a PostgreSQL may be away in the midst of a run, and between two tries.
+OUTAGE_S, RETRY_S = 120.0, 0.5
+CONNECT_S = 10  #: for one connection attempt
+#: Seconds after which the server ends a transaction whose client says nothing: who is stopped, or cut off, in the midst of one
+#: would else keep its locks, and every other worker waiting.
+SILENT_S = 10.0
+
+T = TypeVar("T")
+
+
+class StorageError(RuntimeError):
+    """The database is not what it should be, or stays away. The message names it, without a password."""
+
+
+def shown(url: sa.URL) -> str:
+    """``url`` for people: no password, nor any option, of which one may be a password."""
+    return url.set(password=None, query={}).render_as_string()
+
+
+def parsed(text: str) -> sa.URL:
+    """The URL of a storage. ValueError says what is allowed, and never repeats what came: it may hold a password."""
+    allowed = f"sqlite:///file and {DRIVER}://user@host/database"
+    try:
+        url = sa.make_url(text)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ValueError(f"storage: got something that is no database URL, allowed are {allowed}") from None
+    backend = url.get_backend_name()
+    if backend == "sqlite" and url.database not in (None, "", ":memory:"):
+        return url
+    if backend != "postgresql" or (url.drivername != "postgresql" and url.drivername != DRIVER) or not url.database:
+        raise ValueError(f"storage: got {shown(url)}, allowed are {allowed}")
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise ValueError(EXTRA) from error
+    return url.set(drivername=DRIVER)
+
+
+def _gone(error: BaseException | None) -> bool:
+    """Whether an error says that the database was not there, and not that it refused."""
+    while error is not None:
+        if isinstance(error, (sa.exc.OperationalError, sa.exc.InterfaceError)):
+            return True
+        if isinstance(error, sa.exc.DBAPIError) and error.connection_invalidated:
+            return True
+        error = error.__cause__
+    return False
+
+
+class Storage:
+    """One database. ``url``: of PostgreSQL, or of the SQLite file with the studies; ``file``: with SQLite, the file with our
+    own tables. Both None: nothing is kept beyond this object (for tests). ``reached``: it was there before, so it is waited
+    for if it is not."""
+
+    def __init__(self, url: sa.URL | None = None, file: Path | None = None, reached: bool = False) -> None:
+        self.url, self.file = url, file
+        self.shared = url is not None and url.get_backend_name() == "postgresql"
+        self.name = shown(url) if url is not None and self.shared else str(file)
+        self._reached = reached
+        for path in (file, Path(url.database or "") if url is not None and not self.shared else None):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def at(cls, url: sa.URL) -> Storage:
+        """The storage behind a URL."""
+        if url.get_backend_name() == "postgresql":
+            return cls(url)
+        return cls.of_studies(Path(url.database or ""))
+
+    @classmethod
+    def of_file(cls, path: Path) -> Storage:
+        """Our own tables alone, in an SQLite file."""
+        return cls(None, path)
+
+    @classmethod
+    def of_studies(cls, path: Path) -> Storage:
+        """An SQLite file with studies, and beside it one with our own tables."""
+        return cls(sa.URL.create("sqlite", database=str(path)), path.with_name(OWN_FILE))
+
+    @cached_property
+    def engine(self) -> sa.Engine:
+        """Of our tables."""
+        if self.shared:
+            assert self.url is not None
+            return sa.create_engine(
+                self.url, pool_pre_ping=True, pool_size=1, connect_args=self._connect(),
+                execution_options={"schema_translate_map": {None: SCHEMA}},
+            )  # fmt: skip
+        engine = sa.create_engine(
+            f"sqlite:///{self.file}" if self.file is not None else "sqlite://",
+            connect_args={"timeout": LOCK_TIMEOUT_S}, poolclass=NullPool if self.file is not None else StaticPool,
+        )  # fmt: skip
+        # Python's driver would begin a transaction with its first write: what was read before could have changed by then
+        sa.event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+        return engine
+
+    def _connect(self) -> dict[str, Any]:
+        """Of every connection to a PostgreSQL."""
+        silent = f"-c idle_in_transaction_session_timeout={SILENT_S * 1000:.0f}"
+        return {"connect_timeout": CONNECT_S, "options": silent}
+
+    @property
+    def now(self) -> sa.ColumnElement[float]:
+        """Seconds since 1970 by the database's clock, the only one that counts: hosts' clocks differ, and jump."""
+        if self.shared:
+            return sa.extract("epoch", sa.func.clock_timestamp()).cast(sa.Double)
+        return sa.literal_column("(julianday('now') - 2440587.5) * 86400.0", sa.Double)
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """``work``, again and again while a shared database is away that was there before. StorageError."""
+        until = None
+        while True:
+            try:
+                found = work()
+            except Exception as error:
+                if not self.shared or not _gone(error):
+                    raise
+                until = until or time.monotonic() + (OUTAGE_S if self._reached else 0.0)
+                if time.monotonic() >= until:
+                    said = str(getattr(error, "orig", None) or error).strip().splitlines()
+                    raise StorageError(
+                        f"storage: {self.name} cannot be reached: {said[0] if said else error!r}"
+                    ) from None
+                time.sleep(RETRY_S)
+            else:
+                self._reached = True
+                return found
+
+    def do(self, work: Callable[[sa.Connection], T]) -> T:
+        """One transaction on our own tables."""
+
+        def once() -> T:
+            with self.engine.begin() as connection:
+                return work(connection)
+
+        try:
+            return self.patiently(once)
+        except sa.exc.DatabaseError as error:
+            raise self._trouble(self.name, error) from error
+
+    def select(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
+        """What a query finds in our own tables."""
+        return self.do(lambda connection: list(connection.execute(query).all()))
+
+    def execute(self, statement: sa.Executable, values: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """One statement on our own tables."""
+        self.do(lambda connection: connection.execute(statement, values))
+
+    def _trouble(self, name: str, error: sa.exc.DatabaseError) -> StorageError:
+        remedy = "" if self.shared else "; move the file away to start a new one"
+        return StorageError(f"storage: {name}: {str(error.orig).strip().splitlines()[0]}{remedy}")
+
+    def alone(self, connection: sa.Connection) -> None:
+        """Until this transaction ends, nobody else is in one that has asked for the same."""
+        if self.shared:  # an SQLite file has one writer at a time as it is
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtext(SCHEMA))))
+
+    def create(self, *tables: sa.Table) -> None:
+        """Make tables of ours, where they are not yet there."""
+
+        def make(connection: sa.Connection) -> None:
+            self.alone(connection)  # IF NOT EXISTS looks before it locks
+            if self.shared:
+                connection.execute(sa.schema.CreateSchema(SCHEMA, if_not_exists=True))
+            for table in tables:
+                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+
+        self.do(make)
+
+    def optuna(self) -> optuna.storages.BaseStorage:
+        """Optuna's own view of it, for the studies; its tables are made if need be."""
+        if self.url is None:
+            return optuna.storages.InMemoryStorage()
+        options: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
+        if self.shared:
+            options = {"pool_pre_ping": True, "connect_args": self._connect()}
+        url, database = self.url.render_as_string(hide_password=False), self.url.database
+
+        def opened(connection: sa.Connection) -> optuna.storages.BaseStorage:
+            self.alone(connection)  # Optuna makes its tables without a lock
+            try:
+                return optuna.storages.RDBStorage(url, engine_kwargs=options)
+            except sa.exc.DatabaseError as error:
+                if self.shared and _gone(error):
+                    raise
+                raise self._trouble(self.name if self.shared else str(database), error) from error
+
+        return self.do(opened)

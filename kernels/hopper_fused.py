@@ -1,0 +1,311 @@
+"""What both forms of kernels/bwd_fused_hopper.py share: a program's tiles, the warps that load and add, barriers, P, dQ."""
+# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import shared_memory_descriptor
+
+from fa2tune.kernels.hopper import (
+    fence_async_shared,
+    mbarrier,
+    thread_barrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store_wait,
+    warpgroup_mma,
+)
+from fa2tune.search_spaces import bwd_fused_hopper as space
+
+GROUPS = gl.constexpr(space.GROUPS)
+#: Keys of a consumer group: the rows of one wgmma.
+KEYS = gl.constexpr(space.KEYS)
+#: Keys of a tile.
+BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
+
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
+#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrier a group
+PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
+DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
+EMPTY = gl.constexpr(13)  #: nobody reads the stage of Q and dO: one a stage
+_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def meet(number, THREADS: gl.constexpr):
+    """Waits at a numbered barrier until so many threads have come."""
+    gl.inline_asm_elementwise(
+        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def come(number, THREADS: gl.constexpr):
+    """Comes to a numbered barrier and goes on."""
+    gl.inline_asm_elementwise(
+        _COME, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    first = 0
+    full = 0
+    if IS_CAUSAL:
+        offset = seqlen_k - seqlen_q
+        first = gl.minimum(gl.maximum(start_n - offset, 0) // BLOCK_M, end)
+        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), BLOCK_M), end)
+    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
+        full = end
+    return first, full, end
+
+
+#: Triton 3.9 has it in public.
+_PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def as_block_of(stage, descriptor):
+    """The start of a shared tile, as a block of the tensor behind the descriptor."""
+    if _PUBLIC:
+        return stage.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+    else:
+        return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+
+
+@gluon.jit
+def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr):
+    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program)."""
+    tiles = gl.cdiv(seqlen_k, BLOCK_N)
+    together = 2 if PAIRS else 1
+    shares = gl.cdiv(tiles, together)
+    return tiles, together, shares, gl.cdiv(shares * batch * heads_kv, gl.num_programs(0)) * together
+
+
+@gluon.jit
+def work(
+    lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr,
+):  # fmt: skip
+    """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
+    tile_and_head of kernels/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
+    their order forth and back, which evens the lengths out, or (PAIRS) take the n-th tile of a head and the n-th last."""
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    programs = gl.num_programs(0)
+    lane = gl.program_id(0)
+    if IS_CAUSAL and not PAIRS:
+        lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
+    index = lap // together * programs + lane
+    heads = batch * heads_kv
+    band = index // (shares * heads_per_wave)
+    first_head = band * heads_per_wave
+    width = gl.maximum(gl.minimum(heads - first_head, heads_per_wave), 1)  # the last band may be narrower
+    inside = index - band * (shares * heads_per_wave)
+    head = first_head + inside % width
+    tile = inside // width
+    alive = index < shares * heads
+    if PAIRS:
+        other = tiles - 1 - tile
+        alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
+        tile = gl.where(lap % 2 == 0, tile, other)
+    start_n = tile * BLOCK_N
+    first, full, end = query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M, IS_CAUSAL)
+    return alive, head // heads_kv, head % heads_kv, start_n, first, full, end
+
+
+@gluon.jit
+def produce(
+    q, k, v, do, stats, smem, barriers, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DQ_BEHIND: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """One warp: K and V of each tile, and for every query head of the group Q with lse and dO with delta through rings."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    base = 0  # turns of the rings before this tile
+    filled = 0  # tiles before this one that any query sees
+    for lap in range(laps):
+        alive, b, h_kv, start_n, first, full, end = work(
+            lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+        )
+        n_blocks = end - first
+        total = gl.where(alive, group * n_blocks, 0)
+        for i in range(total):
+            turn = base + i
+            h = h_kv * group + i // n_blocks
+            row = (first + i % n_blocks) * BLOCK_M
+            stage = turn % STAGES
+            if DQ_BEHIND:
+                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            elif turn >= STAGES:
+                meet(EMPTY + stage, 288)
+            mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
+            tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
+            tma_load(stats, [0, b, h, row], q_ready.index(stage), lse_smem.index(stage))
+            if i == 0:
+                mbarrier.wait(kv_empty, (filled & 1) ^ 1)
+                mbarrier.expect(k_ready, BLOCK_N // TILE_ROWS * k.block_type.nbytes)
+                for c in gl.static_range(BLOCK_N // TILE_ROWS):
+                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], k_ready, k_smem.index(c))
+                mbarrier.expect(v_ready, BLOCK_N // TILE_ROWS * v.block_type.nbytes)
+                for c in gl.static_range(BLOCK_N // TILE_ROWS):
+                    tma_load(v, [b, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
+            mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + stats.block_type.nbytes)
+            tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
+            tma_load(stats, [1, b, h, row], do_ready.index(stage), delta_smem.index(stage))
+        base += total
+        filled += gl.where(total > 0, 1, 0)
+    if not DQ_BEHIND:
+        for turn in range(gl.maximum(base, STAGES), base + STAGES):  # the last stages: nobody is left at a barrier
+            meet(EMPTY + turn % STAGES, 288)
+
+
+@gluon.jit
+def add(
+    sums, smem, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, JOINED: gl.constexpr,
+    ADDS: gl.constexpr,
+):  # fmt: skip
+    """One warp: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums. Without ADDS it has
+    nothing to do."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    if ADDS:
+        for lap in range(laps):
+            alive, b, h_kv, start_n, first, full, end = work(
+                lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+            )
+            n_blocks = end - first
+            total = gl.where(alive, group * n_blocks, 0)
+            for i in range(total):
+                h = h_kv * group + i // n_blocks
+                row = (first + i % n_blocks) * BLOCK_M
+                if JOINED:
+                    meet(PIECE_READY, 288)
+                    tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
+                    tma_store_wait(0)
+                    come(PIECE_GONE, 288)
+                else:
+                    for c in gl.static_range(GROUPS):
+                        meet(PIECE_READY + c, 160)
+                        add_piece(sums, dq_smem, b, h, row, c, BLOCK_M, BLOCK_D)
+                        tma_store_wait(0)
+                        come(PIECE_GONE + c, 160)
+
+
+@gluon.jit
+def probabilities(
+    s, lse_smem, stage, row, key, offset, seqlen_k, qk_scale,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """P^T [ROWS, M] of scores S^T, whose first row is that of a key."""
+    lse = lse_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
+    p = gl.exp2(s * qk_scale - lse[None, :])
+    if MASK:
+        # how far into the block the first query lies that sees the key: two numbers a thread
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        seen_from = 0
+        if IS_CAUSAL:
+            seen_from = keys - offset - row
+        seen_from = gl.where(keys < seqlen_k, seen_from, BLOCK_M)
+        rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+        p = gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def opaque(x):
+    """x, which LLVM cannot see through."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """This group's piece [64, BLOCK_M * BLOCK_D / 128] of dS K, over both groups' keys: of 64 query rows its half of the
+    columns, of 128 query rows its half of the rows."""
+    HALF: gl.constexpr = BLOCK_D // 2
+    dq = zero
+    for c in gl.static_range(GROUPS):
+        ds = ds_smem.index(buffer * GROUPS + c)
+        k = k_smem.index(c).reshape([KEYS, BLOCK_D])
+        if BLOCK_M == 64:
+            k = k.slice(CONSUMER * HALF, HALF, dim=1)
+        else:
+            ds = ds.slice(CONSUMER * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A wgmma accumulator as four tensors: the four registers that a thread holds of each 8 columns. Moves nothing."""
+    y0, y1 = gl.split(x.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]))
+    a0, a2 = gl.split(y0.permute((0, 2, 3, 4, 1)))
+    a1, a3 = gl.split(y1.permute((0, 2, 3, 4, 1)))
+    return a0, a1, a2, a3
+
+
+_VECTOR_REDUCTION = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def add_piece(sums, dq_smem, b, h, row, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """A group's piece of dQ from shared memory to its sums."""
+    if BLOCK_M == 64:
+        tma_reduce_add(sums, [b, h, row, CONSUMER * (BLOCK_M * BLOCK_D // 128)], dq_smem.index(CONSUMER))
+    else:
+        tma_reduce_add(sums, [b, h, row + CONSUMER * 64, 0], dq_smem.index(CONSUMER))
+
+
+#: Rows and columns of a piece of dQ whose sums lie together, in register order.
+PIECE = gl.constexpr(space.PIECE)
+
+
+@gluon.jit
+def add_from_registers(words, first_word, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ of a block, added to its sums in register order: a thread's four values of each 8 columns are 16 bytes, a warp's lie
+    side by side."""
+    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, dq.type.layout))
+    c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq.type.layout))
+    of_rows = r // PIECE * (PIECE * BLOCK_D) + r % PIECE // 16 * 128 + r % 8 * 16 + r // 8 % 2 * 2
+    of_columns = c // PIECE * (PIECE * PIECE) + c % PIECE // 8 * 512 + c % 8 // 2 * 4 + c % 2
+    o0, _, _, _ = _quads(of_rows[:, None] + of_columns[None, :], BLOCK_M, BLOCK_D)
+    v0, v1, v2, v3 = _quads(dq, BLOCK_M, BLOCK_D)
+    gl.inline_asm_elementwise(
+        _VECTOR_REDUCTION, "=r,l,f,f,f,f", [(words + first_word + o0).to(gl.int64), v0, v1, v2, v3], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def reduce_dq(
+    sums, tile, dq_smem, words, b, h, row, heads_q, rows_padded,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
+):  # fmt: skip
+    """This group's piece of dQ, added to its sums by the group itself."""
+    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    if REDUCE == "tma":
+        tma_store_wait(0)
+        dq_smem.index(CONSUMER).reshape([64, COLUMNS]).store(tile)
+        fence_async_shared()
+        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M, BLOCK_D)
+    else:
+        first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
+        add_from_registers(words, first, tile, 64, COLUMNS)
+
+
+@gluon.jit
+def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
+    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers."""
+    if new_tile:  # dK of the tile before may still be on its way out of this memory
+        tma_store_wait(0)
+        thread_barrier()
+    else:
+        meet(PIECE_GONE + number, THREADS)
+    dq_smem.index(number).reshape([ROWS, COLUMNS]).store(tile)
+    fence_async_shared()
+    come(PIECE_READY + number, THREADS)

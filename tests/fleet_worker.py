@@ -1,0 +1,151 @@
+"""Workers of tests/test_many_workers.py: whole tuning runs, in processes that may be killed at any moment, over a small space
+and with fake hands that cost next to nothing. This process has imported everything and forks one worker for each line it reads:
+{"name", "folder", "request": fields of a TuneRequest, "environment"}; it answers with the worker's pid. A worker leaves its
+report's rows, its lines and how it ended in ``<folder>/<name>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fa2tune import worker
+from fa2tune.samples import Race
+
+ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
+DIMENSIONS = {
+    "BLOCK_M": (64, 128), "BLOCK_N": (32, 64), "LOADS": ("pointer", "descriptor"), "MASKED": ("last",),
+    "HEADS_PER_WAVE": (1, 4), "num_warps": (4,), "num_stages": (2, 3), "maxnreg": (0,),
+}  # fmt: skip
+
+
+# ---- hands: light, as children import this module alone
+
+
+@dataclass(frozen=True)
+class Verdict:
+    fate: str = ""
+    why: str = ""
+    binary: dict[str, int] = field(default_factory=dict)
+    predicted_us: tuple[float, ...] = ()
+
+
+def true_time(config: Any, bucket: int) -> float:
+    """Microseconds; no two configs are alike."""
+    return bucket / 10 * (1 + zlib.crc32(repr(sorted(config.items())).encode()) % 1000 / 1000)
+
+
+def _log(*what: Any) -> None:
+    line = json.dumps([os.environ["FA2TUNE_WORKER"], *what]) + "\n"
+    fd = os.open(os.environ["FA2TUNE_FAKE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, line.encode())
+    os.close(fd)
+
+
+def _pause() -> None:
+    time.sleep(float(os.environ.get("FA2TUNE_FAKE_SECONDS", 0)))
+
+
+def judge(kernel: str, spec: Any, config: Any, gpu: Any, problems: Any) -> Verdict:
+    return Verdict(binary={"registers": 128, "spills": 0, "shared_bytes": 1000})
+
+
+def race(key: Any, contenders: Any, effort: str, best: Any = None) -> Race:
+    _pause()
+    for index in range(len(contenders)):
+        worker.report(index)
+    _log(effort, key.head_dim, key.causal, key.bucket, list(contenders))
+    return Race([[true_time(c, key.bucket) * (1 + 0.001 * r) for r in range(9)] for c in contenders], {}, 1980, 700)
+
+
+def check(*arguments: Any) -> Any:
+    worker.report("launch")
+    return ERRORS
+
+
+# ---- workers
+
+
+def prepare() -> Any:
+    """Import and patch what every worker needs; ``work``."""
+    import torch
+
+    from fa2tune import compiler, fingerprint, gpus, leases, plan, reader, storage
+    from fa2tune.books import Hands, Watcher
+    from fa2tune.plan import Target, TuneRequest, make_plan
+    from fa2tune.row import MEASURED
+    from fa2tune.tuner import Run
+
+    here = gpus.named("h200")
+    plan.resolve_target = lambda name: Target(here, MEASURED, here)
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
+    fingerprint.driver_version = lambda: os.environ.get("FA2TUNE_FAKE_DRIVER", "580.1")
+    compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)
+    reader.shipped_paths = list
+    leases.BEAT_S, storage.SILENT_S = 0.5, 2.0
+    fwd = compiler.variant_named("fwd")
+    default = {name: values[0] for name, values in DIMENSIONS.items()}
+    object.__setattr__(fwd, "space", replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))
+    compiler.runtime_names(fwd)
+    fingerprint.kernel_hash(fwd), fingerprint.space_hash(fwd)
+    hands = Hands(*(f"fleet_worker:{name}" for name in ("judge", "race", "check", "check")))
+
+    class Lines(Watcher):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def line(self, text: str) -> None:
+            self.lines.append(text)
+
+    def work(name: str, request: dict[str, Any], folder: Path) -> None:
+        if "place" in request:  # another host: its pids mean nothing to the others
+            place = request.pop("place")
+            leases._place = lambda: place
+        values = {"dtypes": ("bf16",), "pass_": "fwd", "trials": 1000, "workers": 1}
+        values |= {key: tuple(value) if isinstance(value, list) else value for key, value in request.items()}
+        watcher, said, rows = Lines(), "", []
+        try:
+            run = Run(make_plan(TuneRequest(**values)), watcher, hands)
+            report = run.go()
+            rows = [
+                [r.key.head_dim, r.key.causal, r.key.bucket, r.variant, dict(r.config), r.created] for r in report.rows
+            ]
+        except Exception as error:
+            said = repr(error)
+        left = folder / f".{name}.json"
+        left.write_text(json.dumps({"rows": rows, "lines": watcher.lines, "error": said}))
+        left.rename(folder / f"{name}.json")
+
+    return work
+
+
+def main() -> None:
+    work = prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a worker
+    print("ready", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            folder = Path(asked["folder"])
+            os.environ.update(asked["environment"])
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            with open(folder / f"{asked['name']}.log", "w") as log:
+                os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+            try:
+                work(asked["name"], asked["request"], folder)
+            finally:
+                os._exit(0)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,405 @@
+"""Launches without a GPU: what a stand-in for libcuda is handed, held against what the kernel takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from fa2tune import compiler, cuda, dispatch, gpus, launch, passes, precompiled
+from fa2tune.compiler import CompileError, variant_named
+from fa2tune.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
+from fa2tune.problem import Problem, Specialization
+
+PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, True)
+HANDLE = 0xF00D
+OPTIN = 232448  #: bytes of shared memory a block of an H100 may have
+
+
+class Driver:
+    """libcuda's functions, as far as they are called. ``launched``: what each launch was handed."""
+
+    def __init__(self) -> None:
+        self.launched: list[dict[str, Any]] = []
+        self.encoded: list[dict[str, Any]] = []
+        self.attributes: list[tuple[int, int]] = []
+        self.sizes: list[int] | None = None  #: of the kernel's parameters; None: a driver that cannot tell
+        self.codes: list[int] = []  #: of the next launches
+        self.takes = lambda address: address % 16 == 0  #: which addresses TMA takes
+        self.contexts = 0
+        self.during: Any = None
+        self.modes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "cuFuncGetParamInfo" and self.sizes is None:
+            raise AttributeError(name)
+        return getattr(type(self), f"_{name}")(self)
+
+    @staticmethod
+    def _value(reference: Any) -> Any:
+        return reference._obj
+
+    def _cuGetErrorString(self) -> Any:
+        def call(code: int, text: Any) -> int:
+            text._obj.value = b"no luck"
+            return 0
+
+        return call
+
+    def _cuCtxGetCurrent(self) -> Any:
+        return lambda context: setattr(context._obj, "value", None) or 0
+
+    def _cuDevicePrimaryCtxRetain(self) -> Any:
+        return lambda context, device: setattr(context._obj, "value", 77) or 0
+
+    def _cuCtxSetCurrent(self) -> Any:
+        def call(context: Any) -> int:
+            self.contexts += 1
+            return 0
+
+        return call
+
+    def _cuDeviceGetAttribute(self) -> Any:
+        return lambda found, which, device: setattr(found._obj, "value", OPTIN) or 0
+
+    def _cuThreadExchangeStreamCaptureMode(self) -> Any:
+        def call(mode: Any) -> int:
+            self.modes.append(mode._obj.value)
+            mode._obj.value = 0  # global, as it was
+            return 0
+
+        return call
+
+    def _cuModuleLoadData(self) -> Any:
+        return lambda module, cubin: 0 if cubin.startswith(b"\x7fELF") else 200
+
+    def _cuModuleGetFunction(self) -> Any:
+        return lambda found, module, name: setattr(found._obj, "value", HANDLE) or 0
+
+    def _cuFuncSetCacheConfig(self) -> Any:
+        return lambda function, config: 0
+
+    def _cuFuncSetAttribute(self) -> Any:
+        return lambda function, which, value: self.attributes.append((which, value)) or 0
+
+    def _cuFuncGetAttribute(self) -> Any:
+        return lambda found, which, function: setattr(found._obj, "value", {0: 1024, 1: 16}[which]) or 0
+
+    def _cuFuncGetParamInfo(self) -> Any:
+        def call(function: Any, index: Any, offset: Any, size: Any) -> int:
+            assert self.sizes is not None
+            if index.value >= len(self.sizes):
+                return 1
+            size._obj.value = self.sizes[index.value]
+            return 0
+
+        return call
+
+    def _cuTensorMapEncodeTiled(self) -> Any:
+        def call(place, kind, rank, address, shape, strides, block, steps, interleave, swizzle, promotion, fill):  # type: ignore[no-untyped-def]
+            assert place.value % 64 == 0
+            if not self.takes(address.value or 0):
+                return 1
+            ctypes.memmove(place.value, struct.pack("<Q", address.value) * 16, 128)
+            self.encoded.append(
+                {"address": address.value, "type": kind, "shape": list(shape), "block": list(block), "steps": list(steps),
+                 "strides": list(strides)[: rank - 1], "swizzle": swizzle, "promotion": promotion}
+            )  # fmt: skip
+            return 0
+
+        return call
+
+    def _cuLaunchKernelEx(self) -> Any:
+        def call(config_at: Any, handle: Any, pointers_at: Any, extra: Any) -> int:
+            if self.during is not None:
+                during, self.during = self.during, None
+                during()
+            config = cuda._LaunchConfig.from_address(config_at.value)
+            attributes = (cuda._Attribute * config.count).from_address(config.attributes)
+            self.launched.append(
+                {"config": config_at.value, "grid": (config.grid_x, config.grid_y, config.grid_z), "block": config.block_x,
+                 "shared": config.shared, "stream": config.stream, "handle": handle.value, "pointers": pointers_at.value,
+                 "attributes": [(a.id, *a.value[:3]) for a in attributes]}
+            )  # fmt: skip
+            return self.codes.pop(0) if self.codes else 0
+
+        return call
+
+    def arguments(self, kinds: list[str], which: int = -1) -> list[Any]:
+        """What the kernel would have read: an address of a tensor for a map, else a number."""
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(self.launched[which]["pointers"])
+        formats = {"pointer": "<Q", "map": "<Q", "i32": "<i", "i64": "<q", "fp32": "<f"}
+        return [
+            struct.unpack(formats[kind], ctypes.string_at(place, struct.calcsize(formats[kind])))[0]
+            for kind, place in zip(kinds, pointers, strict=True)
+        ]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found = Driver()
+    monkeypatch.setattr(cuda, "library", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0xCAFE, raising=False)
+    monkeypatch.setattr(launch, "arch_of", lambda index: 90)
+    monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    launch.load.cache_clear()
+    yield found
+    launch.load.cache_clear()
+
+
+def image(variant: Any, config: Any, **changes: Any) -> Image:
+    count = len(compiler.variant_named(variant.name).descriptors) if compiler.uses_descriptors(config) else 0
+    block = (1, 1, 64, 64)
+    plain = {"name": "k", "cubin": b"\x7fELF", "shared": 100_000, "warps": 12, "ctas": 1, "cooperative": False,
+             "programmatic": False, "maps": (MapFormat(3, 2, 9, block),) * count}  # fmt: skip
+    return Image(**{**plain, **changes})
+
+
+def bound(
+    monkeypatch: pytest.MonkeyPatch, name: str = "fwd_hopper", **changes: Any
+) -> tuple[Launch, list[torch.Tensor], list[str]]:
+    """A forward's launch, tensors for it, and the kinds of its parameters, scratch included."""
+    variant = variant_named(name)
+    spec = PROBLEM.specialization
+    config = variant.space.default(spec, 90)
+    made = image(variant, config, **changes)
+    monkeypatch.setattr(precompiled, "find", lambda *asked: (made, "a file"))
+    q, o = (torch.zeros(2, 4, 300, 64, dtype=torch.bfloat16) for _ in "qo")
+    k, v = (torch.zeros(2, 500, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": torch.zeros(2, 4, 300)}
+    strides = {n: launch.strides_of(t) for n, t in tensors.items() if t.dim() == 4}
+    made_launch = launch.bind(variant, PROBLEM, config, strides, 0.125, tuple(tensors), 0)
+    assert isinstance(made_launch, Launch)
+    binary = compiler.binary_config(variant, config)
+    return made_launch, list(tensors.values()), [*launch.kinds(variant, spec, binary), "pointer", "pointer"]
+
+
+def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, kinds = bound(monkeypatch)
+    call(*tensors)
+    launched = driver.launched[-1]
+    assert (launched["handle"], launched["stream"], launched["block"]) == (HANDLE, 0xCAFE, 12 * 32)
+    assert launched["shared"] == 100_000 and launched["attributes"] == []
+    assert (8, OPTIN - 16) in driver.attributes  # opted in to all the shared memory there is
+    q, k, v, o, lse = tensors
+    shapes = [[2, 4, 300, 64, 4 * 300 * 64, 300 * 64, 64, 1], [2, 2, 500, 64, 500 * 128, 64, 128, 1]]
+    expected = [
+        q.data_ptr(), *shapes[0], k.data_ptr(), *shapes[1], v.data_ptr(), *shapes[1], o.data_ptr(), *shapes[0],
+        lse.data_ptr(), pytest.approx(0.125 * launch.LOG2E), 2, 4, 2, 300, 500,
+        variant_named("fwd_hopper").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"], 0, 0,
+    ]  # fmt: skip
+    assert driver.arguments(kinds) == expected
+
+
+def test_a_descriptor_is_encoded_once_per_address(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, kinds = bound(monkeypatch)
+    before = len(driver.encoded)  # those that tried whether TMA can take such tensors
+    call(*tensors)
+    call(*tensors)
+    assert len(driver.encoded) - before == 4
+    assert driver.encoded[before + 1] == {
+        "address": tensors[1].data_ptr(), "type": 9, "shape": [64, 500, 2, 2], "block": [64, 64, 1, 1], "steps": [1] * 4,
+        "strides": [256, 128, 128000], "swizzle": 3, "promotion": 2,
+    }  # fmt: skip
+    fresh = [torch.zeros_like(t) for t in tensors]
+    call(*fresh)
+    assert len(driver.encoded) - before == 8 and driver.arguments(kinds)[0] == fresh[0].data_ptr()
+
+
+def test_descriptors_outlive_the_launch_that_passes_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, kinds = bound(monkeypatch)
+    maps = [maps for _, maps in call.slots if maps is not None]
+
+    def meanwhile() -> None:  # as other threads would
+        for one in maps:
+            for n in range(1, 2 * Maps.KEPT + 3):
+                one.encode(16 * n)
+        gc.collect()
+
+    driver.during = meanwhile
+    call(*tensors)
+    assert all(tensor.data_ptr() not in one for tensor, one in zip(tensors, maps, strict=False))
+    found = driver.arguments(kinds)
+    assert [found[index] for index, one in call.slots if one is not None] == [t.data_ptr() for t in tensors[:4]]
+
+
+def test_what_tma_cannot_take_is_said_when_planning(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.takes = lambda address: False
+    with pytest.raises(CompileError, match=r"fwd_hopper, q: CUDA error 1 while encoding .* shape \[2, 4, 300, 64\]"):
+        bound(monkeypatch)
+
+
+def test_launches_at_once_share_no_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, kinds = bound(monkeypatch)
+    others = [torch.zeros_like(t) for t in tensors]
+    driver.during = lambda: call(*others)  # as another thread would, which runs while the driver is called
+    call(*tensors)
+    inner, outer = driver.launched
+    assert inner["config"] != outer["config"] and inner["pointers"] != outer["pointers"]
+    assert driver.arguments(kinds, 0)[0] == others[0].data_ptr()
+    assert driver.arguments(kinds, 1)[0] == tensors[0].data_ptr()
+    call(*tensors)
+    assert driver.launched[-1]["pointers"] in (inner["pointers"], outer["pointers"])  # given back
+
+
+def test_attributes_of_clusters_cooperation_and_early_starts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, tensors, _ = bound(monkeypatch)
+    plain(*tensors)
+    launch.load.cache_clear()
+    call, tensors, _ = bound(monkeypatch, ctas=2, cooperative=True, programmatic=True)
+    call(*tensors)
+    one, two = driver.launched
+    assert two["grid"] == (2 * one["grid"][0], 1, 1)
+    assert two["attributes"] == [(6, 1, 0, 0), (2, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, _ = bound(monkeypatch)
+    driver.codes, before = [201], driver.contexts
+    call(*tensors)
+    assert len(driver.launched) == 2 and driver.contexts == before + 1
+
+
+def test_a_refused_launch_is_told_in_the_drivers_words(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, _ = bound(monkeypatch)
+    driver.codes = [700]
+    with pytest.raises(CudaError, match="CUDA error 700 while launching k: no luck"):
+        call(*tensors)
+
+
+def test_parameters_of_another_layout_are_refused(driver: Driver) -> None:
+    made = image(variant_named("bwd_delta"), {})
+    driver.sizes = [8, 128, 4, 8, 8]
+    assert Function(made, ["pointer", "map", "i32"], 0, "").handle.value == HANDLE
+    driver.sizes = [8, 128, 8, 8, 8]
+    with pytest.raises(CudaError, match=r"takes parameters of \[8, 128, 8, 8, 8\] bytes, a launch passes \[8, 128, 4"):
+        Function(made, ["pointer", "map", "i32"], 0, "")
+
+
+def test_more_than_the_gpu_has_is_out_of_resources(driver: Driver) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    for changes, said in (({"shared": OPTIN + 1}, "shared memory"), ({"warps": 33}, "threads")):
+        with pytest.raises(OutOfResources, match=said):
+            Function(image(variant_named("bwd_delta"), {}, **changes), [], 0, "")
+
+
+def test_what_does_not_fit_a_parameter_is_refused() -> None:
+    assert cuda._packed("i32", -1) == (1 << 64) - 1
+    for kind, value in (("i32", 1 << 31), ("i32", -(1 << 31) - 1), ("i64", 1 << 63)):
+        with pytest.raises(ValueError, match=f"does not fit {kind}"):
+            cuda._packed(kind, value)
+
+
+def test_a_binary_that_the_driver_refuses_is_compiled_after_all(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    variant = variant_named("bwd_delta")
+    spec = PROBLEM.specialization
+    config = compiler.binary_config(variant, variant.space.default(spec, 90))
+    good, bad = image(variant, config), image(variant, config, cubin=b"rubbish")
+    monkeypatch.setattr(precompiled, "find", lambda *asked: (bad, "some.kernels"))
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *asked: None)
+    monkeypatch.setattr(launch, "image_of", lambda compiled: good)
+    with caplog.at_level("INFO", "fa2tune"):
+        found = launch.load(variant, spec, tuple(sorted(config.items())), 0)
+    assert found.image is good and found.origin == "compiled: some.kernels: CUDA error 200 while loading k: no luck"
+    assert "compiling bwd_delta: some.kernels" in caplog.text
+
+
+def test_nothing_is_loaded_in_a_capture_unless_allowed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tensors, _ = bound(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    bound(monkeypatch)[0](*tensors)  # it is there already
+    launch.load.cache_clear()
+    with pytest.raises(launch.CaptureMiss, match="fwd_hopper"):
+        bound(monkeypatch)
+    driver.modes.clear()
+    with cuda.relaxed_capture():
+        bound(monkeypatch)[0](*tensors)
+    assert driver.modes == [2, 0] and not cuda.may_load()  # relaxed, and then as it was
+
+
+# ---- a first call while a graph is captured
+
+
+class Missing:
+    """A plan whose kernel is not loaded, and may be loaded in a relaxed capture alone."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+
+    def __call__(self, configs: Mapping[str, Any]) -> str:
+        if not cuda.may_load():
+            raise launch.CaptureMiss("fwd")
+        self.made.append(dict(configs))
+        return "a plan"
+
+
+@pytest.fixture
+def capturing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpus.named("h200"))
+
+
+def test_by_default_it_is_an_error_that_says_what_to_do(capturing: None) -> None:
+    missing = Missing()
+    with pytest.raises(launch.CaptureMiss) as miss:
+        dispatch._plan(PROBLEM, {"fwd": None}, 0, missing)
+    said = r"fwd is not loaded yet .* warm-up call with these shapes .* or set FA2TUNE_CAPTURE_MISS=default"
+    with pytest.raises(RuntimeError, match=said):
+        dispatch._plan_in_capture(miss.value, PROBLEM, ("fwd",), 0, missing)
+    assert not missing.made
+
+
+def test_it_may_take_the_documented_default(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "default")
+    missing, kernels = Missing(), passes.ROADS[passes.SPLIT]
+    before = dispatch.SERVED["default, in a capture"]
+    assert dispatch._plan_in_capture(launch.CaptureMiss("bwd_dq"), PROBLEM, kernels, 0, missing) == "a plan"
+    default = {kernel: dispatch.default_config(kernel, PROBLEM, gpus.named("h200")) for kernel in kernels}
+    assert missing.made == [default]
+    assert dispatch.SERVED["default, in a capture"] - before == 2 and not cuda.may_load()
+
+
+def test_another_setting_is_refused(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "tune")
+    with pytest.raises(ValueError, match="FA2TUNE_CAPTURE_MISS: got 'tune', allowed are error and default"):
+        dispatch._plan_in_capture(launch.CaptureMiss("fwd"), PROBLEM, ("fwd",), 0, Missing())
+
+
+# ---- held against what the compiler makes
+
+_SIZES = {"b8": 1, "u8": 1, "u16": 2, "b16": 2, "u32": 4, "b32": 4, "s32": 4, "f32": 4, "u64": 8, "b64": 8, "s64": 8}
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?\w+(?:\[(\d+)\])?"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "loads"), [("fwd", "pointer"), ("fwd", "descriptor"), ("fwd_hopper", None), ("bwd_dq_hopper", None)]
+)
+def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None) -> None:
+    variant, spec = variant_named(name), Specialization("bf16", 64, 64, True)
+    config = {**variant.space.default(spec, 90), **({} if loads is None else {"LOADS": loads})}
+    binary = compiler.binary_config(variant, config)
+    try:
+        compiled = compiler.compile_kernel(variant, spec, binary, 90)
+    except CompileError as error:
+        pytest.skip(f"this Triton does not compile it: {error}")
+    head = compiled.asm["ptx"].partition(".entry")[2].partition(")")[0]
+    sizes = [_SIZES[kind] * int(count or 1) for kind, count in _PARAMETER.findall(head)]
+    assert sizes == [cuda.SIZES[kind] for kind in (*launch.kinds(variant, spec, binary), "pointer", "pointer")]
+    made = launch.image_of(compiled)
+    assert made.cubin.startswith(b"\x7fELF") and made.name in compiled.asm["ptx"]
+    assert len(made.maps) == (len(variant.descriptors) if loads != "pointer" else 0)

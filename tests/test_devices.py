@@ -1,0 +1,130 @@
+"""Several GPUs of one host: fake hands in real child processes, each of which sees a GPU of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from test_tuner import HERE, Bench
+from tuner_fakes import true_time
+
+from fa2tune import gpus, plan, reader
+from fa2tune.cli.tune import tune as tune_command
+from fa2tune.measured import GpuLost
+from fa2tune.plan import Target, TuneRequest, make_plan
+from fa2tune.row import MEASURED, PREDICTED
+
+H200, H100 = gpus.named("h200"), gpus.named("h100")
+pytestmark = pytest.mark.usefixtures("portable_kernels")
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A host with three equal GPUs; which one was made the current one."""
+    found: list[int] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "visible", lambda: [H200, H200, H200])
+    monkeypatch.setattr(gpus, "use", found.append)
+    return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def evidence(rows: list) -> dict:
+    """What a row says beside times, which are each process's own."""
+    return {(r.key, r.variant): (r.config, r.tried, r.obtained, r.obtained_on, r.samples) for r in rows}
+
+
+def test_every_gpu_takes_part_and_the_table_is_one(bench, used, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_SECONDS", "0.05")
+    report = bench.tune(HERE, devices="all", trials=20, causal=(False, True), buckets=(512, 1024, 4096))
+    heats, finals = bench.did("on"), bench.did("proof")
+    assert {device for device, *_ in heats} == {"0", "1", "2"} and used == [0]
+    shares = [sum(device == one for device, *_ in heats) for one in ("0", "1", "2")]
+    assert min(shares) > 0.15 * sum(shares)
+    keys = {(causal, bucket) for causal in (False, True) for bucket in (512, 1024, 4096)}
+    rows = reader.read(bench.folder / "cache.sqlite")
+    assert {(row.key.causal, row.key.bucket) for row in rows} == keys and len(rows) == 2 * len(keys) == len(report.rows)
+    assert len(finals) == len(keys), "each length has one proof, on one GPU"
+    for row in rows:
+        tried = bench.tried_of(row.key.causal)
+        runnable = [c for c in tried if c["num_stages"] != 4 and c["LOADS"] == row.variant]
+        assert true_time(row.config, row.key.bucket) == min(true_time(c, row.key.bucket) for c in runnable)
+    assert len(report.launching) == 3 and all(0 < share <= 1 for share in report.launching)
+    bench.forget()
+    again = bench.tune(HERE, devices=(2,), trials=20, causal=(False, True), buckets=(512, 1024, 4096))
+    assert not bench.did("screen") and evidence(again.rows) == evidence(rows) and used == [0, 2]
+
+
+def test_the_anchor_has_a_time_before_a_second_gpu_races_against_it(bench, used, monkeypatch):
+    """Every process of these fakes has clocks of its own: times of different anchors would not compare."""
+    monkeypatch.setenv("FA2TUNE_FAKE_SECONDS", "0.05")
+    bench.tune(HERE, devices="all", trials=24, buckets=(512,), record=bench.folder / "record")
+    entries = [json.loads(line) for line in (bench.folder / "record").read_text().splitlines()]
+    timed = {json.dumps(e["config"], sort_keys=True): e["time_us"] for e in entries if e["stage"] == "screen"}
+    ratios = [time_us / true_time(json.loads(config), 512) for config, time_us in timed.items() if time_us]
+    assert len(ratios) > 20 and max(ratios) / min(ratios) < 1.02
+
+
+def test_a_gpu_that_is_lost_leaves_its_work_to_the_others(bench, used, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_LOST", "1")
+    report = bench.tune(HERE, devices="all", trials=12, buckets=(512, 1024))
+    assert any("GPU 1 does no more" in line and "2 go on" in line for line in bench.lines)
+    assert {row.key.bucket for row in report.rows} == {512, 1024} and "failed" not in report.fates
+    assert {device for device, *_ in bench.did("on")} == {"0", "2"}
+
+
+def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypatch):
+    monkeypatch.setenv("FA2TUNE_FAKE_LOST", "0 1 2")
+    with pytest.raises(GpuLost, match="no CUDA-capable device"):
+        bench.tune(HERE, devices="all", trials=4, buckets=(512,))
+    assert sum("does no more" in line for line in bench.lines) == 2
+    monkeypatch.setenv("FA2TUNE_FAKE_LOST", "")
+    assert bench.tune(HERE, devices="all", trials=4, buckets=(512,)).rows
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: object, target: Target = HERE) -> plan.Plan:
+    monkeypatch.setattr(plan, "resolve_target", lambda name: target)
+    return make_plan(TuneRequest(cache=folder / "c.sqlite", devices=devices))  # type: ignore[arg-type]
+
+
+def test_devices_are_numbers_among_those_that_are_visible(tmp_path, used, monkeypatch):
+    assert asked(monkeypatch, tmp_path, None).devices == ("",)
+    assert asked(monkeypatch, tmp_path, "all").devices == ("0", "1", "2")
+    assert asked(monkeypatch, tmp_path, (2, 0, 2)).devices == ("2", "0") and used[-1] == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-8f1c,7")
+    assert asked(monkeypatch, tmp_path, (1, 2)).devices == ("GPU-8f1c", "7")
+
+
+@pytest.mark.parametrize(
+    ("devices", "there", "target", "says"),
+    [
+        ((3,), [H200, H200], HERE, "devices: got 3, allowed are 0 to 1, or all"),
+        ((-1,), [H200], HERE, "devices: got -1"),
+        ((), [H200], HERE, "devices: got none"),
+        ("all", [], HERE, "devices: no GPU is present here"),
+        ("all", [H200, H100], HERE, "0 is h200, 1 is h100-sxm; one run tunes for one GPU model"),
+        ("all", [H200], Target(H100, PREDICTED, H200), "devices: h100-sxm is not here"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(tmp_path, monkeypatch, devices, there, target, says):
+    monkeypatch.setattr(gpus, "visible", lambda: there)
+    monkeypatch.setattr(gpus, "use", lambda number: None)
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        asked(monkeypatch, tmp_path, devices, target)
+
+
+def test_equal_gpus_of_a_mixed_host_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: [H100, H200, H200])
+    monkeypatch.setattr(gpus, "use", lambda number: None)
+    assert asked(monkeypatch, tmp_path, (1, 2), Target(H200, MEASURED, H200)).devices == ("1", "2")
+
+
+def test_the_command_takes_numbers_or_all():
+    result = CliRunner().invoke(tune_command, ["--devices", "first"])
+    assert result.exit_code == 2 and "allowed are all, or numbers such as 0,2" in result.output.replace("\n", " ")
