@@ -34,6 +34,7 @@ OWN = "own row"
 def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Served | None:
     """What the dispatcher would launch for this key if these rows were all there are; None: its default."""
     from fa2tune import dispatch, gpus
+    from fa2tune.passes import ROADS
 
     gpu = gpus.named(key.gpu)
     problem = replace(key.workload(), tma=not portable)
@@ -50,7 +51,8 @@ def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Serve
     road = lookup.find(key, gpu.silicon, [layer], refusal, dispatch.toolchain())
     if road is None:
         return None
-    answers = {kernel: found(kernel, kind) for kernel, kind in dispatch.kinds_of(road.row).items()}
+    kinds = dispatch.kinds_of(road.row)  # may name no kernel: then each chooses by itself
+    answers = {kernel: found(kernel, kinds.get(kernel)) for kernel in ROADS[road.row.road]}
     configs = {kernel: answer.row.config for kernel, answer in answers.items() if answer is not None}
     return {"road": road.row.road, "configs": configs} if len(configs) == len(answers) else None
 

@@ -18,7 +18,7 @@ from fa2tune.samples import quantile
 SHORTER, LONGER = "bucket: next shorter", "bucket: next longer"
 FAR, FARTHER = "bucket: 4 times off", "bucket: 8 times off and more"
 DTYPE, HEAD_DIM = "other 16-bit dtype", "same padded head dim"
-PORTABLE, DEFAULT = "portable row of the key", "documented default"
+PORTABLE, DEFAULT = "tensors that TMA cannot address", "documented default"
 RUNGS = (SHORTER, LONGER, FAR, FARTHER, DTYPE, HEAD_DIM, PORTABLE, DEFAULT)
 PASSES = {"fwd": "forward", BACKWARD: "backward"}
 

@@ -129,7 +129,13 @@ def _header(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
 def sentence(cells: Sequence[Record]) -> str:
     """The averages in words; "" if no length is long enough for them."""
     means = averages(cells)
-    against = [f"{means[name]:.2f} x {PEERS[name].label}" for name in PEERS if name in means]
+    long = [cell for cell in cells if cell["seqlen"] >= LONG]
+    counts = {name: sum("ratio" in cell["peers"].get(name, {}) for cell in long) for name in PEERS}
+    most = max(counts.values(), default=0)
+    against = [
+        f"{means[name]:.2f} x {PEERS[name].label}" + (f" ({counts[name]} of {most} cells)" if counts[name] < most else "")
+        for name in PEERS if name in means
+    ]  # fmt: skip
     if not against:
         return ""
     best = f"; {means['best']:.2f} x the best peer of each cell" if "best" in means else ""

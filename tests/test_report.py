@@ -174,7 +174,7 @@ def test_regrets_by_rung() -> None:
     cases = [{"kernel": "fwd", "rung": regret.DEFAULT, "regret": value} for value in (0.0, 0.1, 0.5)]
     text = regret.markdown(regret.summary([*cases, {"kernel": "bwd", "rung": regret.PORTABLE, "regret": 0.25}]))
     assert "| forward | documented default | 3 | 10.0 % | 42.0 % | 50.0 % |" in text
-    assert "| backward | portable row of the key | 1 | 25.0 % | 25.0 % | 25.0 % |" in text
+    assert "| backward | tensors that TMA cannot address | 1 | 25.0 % | 25.0 % | 25.0 % |" in text
 
 
 def test_host_time_is_per_call() -> None:
