@@ -1,10 +1,10 @@
 """Which variant's default serves best where no row does: the portable default against the warp-specialised one, timed.
 
-    python benchmarks/default_of_variants.py [--seconds 60]
+    python benchmarks/default_of_variants.py [--seconds 600]
 
 For head dims 16 to 256, both masks and three lengths at 16k tokens (bf16): the forward, and the deterministic backward (split
 road), each by the default config of either variant, interleaved on a warm card with a cold L2. Prints the portable time over
-the other's: above 1 the warp-specialised default is faster. Rules of dispatch.default_config rest on it. Needs a Hopper GPU.
+the other's: above 1 the warp-specialised default is faster. fa2tune/defaults.py rests on it. Needs a Hopper GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much faster several GPUs of a host tune than one: the same small grid, each time from a cold compile cache and with empty
 studies, ``--devices all`` first and one GPU after it.
 
-    python benchmarks/devices_speedup.py [--seconds 250] [--head-dim 64 --head-dim 128] [--trials 10]
+    python benchmarks/devices_speedup.py [--seconds 250] [--head-dim 64 --head-dim 128] [--trials 8]
 
 Prints the ratio of the times, and for both runs what was waited for: the share of the time that each GPU, the compiling
 processes and the bookkeeping process were busy. Where the run on one GPU would take longer than ``--seconds`` allow, it is

@@ -70,16 +70,19 @@ class Report:
         found = {record.identity(row): row for row in self.rows}
         self.rows = list((found | {record.identity(row): row for row in rows}).values())
 
+    def leave(self, rows: Iterable[Row]) -> None:
+        """Take out rows."""
+        gone = {record.identity(row) for row in rows}
+        self.rows = [row for row in self.rows if record.identity(row) not in gone]
+
 
 FILING_SHARE = 20.0  #: filing rows takes one part in so many of the time
 
 
 class Rows(Protocol):
-    """What takes the rows: a cache file, or a database."""
+    """What has the rows: a cache file, or a database."""
 
     def rows(self) -> list[Row]: ...
-
-    def put(self, rows: Sequence[Row]) -> None: ...
 
 
 @dataclass
@@ -90,8 +93,8 @@ class Books:
     store: Rows
     toolchain: crown.Toolchain
     report: Report
-    #: whether the keys of a row are still this worker's
-    holds: Callable[[Row], bool] = lambda row: True
+    #: files those rows that are still this worker's to file, and says which these are
+    file_ours: Callable[[Sequence[Row]], Sequence[Row]]
     unfiled: list[tuple[str, Sequence[Row]]] = field(default_factory=list)  #: (title, rows)
     filed: float = 0.0  #: time.monotonic() of the last time
     filing: float = 0.0  #: seconds that it took
@@ -110,15 +113,16 @@ class Books:
         if not self.unfiled or not (at_once or time.monotonic() >= self.filed + FILING_SHARE * self.filing):
             return
         begun = time.monotonic()
-        unfiled, self.unfiled = self.unfiled, []
-        ours = [(title, rows) for title, rows in unfiled if self.holds(rows[0])]
-        self.store.put([row for _, rows in ours for row in rows])
+        unfiled = [*self.unfiled]
+        ours = {record.identity(row) for row in self.file_ours([row for _, rows in unfiled for row in rows])}
+        del self.unfiled[: len(unfiled)]  # only now: Ctrl-C may have come in between
         self.filed = time.monotonic()
         self.filing = self.filed - begun
         for title, rows in unfiled:
-            if (title, rows) in ours:
+            if record.identity(rows[0]) in ours:
                 self._tell(rows, title)
             else:
+                self.report.leave(rows)
                 self.watcher.line(f"{title}: left to the worker that has taken it over")
 
     def _tell(self, rows: Sequence[Row], title: str) -> None:

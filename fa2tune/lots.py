@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fa2tune import compiler, crown
+from fa2tune import compiler, crown, fingerprint
 from fa2tune.family import Family
 from fa2tune.plan import PASSES, Plan
 from fa2tune.problem import BACKWARD, Specialization, TuningKey
@@ -73,19 +73,33 @@ def lots(plan: Plan) -> list[Lot]:
     )
 
 
-def campaign(plan: Plan, toolchain: crown.Toolchain) -> str:
-    """What workers must have in common to share trials: how times are obtained, of which GPU, with which toolchain."""
-    stamp = f"{toolchain.obtained} triton={toolchain.stamp()['triton']}"
+def stamp(toolchain: crown.Toolchain) -> str:
+    """What trials of one kernel and search space must have in common: how times are obtained, of which GPU, with which
+    toolchain."""
+    made = f"{toolchain.obtained} triton={toolchain.stamp()['triton']}"
     if toolchain.obtained == PREDICTED:
-        return f"{stamp} model={_model_hash()}"
+        return f"{made} model={_model_hash()}"
     # times, and rows kept with them, are of this GPU under this driver
-    return f"{stamp} on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
+    return f"{made} on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
+
+
+def campaign(plan: Plan, toolchain: crown.Toolchain) -> str:
+    """What workers must have in common to share lots: comparable trials of the same kernels and search spaces for the same GPU,
+    in the same studies. Several files of studies may share the file with the leases."""
+    gpu, url = plan.target.gpu, plan.storage.url
+    searched = [variant for kernel in PASSES["both"] for variant in compiler.variants_of(kernel)]
+    hashes = sorted({(each.name, fingerprint.kernel_hash(each), fingerprint.space_hash(each)) for each in searched})
+    sources = hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]
+    studies = "" if url is None or plan.storage.shared else f" studies={Path(url.database or '').resolve()}"
+    return f"{gpu.name} {gpu.sm_count} SMs {stamp(toolchain)} sources={sources}{studies}"
 
 
 def request_token(plan: Plan) -> str:
-    """What a lot is settled for: equal tokens ask for the same."""
+    """What a lot is settled for: equal tokens ask for the same, in the same cache. The number of trials where none is asked for
+    is no part of it: it depends on the host's cores."""
     asked = {name: value for name, value in asdict(plan.request).items() if name in ASKED}
-    return hashlib.sha256(repr((sorted(asked.items()), plan.trials, plan.kernels)).encode()).hexdigest()[:16]
+    cache = "" if plan.cache is None else str(plan.cache.resolve())
+    return hashlib.sha256(repr((sorted(asked.items()), plan.kernels, cache)).encode()).hexdigest()[:16]
 
 
 def _model_hash() -> str:

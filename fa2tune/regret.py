@@ -62,20 +62,25 @@ def summary(cases: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Regret]
 
 
 @cache
-def shipped() -> tuple[str, Mapping[tuple[str, str], Regret]]:
-    """(GPU it was measured on, summary); ("", {}) where the package has none."""
+def shipped() -> tuple[str, Sequence[Mapping[str, Any]]]:
+    """(catalogue name of the GPU they were measured on, cases); ("", ()) where the package has none."""
     try:
         data = json.loads((resources.files("fa2tune.cache") / "regret.json").read_text(encoding="utf-8"))
-        return str(data["environment"]["gpu"]), summary(data["cases"])
+        return str(data["environment"]["gpu_key"]), tuple(data["cases"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "", {}
+        return "", ()
 
 
-def told(kernel: str, rung: str | None) -> str | None:
-    """One line for a lookup of this kernel over this rung; None where nothing was measured."""
-    gpu, known = shipped()
-    found = known.get((PASSES["fwd" if kernel == "fwd" else BACKWARD], rung or ""))
-    return None if found is None else f"{rung}: {found} ({PASSES['fwd' if kernel == 'fwd' else BACKWARD]}, {gpu})"
+def told(key: TuningKey, rung: str | None) -> str | None:
+    """One line for a lookup of ``key`` over this rung: what that cost where it was measured, on this GPU, for this pass, head
+    dim and dtype; None where it was not."""
+    gpu, cases = shipped()
+    alike = [
+        case for case in cases
+        if key.gpu == gpu and (key.kernel, key.head_dim, key.dtype) == (case["kernel"], case["head_dim"], case["dtype"])
+    ]  # fmt: skip
+    found = summary(alike).get((PASSES.get(key.kernel, ""), rung or ""))
+    return None if found is None else f"{rung}: {found}"
 
 
 def markdown(found: Mapping[tuple[str, str], Regret], passes: Sequence[str] = tuple(PASSES.values())) -> str:

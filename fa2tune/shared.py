@@ -8,7 +8,7 @@ when they are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -56,10 +56,13 @@ class SharedStore:
             raise StorageError(f"storage: {self.name}: row {identity[:200]}: {error}") from error
         return row
 
-    def put(self, rows: Iterable[Row]) -> None:
+    def put(self, rows: Sequence[Row]) -> None:
         """Add ``rows``; each takes the place of the one with its key, variant and way of being obtained. ValueError names a
         value that no cache file may hold; then nothing is written."""
-        checked = [record.checked(row) for row in rows]
+        self.storage.do(lambda connection: self.write(connection, rows))
+
+    def write(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
+        """``put``, as a part of a transaction."""
         insert = postgresql.insert if self.storage.shared else sqlite.insert
         values: list[dict[str, Any]] = [
             {
@@ -67,11 +70,11 @@ class SharedStore:
                 "version": record.SCHEMA_VERSION,
                 "record": json.dumps(record.encode(row), sort_keys=True),
             }
-            for row in checked
+            for row in map(record.checked, rows)
         ]
         if not values:
             return
         statement = insert(TABLE)
         new = {name: statement.excluded[name] for name in ("version", "record")}
         statement = statement.on_conflict_do_update(index_elements=["identity"], set_=new)
-        self.storage.execute(statement, values)
+        connection.execute(statement, values)

@@ -109,6 +109,7 @@ class Shelf:
         clerk.failures = 0 if job.failure is None else clerk.failures + 1
         if job.failure is not None:
             if not job.died or clerk.failures >= TRIES:
+                clerk.waiting.clear()  # the run ends here, and need not try once more
                 raise StorageError(f"storage: {self.storage.name}: studies cannot be written: {job.failure}")
             clerk.waiting.extendleft(reversed(batch))
         else:
@@ -124,12 +125,18 @@ class Shelf:
         return all(clerk.stored >= taken for clerk, taken in zip(self.clerks, mark, strict=True))
 
     def flush(self) -> None:
-        """Wait until everything is stored. StorageError."""
+        """Wait until everything is stored. StorageError, after the other clerks have stored what they can."""
+        failed: StorageError | None = None
         while any(clerk.waiting or clerk.crew.load for clerk in self.clerks):
             for clerk in self.clerks:  # one that failed has nothing under way
                 self._send(clerk)
             for job in worker.wait(self.crews, 1.0):
-                job.tag(job)
+                try:
+                    job.tag(job)
+                except StorageError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Store what is left, and end."""

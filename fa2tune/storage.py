@@ -23,6 +23,7 @@ EXTRA = "storage: PostgreSQL needs the package psycopg: pip install 'fa2tune[pos
 LOCK_TIMEOUT_S = 60  #: how long a writer to an SQLite file waits for its turn
 #: Seconds that a PostgreSQL may be away in the midst of a run, and between two tries.
 OUTAGE_S, RETRY_S = 120.0, 0.5
+HURRY_S = 10.0  #: the same after Ctrl-C
 CONNECT_S = 10  #: for one connection attempt
 #: Seconds after which the server ends a transaction whose client says nothing: who is stopped, or cut off, in the midst of one
 #: would else keep its locks, and every other worker waiting.
@@ -48,6 +49,10 @@ def parsed(text: str) -> sa.URL:
     except (sa.exc.ArgumentError, ValueError):
         raise ValueError(f"storage: got something that is no database URL, allowed are {allowed}") from None
     backend = url.get_backend_name()
+    if backend == "postgresql" and text.count("@") != (
+        url.username is not None
+    ):  # a part of it passes for something else
+        raise ValueError("storage: user name or password: @ must be written as %40, / as %2F, ? as %3F")
     if backend == "sqlite" and url.database not in (None, "", ":memory:"):
         return url
     if backend != "postgresql" or (url.drivername != "postgresql" and url.drivername != DRIVER) or not url.database:
@@ -70,6 +75,12 @@ def _gone(error: BaseException | None) -> bool:
     return False
 
 
+def _first_line(error: Exception) -> str:
+    """What the database's driver says."""
+    said = str(getattr(error, "orig", None) or error).strip().splitlines()
+    return said[0] if said else repr(error)
+
+
 class Storage:
     """One database. ``url``: of PostgreSQL, or of the SQLite file with the studies; ``file``: with SQLite, the file with our
     own tables. Both None: nothing is kept beyond this object (for tests). ``reached``: it was there before, so it is waited
@@ -80,6 +91,8 @@ class Storage:
         self.shared = url is not None and url.get_backend_name() == "postgresql"
         self.name = shown(url) if url is not None and self.shared else str(file)
         self._reached = reached
+        self.hurry = False  #: whether to wait only a little
+        self.say: Callable[[str], None] = lambda text: None  #: what is waited for
         for path in (file, Path(url.database or "") if url is not None and not self.shared else None):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +121,7 @@ class Storage:
             assert self.url is not None
             return sa.create_engine(
                 self.url, pool_pre_ping=True, pool_size=1, connect_args=self._connect(),
+                isolation_level="READ COMMITTED",  # who waited for its turn must see what was done meanwhile
                 execution_options={"schema_translate_map": {None: SCHEMA}},
             )  # fmt: skip
         engine = sa.create_engine(
@@ -140,12 +154,14 @@ class Storage:
             except Exception as error:
                 if not self.shared or not _gone(error):
                     raise
-                until = until or time.monotonic() + (OUTAGE_S if self._reached else 0.0)
+                if until is None:
+                    wait_s = 0.0 if not self._reached else min(HURRY_S, OUTAGE_S) if self.hurry else OUTAGE_S
+                    until = time.monotonic() + wait_s
+                    if wait_s:
+                        self.say(f"storage: {self.name} is away, waiting for it for up to {wait_s:.0f} s")
                 if time.monotonic() >= until:
-                    said = str(getattr(error, "orig", None) or error).strip().splitlines()
-                    raise StorageError(
-                        f"storage: {self.name} cannot be reached: {said[0] if said else error!r}"
-                    ) from None
+                    self._reached = False  # whoever has something to store at the end need not wait again
+                    raise StorageError(f"storage: {self.name} cannot be reached: {_first_line(error)}") from None
                 time.sleep(RETRY_S)
             else:
                 self._reached = True
@@ -173,7 +189,7 @@ class Storage:
 
     def _trouble(self, name: str, error: sa.exc.DatabaseError) -> StorageError:
         remedy = "" if self.shared else "; move the file away to start a new one"
-        return StorageError(f"storage: {name}: {str(error.orig).strip().splitlines()[0]}{remedy}")
+        return StorageError(f"storage: {name}: {_first_line(error)}{remedy}")
 
     def alone(self, connection: sa.Connection) -> None:
         """Until this transaction ends, nobody else is in one that has asked for the same."""
@@ -184,11 +200,13 @@ class Storage:
         """Make tables of ours, where they are not yet there."""
 
         def make(connection: sa.Connection) -> None:
-            self.alone(connection)  # IF NOT EXISTS looks before it locks
-            if self.shared:
-                connection.execute(sa.schema.CreateSchema(SCHEMA, if_not_exists=True))
+            self.alone(connection)
+            there, schema = sa.inspect(connection), SCHEMA if self.shared else None
+            if schema is not None and not there.has_schema(schema):  # IF NOT EXISTS asks for the right to make one
+                connection.execute(sa.schema.CreateSchema(schema))
             for table in tables:
-                connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
+                if not there.has_table(table.name, schema=schema):
+                    connection.execute(sa.schema.CreateTable(table))
 
         self.do(make)
 

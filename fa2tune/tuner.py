@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import sqlalchemy as sa
 
 from fa2tune import crown, fingerprint, ledger, lots, reader, worker
 from fa2tune.books import Books, Hands, Report, Watcher, describe, fate_of
@@ -25,7 +27,7 @@ from fa2tune.measured import HEAT, STARTS, Measured, Task
 from fa2tune.plan import Plan, TuneRequest, make_plan
 from fa2tune.predicted import Predicted
 from fa2tune.problem import Config
-from fa2tune.row import PREDICTED, Row
+from fa2tune.row import PREDICTED, Row, hashed_as
 from fa2tune.shared import SharedStore
 from fa2tune.shelf import Shelf
 from fa2tune.store import Store
@@ -70,15 +72,15 @@ class Run:
             import torch
 
             toolchain = crown.Toolchain(obtained, torch.cuda.get_device_name(), fingerprint.driver_version())
-        store = SharedStore(plan.storage) if plan.cache is None else Store(plan.cache)
-        self.books = Books(plan, watcher, hands, store, toolchain, Report(plan), self._holds)
+        self.store = SharedStore(plan.storage) if plan.cache is None else Store(plan.cache)
+        self.books = Books(plan, watcher, hands, self.store, toolchain, Report(plan), self._file_ours)
+        plan.storage.say = watcher.line
         self.shelf = Shelf(plan.storage, -(-len(plan.devices) // GPUS_A_CLERK))
         triton = toolchain.stamp()["triton"]
         self.ledger = ledger.Ledger(plan.storage, ledger.Toolchain(triton, toolchain.obtained_on, toolchain.driver))
-        self.stamp = lots.campaign(plan, toolchain)
-        gpu = plan.target.gpu
+        self.stamp = lots.stamp(toolchain)
         self.leases = Leases(
-            plan.storage, f"{gpu.name} {gpu.sm_count} SMs {self.stamp}", lots.request_token(plan),
+            plan.storage, lots.campaign(plan, toolchain), lots.request_token(plan),
             plan.workers if obtained == PREDICTED else len(plan.devices),
         )  # fmt: skip
         self.lots = {lot.name: lot for lot in lots.lots(plan)}
@@ -118,6 +120,7 @@ class Run:
                 self._take_from_others()
             except KeyboardInterrupt:
                 report.interrupted = True
+                self.plan.storage.hurry = True
         for family in self.families:
             report.fates.update(family.fates())
         report.seconds = time.monotonic() - self.begun
@@ -173,6 +176,7 @@ class Run:
         if standing.lost:
             self.books.watcher.line("taken for dead by the other workers: what was under way here is begun anew")
             self._drop([*self.open])
+            self.shelf.flush()  # what is opened again should find every trial of its own
         self._drop([name for name in self.open if name not in standing.held])
         if not standing.excess:
             return
@@ -225,10 +229,15 @@ class Run:
         for name in [name for name, opened in self.open.items() if opened.settled]:
             self.books.file(at_once=True)
             del self.open[name]
-            self.returning.append((name, self.shelf.mark(), self.leases.settle))
+            self.returning.append((name, self.shelf.mark(), self._end))
         for entry in [entry for entry in self.returning if self.shelf.stored(entry[1])]:
             self.returning.remove(entry)
             entry[2](entry[0])
+
+    def _end(self, name: str) -> None:
+        """A lot is done, and stored. If it was lost meanwhile, what is shown of it are its new holder's rows."""
+        if not self.leases.settle(name):
+            self.families = [family for family in self.families if not self.lots[name].covers_family(family)]
 
     def _wait_for_others(self) -> bool:
         """Whether there are lots that other workers hold; if they die, or have too many, they are ours."""
@@ -254,12 +263,25 @@ class Run:
             and (row.key.gpu, row.key.sm_count) == (gpu.name, gpu.sm_count)
             and row.key.bucket in request.buckets and row.key.dtype in request.dtypes
             and all(getattr(row, name) == made[name] for name in ("obtained", "obtained_on", "triton", "driver"))
+            and row.kernel_hash == fingerprint.kernel_hashes().get(hashed_as(row.key.kernel, row.specialized))
         )  # fmt: skip
 
-    def _holds(self, row: Row) -> bool:
-        """Whether this row's lot is still ours."""
-        name = next(name for name, lot in self.lots.items() if lot.covers(row.key))
-        return self.leases.holds(name)
+    def _file_ours(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """File those of ``rows`` whose lots are still ours; which these are. In a database it is one step. A file makes its
+        writers wait for their turn: who loses a lot just then writes once more."""
+        store = self.store
+
+        def ours(connection: sa.Connection) -> list[Row]:
+            held = [self.lots[name] for name in self.leases.holding(connection) & self.lots.keys()]
+            found = [row for row in rows if any(lot.covers(row.key) for lot in held)]
+            if isinstance(store, SharedStore):
+                store.write(connection, found)
+            return found
+
+        found = self.plan.storage.do(ours)
+        if not isinstance(store, SharedStore):
+            store.put(found)
+        return found
 
     # ---- proposing and compiling
 
@@ -399,6 +421,7 @@ class Run:
             f"GPU {device} does no more: {job.function}: {job.failure}; {len(self.crews) - 1} go on"
         )
         self.crews.remove(crew)
+        self.leases.gpus = len(self.crews)
         for work in self.works:
             if work.crew is crew:
                 work.crew = min(self.crews, key=lambda other: other.load)

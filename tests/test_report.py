@@ -177,6 +177,21 @@ def test_regrets_by_rung() -> None:
     assert "| backward | tensors that TMA cannot address | 1 | 25.0 % | 25.0 % | 25.0 % |" in text
 
 
+def test_a_regret_is_told_where_it_was_measured_only() -> None:
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 2048)
+    said = regret.told(key, regret.rung_between(key, key.with_(bucket=4096)))
+    assert said is not None and said.startswith("bucket: next longer: median ")
+    assert regret.rung_between(key, key) is None and regret.told(key, None) is None
+    assert regret.told(key, regret.rung_between(key, key.with_(bucket=4096, dtype="fp16"))) is None
+    for other in (
+        {"head_dim": 64, "head_dim_v": 64},
+        {"gpu": "a100-sxm-80gb"},
+        {"dtype": "fp32"},
+        {"kernel": "bwd_dq"},
+    ):
+        assert regret.told(key.with_(**other), regret.DEFAULT) is None
+
+
 def test_host_time_is_per_call() -> None:
     host_time = script("host_time")
     counted: dict[str, int] = {"a": 0, "b": 0}

@@ -124,7 +124,7 @@ def _explain(
         click.echo(f"  file      {answer.layer.path}")
         for name, (asked, has) in lookup.differences(key, answer.row.key).items():
             click.echo(f"  differs   {name}: asked {asked}, the row has {has}")
-        if cost := regret.told(kernel, regret.rung_between(key, answer.row.key)):
+        if cost := regret.told(key, regret.rung_between(key, answer.row.key)):
             click.echo(f"  costs     {cost}")
         for part in answer.stale:
             click.echo(f"  stale     {part}")
@@ -142,7 +142,7 @@ def _explain(
     if not answer:
         default = "split" if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))
         click.echo(f"  default   {default}")
-        if cost := regret.told(kernel, regret.DEFAULT):
+        if cost := regret.told(key, regret.DEFAULT):
             click.echo(f"  costs     {cost}")
         for difference, layer in () if found else lookup.near_misses(key, layers):
             fields = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from fa2tune.cli.cache.common import console, rich_table, told
@@ -18,9 +20,13 @@ def leases(storage: str) -> None:
     """Show the workers on a storage, the lots they hold, and when their leases expire unless they say another word."""
     with told():
         from fa2tune.leases import board
-        from fa2tune.storage import Storage, parsed
+        from fa2tune.storage import OWN_FILE, Storage, parsed
 
-        held = Storage.at(parsed(storage))
+        url = parsed(storage)
+        file = None if url.get_backend_name() == "postgresql" else Path(url.database or "").with_name(OWN_FILE)
+        if file is not None and not file.exists():
+            raise ValueError(f"storage: {file}: no such file")
+        held = Storage.at(url)
         lines = board(held)
     if not lines:
         click.echo(f"nobody works on {held.name}")
