@@ -103,12 +103,19 @@ def tuned(
 ) -> Tuned:
     """The tuner's heats, final and proof, with candidates that come in this order. ``perform`` does a job."""
     begun = time.monotonic()
-    way = Measured(Books(family.plan, Watcher(), HANDS, Store(cache), toolchain, Report(family.plan)))
+    store = Store(cache)
+
+    def file(rows: Sequence[Row]) -> Sequence[Row]:
+        store.put(rows)
+        return rows  # there is nobody else whose they could be
+
+    way = Measured(Books(family.plan, Watcher(), HANDS, store, toolchain, Report(family.plan), file))
     family.ready = [(config, Verdict()) for config in configs]
     while (found := way.search([family])) is not None:
         carry_out(found[1], perform)
     for task in way.crown([family]):
         carry_out(task, perform)
+    way.books.file(at_once=True)
     for crew in way.crews:
         crew.close()
     rows = way.books.report.rows
