@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cache_rows import BARE, CONFIG, FULL, row
 from click.testing import CliRunner, Result
+from pace import timed
 
 from fa2tune import reader, record
 from fa2tune.cli.cache import cache
@@ -146,14 +145,11 @@ def test_reading_commands_are_quick_and_import_nothing_heavy(user: Path) -> None
     Store(user).put([row({"bucket": bucket}) for bucket in range(1, 300)])
     code = "import sys; from fa2tune.cli.cache import cache\ntry: cache(sys.argv[1:])\nfinally: print(*sys.modules)"
     for command in ("list", "show"):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(user.parent.parent)}
         taken = []
         for _ in range(3):
-            started = time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, "-c", code, command], capture_output=True, text=True, cwd=ROOT, check=True,
-                env={**os.environ, "XDG_CACHE_HOME": str(user.parent.parent)},
-            )  # fmt: skip
-            taken.append(time.perf_counter() - started)
+            done, seconds = timed([sys.executable, "-c", code, command], cwd=ROOT, env=environment)
+            taken.append(seconds)
         assert not {"sqlalchemy", "torch", "triton", "optuna"} & set(done.stdout.splitlines()[-1].split())
         assert min(taken) < 1
 
