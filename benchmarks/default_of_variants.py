@@ -4,7 +4,7 @@
 
 For head dims 16 to 256, both masks and three lengths at 16k tokens (bf16): the forward, and the deterministic backward (split
 road), each by the default config of either variant, interleaved on a warm card with a cold L2. Prints the portable time over
-the other's: above 1 the warp-specialised default is faster. fa2tune/defaults.py rests on it. Needs a Hopper GPU.
+the other's: above 1 the warp-specialised default is faster. fa2tune/calling/defaults.py rests on it. Needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, limits
+from fa2tune.compiling import compiler, limits
 from fa2tune.gpus import Gpu
+from fa2tune.measuring.samples import gain_over
 from fa2tune.problem import BACKWARD, TuningKey
-from fa2tune.samples import gain_over
 
 DIMS = ((16, 16), (32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 LENGTHS = (512, 2048, 8192)
@@ -66,7 +66,8 @@ def _compile(key: TuningKey, kernel: str, config: Any) -> None:
 @click.option("--seconds", type=float, default=600.0, show_default=True, help="No new race after so long.")
 @click.option("--workers", type=int, default=16, show_default=True, help="Compiling at a time.")
 def main(seconds: float, workers: int) -> None:
-    from fa2tune import gpus, measure
+    from fa2tune import gpus
+    from fa2tune.measuring import measure
 
     gpu = gpus.present()
     if gpu is None:

@@ -22,9 +22,9 @@ from typing import Any
 
 import click
 
-from fa2tune.books import Watcher
-from fa2tune.plan import TuneRequest, make_plan
-from fa2tune.tuner import tune
+from fa2tune.tuning.books import Watcher
+from fa2tune.tuning.plan import TuneRequest, make_plan
+from fa2tune.tuning.tuner import tune
 
 KILL_AFTER_S = 5.0  #: a run that was interrupted files what it has
 

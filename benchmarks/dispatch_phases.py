@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fa2tune import sass
-from fa2tune.compiler import tool
+from fa2tune.compiling import sass
+from fa2tune.compiling.compiler import tool
 
 ENOUGH = 8  #: whole-block barriers on a path: one more than any kernel has, so one stands in a loop
 LOADS, STORES = ("LDS", "ATOMS"), ("STS", "ATOMS")

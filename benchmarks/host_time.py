@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa2tune
-from fa2tune.bench_card import Card, NoGpuError
+from fa2tune.bench.card import Card, NoGpuError
 
 SHAPE = (1, 8, 128, 64)
 CHUNKS, CALLS = 61, 50

@@ -13,11 +13,13 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import rankdata
 
-from fa2tune import compiler, gpus, limits, model, tiles
-from fa2tune.candidates import point
-from fa2tune.compiler import Binary
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits
+from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
+from fa2tune.predicting import model, tiles
 from fa2tune.problem import TuningKey
+from fa2tune.tuning.candidates import point
 
 Array = Any
 

@@ -23,8 +23,9 @@ import numpy as np
 import tables
 from model_fit import FITTED, Measured, fit, measured, quality
 
-from fa2tune import compiler, model, prior
-from fa2tune.candidates import legal
+from fa2tune.compiling import compiler
+from fa2tune.predicting import model, prior
+from fa2tune.tuning.candidates import legal
 
 COLUMNS = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level")
 BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what is asked of each key

@@ -4,8 +4,8 @@ instead of interleaved ratios crowns whoever came early.
 
     python benchmarks/order_reversal.py order_reversal.json
 
-Heats, final and proof are the tuner's own (fa2tune/measured.py), in its worker process; numerics are not checked. Needs a
-GPU. Exit status 1: a pair of winners was more than 1 % apart.
+Heats, final and proof are the tuner's own (fa2tune/tuning/measured.py), in its worker process; numerics are not checked.
+Needs a GPU. Exit status 1: a pair of winners was more than 1 % apart.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from typing import Any
 
 import click
 
-from fa2tune import crown, reader, worker
-from fa2tune.books import Books, Hands, Report, Watcher, describe
-from fa2tune.candidates import point
-from fa2tune.compiler import variant_named
-from fa2tune.family import Family
-from fa2tune.judge import Verdict
-from fa2tune.ledger import Ledger, Toolchain
-from fa2tune.measured import Measured, Task
-from fa2tune.plan import Plan, TuneRequest, make_plan
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring import worker
+from fa2tune.measuring.samples import Race, median_interval, ratios
+from fa2tune.measuring.worker import Crew, Job
 from fa2tune.problem import Config, TuningKey
-from fa2tune.row import Row
-from fa2tune.samples import Race, median_interval, ratios
-from fa2tune.shelf import Shelf
-from fa2tune.storage import Storage
-from fa2tune.store import Store
-from fa2tune.worker import Crew, Job
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
+from fa2tune.sharing.shelf import Shelf
+from fa2tune.sharing.storage import Storage
+from fa2tune.tuning import crown
+from fa2tune.tuning.books import Books, Hands, Report, Watcher, describe
+from fa2tune.tuning.candidates import point
+from fa2tune.tuning.family import Family
+from fa2tune.tuning.judge import Verdict
+from fa2tune.tuning.ledger import Ledger, Toolchain
+from fa2tune.tuning.measured import Measured, Task
+from fa2tune.tuning.plan import Plan, TuneRequest, make_plan
 
 #: (kernel, head dim, causal, length)
 KEYS = (
@@ -196,8 +198,8 @@ def main(out: Path) -> None:
     """Tune five keys from candidates in both orders; table on screen, figures into OUT (JSON)."""
     import torch
 
-    from fa2tune import fingerprint
-    from fa2tune.row import MEASURED
+    from fa2tune.compiling import fingerprint
+    from fa2tune.rows.row import MEASURED
 
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from fa2tune import bench, report
+from fa2tune.bench import comparison, report
 
 BEGIN, END = "<!-- bench: begin, written by benchmarks/readme_table.py -->", "<!-- bench: end -->"
 
@@ -31,8 +31,8 @@ def merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             what = tuple(value for name, value in sorted(record.items()) if name not in ("peers", "run"))
             cells[what] = {**record, "run": len(runs) + record["run"]}
         runs += data["runs"]
-    used = sorted({record["run"] for record in cells.values()})
-    kept = [{**record, "run": used.index(record["run"])} for record in cells.values()]
+    used = sorted({record["run"] for record in comparison.values()})
+    kept = [{**record, "run": used.index(record["run"])} for record in comparison.values()]
     complete = all(data["complete"] for data in files)
     return {"schema": files[0]["schema"], "complete": complete, "runs": [runs[run] for run in used], "cells": kept}
 
@@ -74,7 +74,7 @@ def replaced(readme: str, text: str) -> str:
 def main(results: Sequence[Path], into: Path | None, plots: Path, readme: Path | None) -> None:
     """README figures from results files of fa2tune bench."""
     try:
-        data = merged([bench.load(path) for path in results])
+        data = merged([comparison.load(path) for path in results])
         if into:
             into.write_text(json.dumps(data, indent=1) + "\n")
         plots.mkdir(parents=True, exist_ok=True)

@@ -24,12 +24,14 @@ from typing import Any
 import click
 import tables
 
-from fa2tune import compiler, fingerprint, gpus, limits, sass, worker
-from fa2tune.books import fate_of
-from fa2tune.candidates import legal, point
+from fa2tune import gpus
+from fa2tune.compiling import compiler, fingerprint, limits, sass
 from fa2tune.gpus import Gpu
+from fa2tune.measuring import worker
+from fa2tune.measuring.worker import Crew, Job
 from fa2tune.problem import Config, Specialization, TuningKey
-from fa2tune.worker import Crew, Job
+from fa2tune.tuning.books import fate_of
+from fa2tune.tuning.candidates import legal, point
 
 KEYS = ("fwd:128:causal:4096", "bwd_dkdv:128:causal:4096", "fwd:64:causal:4096", "bwd_dkdv:64:causal:4096",
         "fwd:256:causal:4096", "bwd_dkdv:256:causal:4096")  # fmt: skip
@@ -78,7 +80,8 @@ def _stage(key: TuningKey) -> tuple[dict[str, Any], Any]:
         return _staged[key]
     _staged.clear()
 
-    from fa2tune import passes, reference
+    from fa2tune.launching import passes
+    from fa2tune.measuring import reference
 
     problem = key.workload()
     inputs = reference.make_inputs(problem, "cuda", on_device=True)
@@ -106,7 +109,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
     import torch
     from triton.runtime.errors import OutOfResources
 
-    from fa2tune import launch
+    from fa2tune.launching import launch
 
     stage, flush = _stage(key)
     own = {name: stage[name] for name in TENSORS[key.kernel]}

@@ -21,11 +21,12 @@ from typing import Any
 
 import click
 
-from fa2tune import lookup, regret
+from fa2tune.fleet import regret
+from fa2tune.measuring.samples import ratios
 from fa2tune.problem import BACKWARD, TuningKey
-from fa2tune.reader import CacheFileError, Layer, read
-from fa2tune.row import MEASURED, Row
-from fa2tune.samples import ratios
+from fa2tune.rows import lookup
+from fa2tune.rows.reader import CacheFileError, Layer, read
+from fa2tune.rows.row import MEASURED, Row
 
 Served = Mapping[str, Any]  #: what measure.race takes: a config, or a road and its configs
 OWN = "own row"
@@ -33,8 +34,9 @@ OWN = "own row"
 
 def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Served | None:
     """What the dispatcher would launch for this key if these rows were all there are; None: its default."""
-    from fa2tune import dispatch, gpus
-    from fa2tune.passes import ROADS
+    from fa2tune import gpus
+    from fa2tune.calling import dispatch
+    from fa2tune.launching.passes import ROADS
 
     gpu = gpus.named(key.gpu)
     problem = replace(key.workload(), tma=not portable)
@@ -64,8 +66,8 @@ def _of(key: TuningKey, rows: Sequence[Row]) -> list[Row]:
 
 def default(key: TuningKey) -> Served:
     from fa2tune import gpus
-    from fa2tune.defaults import default_config
-    from fa2tune.passes import ROADS, SPLIT
+    from fa2tune.calling.defaults import default_config
+    from fa2tune.launching.passes import ROADS, SPLIT
 
     problem, gpu = key.workload(), gpus.named(key.gpu)
     if key.kernel != BACKWARD:
@@ -93,7 +95,7 @@ def contenders(key: TuningKey, rows: Sequence[Row]) -> Iterator[tuple[str, Serve
 
 def regrets(key: TuningKey, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """One entry for each row that could stand in. Raises what the race raises."""
-    from fa2tune import measure
+    from fa2tune.measuring import measure
 
     lined_up = list(contenders(key, rows))
     distinct: list[Served] = []
@@ -131,7 +133,7 @@ def _measure(caches: Sequence[Path], out: Path, head_dims: Sequence[int], dtype:
     import time
 
     from fa2tune import gpus
-    from fa2tune.bench_card import Card
+    from fa2tune.bench.card import Card
 
     here = gpus.present()
     if here is None:

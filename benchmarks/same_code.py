@@ -20,17 +20,18 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, reader
+from fa2tune.compiling import compiler
 from fa2tune.problem import BACKWARD
-from fa2tune.row import Row, hashed_as
-from fa2tune.store import Store
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row, hashed_as
+from fa2tune.rows.store import Store
 
 HERE = Path(__file__).parent.parent
 
 # In a child, with a tree on sys.path: jobs on stdin -> hashes of sources, and of the machine code of each job, on stdout.
 CHILD = """
 import hashlib, json, subprocess, sys
-from fa2tune import compiler, fingerprint
+from fa2tune.compiling import compiler, fingerprint
 from fa2tune.problem import Specialization
 hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
 hashes |= {"bwd": fingerprint.backward_hash(), **dict(getattr(fingerprint, "kernel_hashes", dict)())}

@@ -36,15 +36,19 @@ from typing import Any
 import click
 import tables
 
-from fa2tune import compiler, crown, gpus, prior, reader
-from fa2tune.candidates import Field, Point, UnseenSampler, point
-from fa2tune.guided import hopeful
+from fa2tune import gpus
+from fa2tune.compiling import compiler
+from fa2tune.predicting import prior
 from fa2tune.problem import Config
-from fa2tune.row import Row
-from fa2tune.search import Search, winners
-from fa2tune.shelf import Shelf
-from fa2tune.storage import Storage
-from fa2tune.study import KeyStudy, Outcome
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row
+from fa2tune.sharing.shelf import Shelf
+from fa2tune.sharing.storage import Storage
+from fa2tune.tuning import crown
+from fa2tune.tuning.candidates import Field, Point, UnseenSampler, point
+from fa2tune.tuning.guided import hopeful
+from fa2tune.tuning.search import Search, winners
+from fa2tune.tuning.study import KeyStudy, Outcome
 
 ROWS = Path(__file__).parent.parent / "cache" / "h200.sqlite"
 SEARCHERS = ("ours", "ours blind", "ours warm", "tpe", "gp", "cmaes", "random", "list")

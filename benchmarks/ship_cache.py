@@ -20,9 +20,10 @@ from pathlib import Path
 
 import click
 
-from fa2tune import gpus, reader
-from fa2tune.row import MEASURED, SIBLING, Row
-from fa2tune.store import Store
+from fa2tune import gpus
+from fa2tune.rows import reader
+from fa2tune.rows.row import MEASURED, SIBLING, Row
+from fa2tune.rows.store import Store
 
 
 def raced(rows: list[Row]) -> list[Row]:

@@ -18,10 +18,13 @@ from typing import Any
 
 import click
 
-from fa2tune import compiler, cuda, launch, passes, reader, verify
+from fa2tune.compiling import compiler
+from fa2tune.launching import cuda, launch, passes
+from fa2tune.measuring import verify
 from fa2tune.problem import BACKWARD, Specialization
-from fa2tune.row import SIBLING
-from fa2tune.store import Store
+from fa2tune.rows import reader
+from fa2tune.rows.row import SIBLING
+from fa2tune.rows.store import Store
 from fa2tune.variant import Variant
 
 ARCH, HERE = 80, 90

@@ -29,11 +29,13 @@ import click
 from model_fit import quality, spearman
 from sm80_on_hopper import assembled
 
-from fa2tune import compiler, gpus, limits, model, sass
-from fa2tune.candidates import legal, point
-from fa2tune.compiler import Binary
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, sass
+from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
+from fa2tune.predicting import model
 from fa2tune.problem import Config, Specialization, TuningKey
+from fa2tune.tuning.candidates import legal, point
 from fa2tune.variant import Variant
 
 ARCH = 80
@@ -87,7 +89,8 @@ def record(count: int, seed: int, cores: int) -> dict[str, Any]:
     """Compile on all cores, then race key by key."""
     import torch
 
-    from fa2tune import cuda, launch, measure
+    from fa2tune.launching import cuda, launch
+    from fa2tune.measuring import measure
 
     gpu = gpus.present()
     if gpu is None or gpu.arch == ARCH:

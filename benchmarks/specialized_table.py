@@ -13,9 +13,9 @@ from pathlib import Path
 
 import click
 
-from fa2tune import reader
 from fa2tune.problem import BACKWARD, BUCKETS
-from fa2tune.row import Row, over_portable
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row, over_portable
 
 BEGIN, END = "<!-- rows: begin, written by benchmarks/specialized_table.py -->", "<!-- rows: end -->"
 PASSES = (("forward", "fwd"), ("backward", BACKWARD))

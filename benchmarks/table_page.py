@@ -13,11 +13,12 @@ import tables
 from model_fit import measured
 from optuna.trial import TrialState, create_trial
 
-from fa2tune import compiler, model
-from fa2tune.candidates import Point, distributions, point
+from fa2tune.compiling import compiler
 from fa2tune.page.page import render
 from fa2tune.page.sources import Search, Sources, Trial
-from fa2tune.row import MEASURED
+from fa2tune.predicting import model
+from fa2tune.rows.row import MEASURED
+from fa2tune.tuning.candidates import Point, distributions, point
 
 
 def search(table: tables.Table) -> Search:

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fa2tune.candidates import Point, point
+from fa2tune.compiling.sass import Loop
 from fa2tune.problem import TuningKey
-from fa2tune.sass import Loop
+from fa2tune.tuning.candidates import Point, point
 
 SUFFIX, JOURNAL = ".jsonl.gz", ".jsonl"
 FOLDER = Path(__file__).parent / "tables"

@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fa2tune.fleet import manifest as manifest
-    from fa2tune.ops import attention as attention
+    from fa2tune.calling.ops import attention as attention
+    from fa2tune.fleet.manifests import manifest as manifest
 
 __version__ = "0.1.0"
 __all__ = ["attention", "manifest"]
 
 #: name -> module, never of the same name: the module would hide what it holds
-_LAZY = {"attention": "fa2tune.ops", "manifest": "fa2tune.fleet"}
+_LAZY = {"attention": "fa2tune.calling.ops", "manifest": "fa2tune.fleet.manifests"}
 _TOP_LEVEL = ("kernels", "search_spaces", "cache")
 
 

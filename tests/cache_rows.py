@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fa2tune.problem import TuningKey
-from fa2tune.row import MEASURED, PREDICTED, Row
+from fa2tune.rows.row import MEASURED, PREDICTED, Row
 
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 4096)
 

@@ -212,7 +212,7 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 @pytest.fixture
 def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner knows one variant of each kernel, the portable one, whatever others the house has."""
-    from fa2tune import compiler
+    from fa2tune.compiling import compiler
 
     monkeypatch.setattr(compiler, "variants_of", lambda kernel: (compiler.variant_named(kernel),))
 
@@ -222,7 +222,7 @@ def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every tuned kernel has the portable variant and a fake warp-specialised one (variant_fakes.py), and no other."""
     from variant_fakes import with_fakes
 
-    from fa2tune import compiler, fingerprint
+    from fa2tune.compiling import compiler, fingerprint
     from fa2tune.problem import KERNELS
 
     found = with_fakes(*KERNELS)

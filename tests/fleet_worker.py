@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fa2tune import worker
-from fa2tune.samples import Race
+from fa2tune.measuring import worker
+from fa2tune.measuring.samples import Race
 
 ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
 DIMENSIONS = {
@@ -77,12 +77,16 @@ def prepare() -> Any:
     """Import and patch what every worker needs; ``work``."""
     import torch
 
-    from fa2tune import compiler, fingerprint, gpus, leases, plan, reader, storage
-    from fa2tune.books import Hands, Watcher
-    from fa2tune.plan import Target, TuneRequest, make_plan
+    from fa2tune import gpus
+    from fa2tune.compiling import compiler, fingerprint
     from fa2tune.problem import KERNELS
-    from fa2tune.row import MEASURED
-    from fa2tune.tuner import Run
+    from fa2tune.rows import reader
+    from fa2tune.rows.row import MEASURED
+    from fa2tune.sharing import leases, storage
+    from fa2tune.tuning import plan
+    from fa2tune.tuning.books import Hands, Watcher
+    from fa2tune.tuning.plan import Target, TuneRequest, make_plan
+    from fa2tune.tuning.tuner import Run
 
     here = gpus.named("h200")
     plan.resolve_target = lambda name: Target(here, MEASURED, here)

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import tuner_fakes
 
-from fa2tune import worker
-from fa2tune.judge import Verdict
+from fa2tune.measuring import worker
+from fa2tune.tuning.judge import Verdict
 
 COMPILING = ("abort", "segfault", "stall", "eat", "refuse")
 LAUNCHING = ("illegal", "assert", "hang", "crash", "no_room", "late_hang")

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from fa2tune.witness import SOFTWARE_POWER_CAP, Reading
+from fa2tune.measuring.witness import SOFTWARE_POWER_CAP, Reading
 
 HARDWARE_SLOWDOWN = 0x08
 

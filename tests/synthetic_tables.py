@@ -5,9 +5,11 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from fa2tune import compiler, gpus, prior, sass
-from fa2tune.candidates import legal, point
+from fa2tune import gpus
+from fa2tune.compiling import compiler, sass
+from fa2tune.predicting import prior
 from fa2tune.problem import TuningKey
+from fa2tune.tuning.candidates import legal, point
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import tables

@@ -4,8 +4,8 @@ import os
 import zlib
 from dataclasses import astuple
 
-from fa2tune import worker
-from fa2tune.sass import Loop
+from fa2tune.compiling.sass import Loop
+from fa2tune.measuring import worker
 
 
 def true_time(config):

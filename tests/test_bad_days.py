@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from cache_rows import BARE, FULL, row
 
-from fa2tune import reader, record, store
-from fa2tune.reader import CacheFileError
-from fa2tune.store import Store
+from fa2tune.rows import reader, record, store
+from fa2tune.rows.reader import CacheFileError
+from fa2tune.rows.store import Store
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,8 +38,9 @@ def python(code: str, *arguments: object, **environment: str) -> str:
 KILLED_AT_EVERY_STEP = """
 import os, shutil, sys
 from cache_rows import BARE, FULL, row
-from fa2tune import reader, record, repair, store
-from fa2tune.finding import FAILS, Finding
+from fa2tune.rows import reader, record, store
+from fa2tune.fleet import repair
+from fa2tune.fleet.finding import FAILS, Finding
 
 def killed_at_every_step(before, work, after):
     for moment in range(1, 1000):
@@ -138,11 +139,14 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
         from pathlib import Path
         import torch
         from test_upkeep import CARD, HANDS, KEY, config, made
-        from fa2tune import compiler, finding, fingerprint, plan, reader, record, repair, tuner
-        from fa2tune.books import Watcher
-        from fa2tune.plan import Target
-        from fa2tune.store import Store
-        from fa2tune.upkeep import Verification
+        from fa2tune.compiling import compiler, fingerprint
+        from fa2tune.fleet import finding, repair
+        from fa2tune.tuning import plan, tuner
+        from fa2tune.rows import reader, record
+        from fa2tune.tuning.books import Watcher
+        from fa2tune.tuning.plan import Target
+        from fa2tune.rows.store import Store
+        from fa2tune.fleet.upkeep import Verification
 
         os.environ["FA2TUNE_FAKE_FAULTS"] = json.dumps(
             [["slow at", {"bucket": 1024}, 1.5], ["wrong", {"BLOCK_N": 16}, 1]]
@@ -211,7 +215,7 @@ def test_a_full_disk_costs_the_write_and_nothing_else(tmp_path: Path) -> None:
     code = """
         import resource, signal, sys
         from cache_rows import BARE, row
-        from fa2tune import store
+        from fa2tune.rows import store
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         for room in (0, 1, 4096, 10000, 30000):
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
@@ -355,7 +359,7 @@ def test_64_processes_start_at_once_on_a_file_that_is_being_replaced(tmp_path: P
     code = """
         import os, sys
         from cache_rows import row
-        from fa2tune import reader, store
+        from fa2tune.rows import reader, store
         path = sys.argv[1]
         old = [row({"bucket": bucket}) for bucket in range(1, 31)]
         store.Store(path).put(old)
@@ -426,9 +430,12 @@ def test_two_tuners_on_one_file_lose_nothing(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         import torch
-        from fa2tune import compiler, gpus, plan, reader, tuner
-        from fa2tune.books import Hands
-        from fa2tune.plan import Target, TuneRequest
+        from fa2tune import gpus
+        from fa2tune.compiling import compiler
+        from fa2tune.tuning import plan, tuner
+        from fa2tune.rows import reader
+        from fa2tune.tuning.books import Hands
+        from fa2tune.tuning.plan import Target, TuneRequest
         h200 = gpus.named("h200")
         plan.resolve_target = lambda name: Target(h200, "measured", h200)
         torch.cuda.get_device_name = lambda: "NVIDIA H200"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fa2tune import bench, bench_card
+from fa2tune.bench import card, comparison
+from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
-from fa2tune.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.problem import Problem
 
 STANDARD = PEERS["standard"]
@@ -68,15 +68,15 @@ class FakeCard:
         return {name: [2.0, 2.0, 2.2] if name == SUBJECT else [3.0, 3.0, 3.3] for name in calls}
 
 
-def cells(*passes: str, seqlens: tuple[int, ...] = (64, 100)) -> list[bench.Cell]:
-    return [bench.Cell("time", problem(seqlen=length), pass_) for length in seqlens for pass_ in passes]
+def cells(*passes: str, seqlens: tuple[int, ...] = (64, 100)) -> list[comparison.Cell]:
+    return [comparison.Cell("time", problem(seqlen=length), pass_) for length in seqlens for pass_ in passes]
 
 
 # ---- what is measured
 
 
 def test_the_grid_is_the_papers() -> None:
-    grid = bench.Grid().cells()
+    grid = comparison.Grid().cells()
     timed = [cell for cell in grid if cell.kind == "time"]
     assert len(timed) == 3 * 2 * 6 * 3
     assert {cell.problem.batch * cell.problem.seqlen_q for cell in timed} == {16384}
@@ -101,14 +101,14 @@ def test_the_grid_is_the_papers() -> None:
 )
 def test_a_bad_grid_is_named(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        bench.Grid(**wrong)
+        comparison.Grid(**wrong)
 
 
 def test_flops_are_the_papers() -> None:
     of = problem(causal=False, seqlen=128)
     forward = 4 * 2 * 3 * 128 * 128 * 16
-    assert bench.flops(of, "fwd") == forward
-    assert bench.flops(of, "both") == 3.5 * forward
+    assert comparison.flops(of, "fwd") == forward
+    assert comparison.flops(of, "both") == 3.5 * forward
 
 
 # ---- peers
@@ -128,7 +128,7 @@ def test_selecting_peers() -> None:
 
 
 def test_the_plain_configs_are_complete() -> None:
-    from fa2tune.compiler import variant_named
+    from fa2tune.compiling.compiler import variant_named
 
     for kernel, config in PLAIN_CONFIGS.items():
         assert set(config) == set(variant_named(kernel).space.dimensions), kernel
@@ -151,7 +151,7 @@ def test_the_reference_is_attention(causal: bool) -> None:
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = STANDARD.make(of)(*leaves)
     wanted = dict(zip(("o", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
-    got = bench.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), causal)
+    got = comparison.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), causal)
     for name, want in wanted.items():
         torch.testing.assert_close(got[name], want[0, 0].float(), rtol=1e-4, atol=1e-5)
 
@@ -160,12 +160,12 @@ def test_a_wrong_late_tile_is_seen() -> None:
     want = torch.cat([torch.ones(960, 16), torch.full((64, 16), 0.03)])  # early rows large, as under a causal mask
     got = want.clone()
     got[-64:] *= 1.5
-    assert bench.tile_error(got, want) == pytest.approx(0.5)
+    assert comparison.tile_error(got, want) == pytest.approx(0.5)
     assert (got - want).square().mean().sqrt() / want.square().mean().sqrt() < 0.01  # over all rows, it hides
 
 
 def test_a_nan_is_wrong() -> None:
-    stand = bench.Stand(problem(), FAKES, "cpu")
+    stand = comparison.Stand(problem(), FAKES, "cpu")
     (out,) = stand.call(SUBJECT, "fwd")()
     assert stand.error(SUBJECT, "fwd", (out,)) < 0.02
     out[0, 1, 2, 3] = float("nan")
@@ -175,10 +175,10 @@ def test_a_nan_is_wrong() -> None:
 # ---- measuring
 
 
-@pytest.mark.parametrize("pass_", bench.PASSES)
+@pytest.mark.parametrize("pass_", comparison.PASSES)
 def test_only_what_is_right_is_timed(pass_: str) -> None:
-    cell = bench.Cell("time", problem(), pass_)
-    record = bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    cell = comparison.Cell("time", problem(), pass_)
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
     entries = record["peers"]
     assert {name: entry["status"] for name, entry in entries.items()} == {
         SUBJECT: "ok", "turned": "ok", "maskless": "wrong", "broken": "failed", "huge": "skipped",
@@ -187,28 +187,28 @@ def test_only_what_is_right_is_timed(pass_: str) -> None:
     assert entries["huge"]["why"] == f"{7 << 30} bytes are too few"
     assert "ms" not in entries["maskless"] and "float32 reference" in entries["maskless"]["why"]
     assert entries["turned"]["ms"] == 3.0 and entries["turned"]["ratio"] == pytest.approx(1.5)
-    assert entries[SUBJECT]["tflops"] == pytest.approx(bench.flops(cell.problem, pass_) / 2e-3 / 1e12)
+    assert entries[SUBJECT]["tflops"] == pytest.approx(comparison.flops(cell.problem, pass_) / 2e-3 / 1e12)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     # a card that slows down in the run: ratios of medians would say 2.0
-    summary = bench.summarise({SUBJECT: [1.0, 2.0, 4.0], "other": [3.0, 4.0, 12.0]}, 1.0)
+    summary = comparison.summarise({SUBJECT: [1.0, 2.0, 4.0], "other": [3.0, 4.0, 12.0]}, 1.0)
     assert summary["other"]["ratio"] == 3.0
     assert summary["other"]["low_ms"] == pytest.approx(3.2)
-    assert "ratio" not in bench.summarise({"other": [3.0, 4.0]}, 1.0)["other"]  # the subject was wrong
+    assert "ratio" not in comparison.summarise({"other": [3.0, 4.0]}, 1.0)["other"]  # the subject was wrong
 
 
 def test_a_broken_cuda_context_ends_the_run_with_advice() -> None:
     card = FakeCard()
     card.alive = False
     cell = cells("fwd")[0]
-    with pytest.raises(bench.BenchError, match="--peers without broken"):
-        bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), card, cell, 0.1)
+    with pytest.raises(comparison.BenchError, match="--peers without broken"):
+        comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), card, cell, 0.1)
 
 
 def test_memory_cells() -> None:
-    cell = bench.Cell("memory", problem(), "both")
-    record = bench.measure(bench.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    cell = comparison.Cell("memory", problem(), "both")
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
     assert record["peers"]["turned"]["peak_bytes"] == 1 << 20
     assert record["kind"] == "memory"
 
@@ -227,46 +227,46 @@ def test_run_writes_after_each_cell_and_resumes(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        results = bench.Results(path, card.environment(), resume=False)
-        bench.run(cells("fwd", "bwd"), two, card, results, progress=interrupt)
+        results = comparison.Results(path, card.environment(), resume=False)
+        comparison.run(cells("fwd", "bwd"), two, card, results, progress=interrupt)
     assert seen == [1, 2]
 
     with pytest.raises(ValueError, match="--resume"):
-        bench.Results(path, card.environment(), resume=False)
-    results = bench.Results(path, card.environment(), resume=True)
+        comparison.Results(path, card.environment(), resume=False)
+    results = comparison.Results(path, card.environment(), resume=True)
     finished: list[int] = []
-    assert bench.run(cells("fwd", "bwd"), two, card, results, progress=lambda done, *_: finished.append(done))
+    assert comparison.run(cells("fwd", "bwd"), two, card, results, progress=lambda done, *_: finished.append(done))
     assert finished == [3, 4]
-    data = bench.load(path)
+    data = comparison.load(path)
     assert data["complete"] and [cell["run"] for cell in data["cells"]] == [0, 0, 1, 1]
 
     # another peer: its cells are measured again, with everyone in them
-    results = bench.Results(path, card.environment(), resume=True)
+    results = comparison.Results(path, card.environment(), resume=True)
     assert not results.data["complete"]
-    assert bench.run(cells("fwd"), FAKES, card, results)
+    assert comparison.run(cells("fwd"), FAKES, card, results)
     assert len(results.data["cells"]) == 4
     assert sum(set(cell["peers"]) == set(FAKES) for cell in results.data["cells"]) == 2
 
 
 def test_a_file_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
     path, card = tmp_path / "bench.json", FakeCard()
-    bench.Results(path, card.environment(), resume=False).save()
+    comparison.Results(path, card.environment(), resume=False).save()
     with pytest.raises(ValueError, match="gpu 'fake', here it is 'other'"):
-        bench.Results(path, card.environment() | {"gpu": "other"}, resume=True)
+        comparison.Results(path, card.environment() | {"gpu": "other"}, resume=True)
     path.write_text("[]")
     with pytest.raises(ValueError, match="no results file"):
-        bench.load(path)
+        comparison.load(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        bench.load(path)
+        comparison.load(path)
 
 
 def test_the_time_budget_stops_before_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 10))  # every look at the clock is 10 s later
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
-    results = bench.Results(tmp_path / "bench.json", FakeCard().environment(), resume=False)
+    monkeypatch.setattr(comparison.time, "monotonic", lambda: next(clock))
+    results = comparison.Results(tmp_path / "bench.json", FakeCard().environment(), resume=False)
     one = {SUBJECT: FAKES[SUBJECT]}
-    assert not bench.run(cells("fwd", "bwd", "both"), one, FakeCard(), results, time_budget=45)
+    assert not comparison.run(cells("fwd", "bwd", "both"), one, FakeCard(), results, time_budget=45)
     assert len(results.data["cells"]) == 2
     assert not results.data["complete"]
 
@@ -275,13 +275,13 @@ def test_the_time_budget_stops_before_a_cell(tmp_path: Path, monkeypatch: pytest
 
 
 def test_cudnn_version_is_readable() -> None:
-    assert bench_card._cudnn(91900) == "9.19.0"
-    assert bench_card._cudnn(None) is None
+    assert card._cudnn(91900) == "9.19.0"
+    assert card._cudnn(None) is None
 
 
 def test_nvidia_smi_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert set(bench_card._smi("GPU-0").values()) == {None}
+    assert set(card._smi("GPU-0").values()) == {None}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -307,12 +307,12 @@ def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
 
 
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_card, "Card", FakeCard)
+    monkeypatch.setattr(card, "Card", FakeCard)
     monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({
         SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash"),
     }, {"fa4": "it is not installed"}))  # fmt: skip
-    monkeypatch.setattr(bench, "WORKLOAD_TOKENS", 64)
-    monkeypatch.setattr(bench, "WORKLOAD_HIDDEN", 32)
+    monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
     arguments = ["--headdim", "16", "--seqlen", "64", "--memory-seqlen", "64,128", "--causal", "--out", str(tmp_path)]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from fa2tune import binaries, reader
-from fa2tune.binaries import MAGIC, BinariesError, File, New
+from fa2tune.compiling import binaries
+from fa2tune.compiling.binaries import MAGIC, BinariesError, File, New
+from fa2tune.rows import reader
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes of POSIX")
 

@@ -13,11 +13,11 @@ from cache_rows import BARE, CONFIG, FULL, row
 from click.testing import CliRunner, Result
 from pace import timed
 
-from fa2tune import reader, record
 from fa2tune.cli.cache import cache
 from fa2tune.cli.explain import explain
-from fa2tune.row import Row
-from fa2tune.store import Store
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,10 +15,14 @@ import pytest
 import triton
 from cache_rows import row
 
-from fa2tune import compiler, dispatch, fingerprint, gpus, limits, model, reader, sass
-from fa2tune.compiler import CompileError
+from fa2tune import gpus
+from fa2tune.calling import dispatch
+from fa2tune.compiling import compiler, fingerprint, limits, sass
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.predicting import model
 from fa2tune.problem import KERNELS, Problem, Specialization, TuningKey, padded_head_dim
-from fa2tune.row import hashed_as
+from fa2tune.rows import reader
+from fa2tune.rows.row import hashed_as
 from fa2tune.variant import WARP_SPECIALIZED
 
 ROOT = Path(__file__).parent.parent
@@ -199,7 +203,7 @@ def test_a_kernels_ways_are_found_without_the_other_kernels() -> None:
     for kernel in KERNELS:
         alone = set(compiler.Variants().serving(kernel))
         assert {variant for variant in compiler.variants().values() if variant.filed_under == kernel} <= alone
-    code = "import sys, torch; from fa2tune import compiler; compiler.ways('fwd'); print(*sys.modules)"
+    code = "import sys, torch; from fa2tune.compiling import compiler; compiler.ways('fwd'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     imported = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("fa2tune.kernels.")}
     assert imported == {"common", "hopper", "fwd", "fwd_hopper"}

@@ -11,11 +11,11 @@ from cache_rows import CONFIG, row
 from click.testing import CliRunner, Result
 from variant_fakes import DEFAULT
 
-from fa2tune import reader
 from fa2tune.cli.cache import cache
-from fa2tune.modelconfig import MOST, Attention, ModelConfigError, attentions, read
-from fa2tune.row import Row
-from fa2tune.store import Store
+from fa2tune.fleet.modelconfig import MOST, Attention, ModelConfigError, attentions, read
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
 from fa2tune.variant import WARP_SPECIALIZED
 
 #: The fields that matter of the config.json of published models.
@@ -171,7 +171,7 @@ def served(**key: object) -> Row:
 
 
 def fresh(**key: object) -> Row:
-    from fa2tune import dispatch
+    from fa2tune.calling import dispatch
 
     here = dispatch.toolchain()
     made = served(**key)

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from fa2tune import compiler, cuda, dispatch, gpus, launch, passes, precompiled
-from fa2tune.compiler import CompileError, variant_named
-from fa2tune.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
+from fa2tune import gpus
+from fa2tune.calling import dispatch
+from fa2tune.compiling import compiler
+from fa2tune.compiling.compiler import CompileError, variant_named
+from fa2tune.launching import cuda, launch, passes, precompiled
+from fa2tune.launching.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
 from fa2tune.problem import Problem, Specialization
 
 PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fa2tune import gpus, limits
-from fa2tune.compiler import variant_of
-from fa2tune.defaults import default_config, portable_default
+from fa2tune import gpus
+from fa2tune.calling.defaults import default_config, portable_default
+from fa2tune.compiling import limits
+from fa2tune.compiling.compiler import variant_of
 from fa2tune.problem import KERNELS, Problem
 from fa2tune.variant import WARP_SPECIALIZED, way_of
 

@@ -10,11 +10,13 @@ from click.testing import CliRunner
 from test_tuner import HERE, Bench
 from tuner_fakes import true_time
 
-from fa2tune import gpus, plan, reader
+from fa2tune import gpus
 from fa2tune.cli.tune import tune as tune_command
-from fa2tune.measured import GpuLost
-from fa2tune.plan import Target, TuneRequest, make_plan
-from fa2tune.row import MEASURED, PREDICTED
+from fa2tune.rows import reader
+from fa2tune.rows.row import MEASURED, PREDICTED
+from fa2tune.tuning import plan
+from fa2tune.tuning.measured import GpuLost
+from fa2tune.tuning.plan import Target, TuneRequest, make_plan
 
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 pytestmark = pytest.mark.usefixtures("portable_kernels")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune import compiler
+from fa2tune.compiling import compiler
 from fa2tune.problem import Specialization
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -14,12 +14,13 @@ import pytest
 from cache_rows import BARE, FULL, row
 from click.testing import CliRunner, Result
 
-from fa2tune import fleet, reader
 from fa2tune.cli.cache import cache
-from fa2tune.fleet import Manifest, ManifestError, differences, of, parse
-from fa2tune.lookup import Toolchain
-from fa2tune.reader import Layer
-from fa2tune.store import Store
+from fa2tune.fleet import manifests
+from fa2tune.fleet.manifests import Manifest, ManifestError, differences, of, parse
+from fa2tune.rows import reader
+from fa2tune.rows.lookup import Toolchain
+from fa2tune.rows.reader import Layer
+from fa2tune.rows.store import Store
 
 ROOT = Path(__file__).parent.parent
 HERE = Toolchain("3.6.0", "580.1", {"fwd": "abc"})
@@ -92,7 +93,7 @@ def test_a_file_that_is_no_manifest_is_refused(text: str, said: str, tmp_path: P
         parse(text)
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(ManifestError, match=rf"m\.json: .*{said}"):
-        fleet.read(tmp_path / "m.json")
+        manifests.read(tmp_path / "m.json")
 
 
 def test_differences_are_named() -> None:
@@ -162,10 +163,11 @@ def test_a_program_asks_for_the_manifest_of_what_it_serves_from(tmp_path: Path) 
     Store(path).put([FULL])
     code = """
 import fa2tune
-from fa2tune import dispatch, fleet
-from fa2tune.store import Store
+from fa2tune.calling import dispatch
+from fa2tune.fleet import manifests
+from fa2tune.rows.store import Store
 m = fa2tune.manifest()
-assert fleet.toolchain() == dispatch.toolchain()
+assert manifests.toolchain() == dispatch.toolchain()
 Store(r"%s").put([])
 assert m == fa2tune.manifest() and type(m).__name__ == "Manifest" and "manifest" in dir(fa2tune)
 print(m.hash, [part.file for part in m.layers][0])

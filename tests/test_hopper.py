@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fa2tune import compiler, fingerprint, gpus, limits, sass
-from fa2tune.compiler import Binary
+from fa2tune import gpus
+from fa2tune.compiling import compiler, fingerprint, limits, sass
+from fa2tune.compiling.compiler import Binary
 from fa2tune.problem import KERNELS, Config, Problem, Specialization
 from fa2tune.variant import WARP_SPECIALIZED, Variant
 

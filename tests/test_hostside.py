@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune import compiler, hostside
+from fa2tune.compiling import compiler, hostside
 from fa2tune.problem import Problem, Specialization
 from fa2tune.variant import Variant
 
@@ -81,7 +81,7 @@ def test_what_is_compiled_is_the_real_kernel(host: dict[str, Variant]) -> None:
 
 
 def test_a_file_that_cannot_be_read_so_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from fa2tune import binaries
+    from fa2tune.compiling import binaries
 
     path = tmp_path / "some.kernels"
     binaries.save(path, binaries.packed({}, {}))
@@ -103,7 +103,10 @@ def test_stand_ins_do_not_leak(host: dict[str, Variant]) -> None:
 #: A choice and a look for its binary, as a first call makes them: prints what was imported.
 LOOK = """
 import json, sys
-from fa2tune import dispatch, gpus, passes, precompiled, compiler
+from fa2tune import gpus
+from fa2tune.calling import dispatch
+from fa2tune.launching import passes, precompiled
+from fa2tune.compiling import compiler
 from fa2tune.problem import Problem
 problem, gpu = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, True), gpus.named("h200")
 found = []
@@ -119,7 +122,9 @@ print(json.dumps([found, [name for name in sys.modules if name.split(".")[0] == 
 
 def test_a_first_call_that_finds_its_binaries_imports_no_triton(tmp_path: Path) -> None:
     """As test_precompile.py has it, for the shipped rows of one head dim, dtype and mask."""
-    from fa2tune import gpus, precompile, reader
+    from fa2tune import gpus
+    from fa2tune.fleet import precompile
+    from fa2tune.rows import reader
 
     h200 = gpus.named("h200")
     layers = [
@@ -149,14 +154,15 @@ class NoGluon:
         if name.startswith("triton.experimental"):
             raise ImportError("no Gluon here")
 sys.meta_path.insert(0, NoGluon)
-from fa2tune import dispatch, gpus
+from fa2tune import gpus
+from fa2tune.calling import dispatch
 from fa2tune.problem import Problem
 print(dispatch.choose(Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, True), "fwd", gpus.named("h200")).rung)
 """
 
 
 def test_a_triton_without_gluon_chooses_all_the_same(tmp_path: Path) -> None:
-    from fa2tune import binaries
+    from fa2tune.compiling import binaries
 
     path = tmp_path / "old.kernels"
     binaries.save(path, binaries.packed({}, {"another day": {"fwd": "0"}}))

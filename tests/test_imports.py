@@ -16,24 +16,15 @@ PACKAGES = {
     "fa2tune.search_spaces": ROOT / "search_spaces",
 }
 
-#: Room -> storey. A room imports from its own storey and from those below; every room not named here is on storey 1.
-STOREYS = {
-    "problem": 0,
-    "gpus": 0,
-    "row": 0,
-    "variant": 0,
-    "search_spaces": 0,
-    "tuner": 2,
-    "repair": 2,
-    "bench": 2,
-    "page": 2,
-    "cli": 3,
-    "__main__": 4,
-}
+#: The rooms, lowest first. A room imports from itself and from those before it; modules of fa2tune/ itself (problem, gpus,
+#: variant) come before all.
+ROOMS = (
+    "search_spaces", "kernels", "rows", "compiling", "launching", "calling", "predicting", "measuring", "sharing", "tuning",
+    "fleet", "bench", "page", "cli", "__main__",
+)  # fmt: skip
 #: What a call to attention must never pull in, and what the search has no business with.
-TUNING = {"tuner", "search", "guided", "prior", "worker", "ledger", "measure", "racing", "witness", "verify", "model", "store",
-          "report", "bench", "page", "cli", "upkeep", "repair"}  # fmt: skip
-CALLING = {"ops", "dispatch"}
+TUNING = {"predicting", "measuring", "sharing", "tuning", "fleet", "bench", "page", "cli"}
+CALLING = {"calling"}
 SHARED_BY_KERNELS = {
     "fa2tune.problem",
     "fa2tune.variant",
@@ -81,23 +72,23 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
-def storey(module: str) -> int:
-    return STOREYS.get(room(module), 1)
+def place(module: str) -> int:
+    return ROOMS.index(room(module)) if room(module) in ROOMS else -1
 
 
 def reached(start: str) -> set[str]:
-    """The rooms that importing a module may end up importing."""
+    """The modules that importing one may end up importing."""
     seen, waiting = set(), [start]
     while waiting:
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
             waiting += GRAPH.get(module, ())
-    return {room(module) for module in seen}
+    return seen
 
 
 def test_imports_go_down() -> None:
-    up = [f"{module} imports {name}" for module in HOST for name in GRAPH[module] if storey(name) > storey(module)]
+    up = [f"{module} imports {name}" for module in HOST for name in GRAPH[module] if place(name) > place(module)]
     assert not up
 
 
@@ -109,8 +100,15 @@ def test_imports_never_come_back() -> None:
 
 
 def test_calling_and_tuning_are_two_roads() -> None:
-    assert not reached("fa2tune.ops") & TUNING
-    assert not reached("fa2tune.tuner") & CALLING
+    called = reached("fa2tune.calling.ops")
+    assert not set(map(room, called)) & TUNING and "fa2tune.rows.store" not in called
+    assert not set(map(room, reached("fa2tune.tuning.tuner"))) & CALLING
+
+
+def test_every_room_has_its_place() -> None:
+    assert {path.parent.name for path in (ROOT / "fa2tune").glob("*/__init__.py")} <= set(ROOMS)
+    loose = {path.stem for path in (ROOT / "fa2tune").glob("*.py")}
+    assert loose == {"__init__", "__main__", "problem", "gpus", "variant"}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(f"{module}.") == "kernels"])

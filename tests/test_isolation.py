@@ -21,18 +21,22 @@ import pytest
 from click.testing import CliRunner
 from tuner_fakes import true_time
 
-from fa2tune import books, compiler, gpus, plan, reader, tuner, worker
-from fa2tune.books import Hands, Watcher, fate_of
+from fa2tune import gpus
 from fa2tune.cli.tune import tune as tune_command
-from fa2tune.compiler import variant_named
-from fa2tune.judge import judge
-from fa2tune.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, Toolchain
-from fa2tune.measured import GpuLost
-from fa2tune.plan import Target, TuneRequest
+from fa2tune.compiling import compiler
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring import worker
+from fa2tune.measuring.worker import Crew, Job, wait
 from fa2tune.problem import Specialization
-from fa2tune.row import MEASURED
-from fa2tune.storage import Storage, StorageError
-from fa2tune.worker import Crew, Job, wait
+from fa2tune.rows import reader
+from fa2tune.rows.row import MEASURED
+from fa2tune.sharing.storage import Storage, StorageError
+from fa2tune.tuning import books, plan, tuner
+from fa2tune.tuning.books import Hands, Watcher, fate_of
+from fa2tune.tuning.judge import judge
+from fa2tune.tuning.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, Toolchain
+from fa2tune.tuning.measured import GpuLost
+from fa2tune.tuning.plan import Target, TuneRequest
 
 HERE = str(Path(__file__).parent)
 SPEC = Specialization("bf16", 128, 128, True)
@@ -154,7 +158,7 @@ def test_nobody_survives_a_parent_that_is_killed(tmp_path):
     """kill -9 on the tuner in the midst of a compile: neither the compiling child nor what it started goes on."""
     code = (
         f"import sys; sys.path[:0] = {[HERE, *sys.path]!r}\n"
-        "from fa2tune.worker import Crew, Job, wait\n"
+        "from fa2tune.measuring.worker import Crew, Job, wait\n"
         "crew = Crew(2)\n"
         f"crew.submit(Job('isolation_fakes:spawn', ('stall', {str(tmp_path / 'pids')!r}), 600))\n"
         "crew.submit(Job('isolation_fakes:stall', (), 600))\n"
@@ -205,9 +209,9 @@ def test_a_process_that_cannot_be_killed_ends_the_run(monkeypatch):
         (job,) = wait([crew], 60)
         assert job.stuck and job.died
         real(30)
-    from fa2tune.measured import Measured
+    from fa2tune.tuning.measured import Measured
 
-    task = Measured._run(None, "fa2tune.measure:race", ())
+    task = Measured._run(None, "fa2tune.measuring.measure:race", ())
     next(task)
     with pytest.raises(GpuLost, match="cannot be killed"):
         task.send(job)
@@ -239,7 +243,7 @@ def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatc
     assert known(replace(TODAY, gpu="NVIDIA H100 PCIe")) == (True, False)
     assert known(arch=80) == known(spec=replace(SPEC, causal=False)) == (False, False)
     assert known(variant=variant_named("bwd_dq")) == (False, False)
-    monkeypatch.setattr("fa2tune.fingerprint.kernel_hash", lambda variant: "another kernel")
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.kernel_hash", lambda variant: "another kernel")
     assert known() == (False, False)
 
 
@@ -295,7 +299,7 @@ def test_trouble_of_the_host_is_no_verdict(monkeypatch, error, raised):
         return
     with pytest.raises(raised) as caught:
         judge("fwd", SPEC, DEFAULT, H200)
-    job = Job("fa2tune.judge:judge", (), 20.0, began=True, failure=worker.reason_of(caught.value))
+    job = Job("fa2tune.tuning.judge:judge", (), 20.0, began=True, failure=worker.reason_of(caught.value))
     assert fate_of(job) in BLAMELESS
 
 
@@ -326,9 +330,9 @@ def test_processes_write_the_ledger_at_the_same_time(tmp_path):
     code = (
         f"import sys; sys.path[:0] = {[HERE, *sys.path]!r}\n"
         "from pathlib import Path\n"
-        "from fa2tune.compiler import variant_named\n"
-        "from fa2tune.ledger import LAUNCH, Ledger\n"
-        "from fa2tune.storage import Storage\n"
+        "from fa2tune.compiling.compiler import variant_named\n"
+        "from fa2tune.tuning.ledger import LAUNCH, Ledger\n"
+        "from fa2tune.sharing.storage import Storage\n"
         "from test_isolation import DEFAULT, SPEC, TODAY\n"
         f"page = Ledger(Storage.of_file(Path({str(path)!r})), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
         "for n in range(30):\n"
@@ -510,7 +514,7 @@ def test_retry_failed_tries_again_and_a_cured_candidate_may_win(bench, monkeypat
 
 def test_another_driver_tries_launches_again_and_compiles_not(bench, monkeypatch):
     driver = ["580.1"]
-    monkeypatch.setattr("fa2tune.fingerprint.driver_version", lambda: driver[0])
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.driver_version", lambda: driver[0])
     bench.poison(bench.one_each(faults.QUICK))
     bench.tune("study", buckets=(512,))
     kinds = Counter(fault for fault, _ in dict.fromkeys((f, json.dumps(c)) for f, c in bench.done()))
@@ -536,7 +540,7 @@ def test_the_ledger_is_no_part_of_a_cache_file(bench):
 
 
 def test_the_command_tells_what_failed_and_how_to_try_again(bench, monkeypatch):
-    monkeypatch.setattr("fa2tune.books.Hands", lambda: FAKES)
+    monkeypatch.setattr("fa2tune.tuning.books.Hands", lambda: FAKES)
     bench.poison(bench.one_each(("abort", "crash")))
     bench.tune("first", buckets=(512,))
     arguments = [

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from fa2tune import compiler, gpus, limits
-from fa2tune.compiler import Binary
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits
+from fa2tune.compiling.compiler import Binary
 from fa2tune.problem import Specialization
 
 A100, H200 = gpus.named("a100"), gpus.named("h200")

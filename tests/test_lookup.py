@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from cache_rows import FULL, KEY, row
 
-from fa2tune import lookup
-from fa2tune.lookup import Toolchain
 from fa2tune.problem import TuningKey
-from fa2tune.reader import Layer
-from fa2tune.row import MEASURED, OBTAINED, PREDICTED, SIBLING, Row
+from fa2tune.rows import lookup
+from fa2tune.rows.lookup import Toolchain
+from fa2tune.rows.reader import Layer
+from fa2tune.rows.row import MEASURED, OBTAINED, PREDICTED, SIBLING, Row
 
 NOW = Toolchain(FULL.triton, FULL.driver, {"fwd": FULL.kernel_hash})
 H100 = {"gpu": "h100-sxm"}

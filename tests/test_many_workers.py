@@ -26,17 +26,19 @@ from click.testing import CliRunner
 from fleet_worker import true_time
 from postgres_server import PASSWORD, Server, server
 
-from fa2tune import leases, lots, reader, storage
-from fa2tune.books import Books, Hands, Report, Watcher
 from fa2tune.cli import main
-from fa2tune.crown import Toolchain
-from fa2tune.leases import Leases, board
-from fa2tune.lots import Lot
-from fa2tune.plan import TuneRequest, make_plan
-from fa2tune.row import PREDICTED
-from fa2tune.shared import TABLE, SharedStore
-from fa2tune.storage import Storage, StorageError, parsed
-from fa2tune.tuner import Run
+from fa2tune.rows import reader
+from fa2tune.rows.row import PREDICTED
+from fa2tune.sharing import leases, storage
+from fa2tune.sharing.leases import Leases, board
+from fa2tune.sharing.shared import TABLE, SharedStore
+from fa2tune.sharing.storage import Storage, StorageError, parsed
+from fa2tune.tuning import lots
+from fa2tune.tuning.books import Books, Hands, Report, Watcher
+from fa2tune.tuning.crown import Toolchain
+from fa2tune.tuning.lots import Lot
+from fa2tune.tuning.plan import TuneRequest, make_plan
+from fa2tune.tuning.tuner import Run
 
 __all__ = ["server"]  # a fixture
 TESTS = Path(__file__).parent
@@ -312,7 +314,7 @@ def on(held: Storage) -> str:
     return (
         f"import os, sys; sys.path[:] = {sys.path!r}\n"
         "import sqlalchemy as sa\nfrom pathlib import Path\n"
-        "from fa2tune.leases import Leases\nfrom fa2tune.storage import Storage\n"
+        "from fa2tune.sharing.leases import Leases\nfrom fa2tune.sharing.storage import Storage\n"
         f"held = Storage(sa.make_url({url!r})) if {url!r} else Storage.of_file(Path({file!r}))\n"
     )
 

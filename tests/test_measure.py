@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from fa2tune import crown, gpus, measure, measured
-from fa2tune.compiler import variant_named
-from fa2tune.ledger import BLAMELESS, FATES
+from fa2tune import gpus
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring import measure
+from fa2tune.measuring.samples import CRAWLING, Gain, Race, gain_over, median_interval, quantile
+from fa2tune.measuring.witness import Witness
+from fa2tune.measuring.worker import Job
 from fa2tune.problem import Specialization, TuningKey
-from fa2tune.samples import CRAWLING, Gain, Race, gain_over, median_interval, quantile
-from fa2tune.study import Outcome
-from fa2tune.witness import Witness
-from fa2tune.worker import Job
+from fa2tune.tuning import crown, measured
+from fa2tune.tuning.ledger import BLAMELESS, FATES
+from fa2tune.tuning.study import Outcome
 
 KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, False, 2048)
 

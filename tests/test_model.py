@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import triton
 
-from fa2tune import compiler, gpus, limits, model, prior, sass, tiles
-from fa2tune.compiler import Binary
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, sass
+from fa2tune.compiling.compiler import Binary
+from fa2tune.predicting import model, prior, tiles
 from fa2tune.problem import Problem, Specialization, TuningKey
 
 H200 = gpus.named("h200")

@@ -20,17 +20,20 @@ from cache_rows import CONFIG, FULL, KEY, row
 from click.testing import CliRunner
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
-from fa2tune import gpus, plan, reader, report, tuner
-from fa2tune.books import Hands
+from fa2tune import gpus
+from fa2tune.bench import report
 from fa2tune.cli import main
-from fa2tune.family import HOPELESS
 from fa2tune.page import charts, facts, page, searches, sources, svg
 from fa2tune.problem import TuningKey
-from fa2tune.row import MARGIN, MEASURED, PREDICTED, Row
-from fa2tune.shelf import Shelf
-from fa2tune.storage import Storage
-from fa2tune.store import export
-from fa2tune.study import KeyStudy, Outcome, study_name
+from fa2tune.rows import reader
+from fa2tune.rows.row import MARGIN, MEASURED, PREDICTED, Row
+from fa2tune.rows.store import export
+from fa2tune.sharing.shelf import Shelf
+from fa2tune.sharing.storage import Storage
+from fa2tune.tuning import plan, tuner
+from fa2tune.tuning.books import Hands
+from fa2tune.tuning.family import HOPELESS
+from fa2tune.tuning.study import KeyStudy, Outcome, study_name
 
 ROOT = Path(__file__).parent.parent
 EVIL = "<script>alert(1)</script>\"'&</style>"
@@ -347,7 +350,7 @@ def test_every_rule_has_its_reason_and_stage() -> None:
     assert facts.stage("spills") == facts.BY_LIMITS and facts.why("spills")
     assert facts.stage("timeout") == facts.BY_FAILURE
     assert facts.stage(HOPELESS) == facts.BY_ARITHMETIC and facts.why(HOPELESS)
-    source = (ROOT / "fa2tune" / "limits.py").read_text()
+    source = (ROOT / "fa2tune" / "compiling" / "limits.py").read_text()
     for reason in re.findall(r'Refusal\(\s*"(\w+)"', source):
         assert facts.stage(reason) != facts.BY_FAILURE and facts.why(reason), reason
 

@@ -14,25 +14,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from fa2tune import (
-    binaries,
-    compiler,
-    dispatch,
-    fingerprint,
-    fleet,
-    gpus,
-    launch,
-    passes,
-    precompile,
-    precompiled,
-    reader,
-)
-from fa2tune.binaries import File
+from fa2tune import gpus
+from fa2tune.calling import dispatch
 from fa2tune.cli import main
-from fa2tune.compiler import CompileError
+from fa2tune.compiling import binaries, compiler, fingerprint
+from fa2tune.compiling.binaries import File
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.fleet import manifests, precompile
+from fa2tune.launching import launch, passes, precompiled
 from fa2tune.problem import Problem
-from fa2tune.reader import Layer
-from fa2tune.store import Store
+from fa2tune.rows import reader
+from fa2tune.rows.reader import Layer
+from fa2tune.rows.store import Store
 
 H200 = gpus.named("h200")
 PROBLEM = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, True)
@@ -324,12 +317,12 @@ def test_manifests_name_the_binaries(
     cache, signed = tmp_path / "fleet.sqlite", tmp_path / "fleet.manifest.json"
     cache.write_bytes(one_key.read_bytes())
     assert run("cache", "sign", cache).exit_code == 0
-    without = fleet.read(signed)
+    without = manifests.read(signed)
     assert without.binaries == () and "binaries" not in signed.read_text()
     binaries.save(binaries.companion(cache), kernels.read_bytes())
     done = run("cache", "sign", cache)
     assert done.exit_code == 0 and f"{len(File(kernels).entries)} binaries in fleet.kernels" in done.output
-    assert fleet.read(signed).hash != without.hash
+    assert manifests.read(signed).hash != without.hash
 
     monkeypatch.setenv("FA2TUNE_CACHE", str(cache))
     missing = run("cache", "check", signed)
@@ -339,7 +332,7 @@ def test_manifests_name_the_binaries(
     monkeypatch.setenv("FA2TUNE_KERNELS", str(binaries.companion(cache)))
     assert run("cache", "check", signed).exit_code == 0
     dispatch.reload()
-    assert fleet.manifest().hash == fleet.read(signed).hash
+    assert manifests.manifest().hash == manifests.read(signed).hash
     other = tmp_path / "other.kernels"
     binaries.save(other, binaries.packed({}, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", f"{binaries.companion(cache)}:{other}")

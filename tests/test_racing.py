@@ -15,12 +15,14 @@ import pytest
 from click.testing import CliRunner
 from simulated_gpu import SimulatedGpu
 
-from fa2tune import crown, gpus, plan, racing
-from fa2tune.candidates import point
-from fa2tune.compiler import variant_named
-from fa2tune.plan import Target
-from fa2tune.row import MEASURED
-from fa2tune.samples import EFFORTS, gain_over
+from fa2tune import gpus
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring import racing
+from fa2tune.measuring.samples import EFFORTS, gain_over
+from fa2tune.rows.row import MEASURED
+from fa2tune.tuning import crown, plan
+from fa2tune.tuning.candidates import point
+from fa2tune.tuning.plan import Target
 
 SCREEN, FINAL, PROOF = EFFORTS["screen"], EFFORTS["final"], EFFORTS["proof"]
 SMOOTH = {"noise": 1e-6, "drift": 0.0, "outliers": 0.0}

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from cache_rows import BARE, FULL, row
 
-from fa2tune import reader, record
-from fa2tune.reader import CacheFileError
-from fa2tune.store import Store
+from fa2tune.rows import reader, record
+from fa2tune.rows.reader import CacheFileError
+from fa2tune.rows.store import Store
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_user_path_by_platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_reading_imports_nothing_heavy(path: Path) -> None:
-    code = f"import sys; from fa2tune import reader, lookup; reader.read({str(path)!r}); print(*sys.modules)"
+    code = f"import sys; from fa2tune.rows import reader, lookup; reader.read({str(path)!r}); print(*sys.modules)"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert not {"sqlalchemy", "torch", "triton", "optuna", "numpy"} & set(done.stdout.split())

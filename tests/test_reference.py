@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fa2tune import reference, verify
+from fa2tune.measuring import reference, verify
 from fa2tune.problem import Problem
 
 

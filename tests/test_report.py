@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fa2tune import regret, report
-from fa2tune.peers import PEERS
+from fa2tune.bench import report
+from fa2tune.bench.peers import PEERS
+from fa2tune.fleet import regret
 from fa2tune.problem import TuningKey
-from fa2tune.reader import read, shipped_paths
+from fa2tune.rows.reader import read, shipped_paths
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fa2tune import reader
+from fa2tune.rows import reader
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,14 +14,16 @@ from cache_rows import row
 from click.testing import CliRunner
 from synthetic_tables import synthetic
 
-from fa2tune import gpus, guided, prior
-from fa2tune.candidates import Field, UnseenSampler, point
-from fa2tune.compiler import runtime_names, variant_named
-from fa2tune.row import PREDICTED
-from fa2tune.search import LAUNCHES_WITHIN, WINNERS, Search, winners
-from fa2tune.shelf import Shelf
-from fa2tune.storage import Storage
-from fa2tune.study import KeyStudy, Outcome
+from fa2tune import gpus
+from fa2tune.compiling.compiler import runtime_names, variant_named
+from fa2tune.predicting import prior
+from fa2tune.rows.row import PREDICTED
+from fa2tune.sharing.shelf import Shelf
+from fa2tune.sharing.storage import Storage
+from fa2tune.tuning import guided
+from fa2tune.tuning.candidates import Field, UnseenSampler, point
+from fa2tune.tuning.search import LAUNCHES_WITHIN, WINNERS, Search, winners
+from fa2tune.tuning.study import KeyStudy, Outcome
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import search_quality

@@ -15,10 +15,10 @@ import pytest
 import sqlalchemy as sa
 from cache_rows import BARE, FULL, row
 
-from fa2tune import reader, record, store
 from fa2tune.problem import TuningKey
-from fa2tune.row import Row
-from fa2tune.store import Store
+from fa2tune.rows import reader, record, store
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
 
 FIXTURES = Path(__file__).parent / "fixtures"
 #: The rows of both fixtures.

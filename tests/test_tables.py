@@ -9,8 +9,8 @@ import pytest
 from table_fakes import true_time
 
 from fa2tune import gpus
-from fa2tune.candidates import legal, point
-from fa2tune.compiler import variant_named
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.tuning.candidates import legal, point
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 H200 = gpus.named("h200")

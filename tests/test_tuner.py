@@ -10,17 +10,19 @@ import pytest
 from click.testing import CliRunner
 from tuner_fakes import hangs, true_time
 
-from fa2tune import crown, gpus, measured, plan, reader, tuner
-from fa2tune.books import Hands, Watcher, describe
-from fa2tune.candidates import SAMPLERS, Field, UnseenSampler, legal, point
+from fa2tune import gpus
 from fa2tune.cli.tune import tune as tune_command
-from fa2tune.compiler import binary_config, variant_named
-from fa2tune.plan import Target, TuneRequest, make_plan, resolve_target
+from fa2tune.compiling.compiler import binary_config, variant_named
 from fa2tune.problem import Specialization, TuningKey
-from fa2tune.row import MEASURED, PREDICTED, SIBLING
-from fa2tune.shelf import Shelf
-from fa2tune.storage import Storage
-from fa2tune.study import KeyStudy, Outcome
+from fa2tune.rows import reader
+from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.sharing.shelf import Shelf
+from fa2tune.sharing.storage import Storage
+from fa2tune.tuning import crown, measured, plan, tuner
+from fa2tune.tuning.books import Hands, Watcher, describe
+from fa2tune.tuning.candidates import SAMPLERS, Field, UnseenSampler, legal, point
+from fa2tune.tuning.plan import Target, TuneRequest, make_plan, resolve_target
+from fa2tune.tuning.study import KeyStudy, Outcome
 
 FAKES = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
 H200, H100, A100 = gpus.named("h200"), gpus.named("h100"), gpus.named("a100")
@@ -230,7 +232,7 @@ def test_a_fused_road_that_dies_does_not_cost_the_split_row(bench, monkeypatch):
     report = bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {row.variant for row in report.rows if row.key.kernel == "bwd"} == {"split"}
     bench.forget()
-    monkeypatch.setattr("fa2tune.fingerprint.backward_hash", lambda specialized=False: "other kernels")
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.backward_hash", lambda specialized=False: "other kernels")
     bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {kernel for kernel, *_ in bench.did("proof")} == {"bwd"}
 
@@ -322,7 +324,7 @@ def test_time_budget_ends_the_search_and_still_crowns(bench):
 
 def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatch):
     monkeypatch.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
-    monkeypatch.setattr("fa2tune.books.Hands", lambda: FAKES)
+    monkeypatch.setattr("fa2tune.tuning.books.Hands", lambda: FAKES)
     path = bench.folder / "cache.sqlite"
     arguments = ["--gpu", "a100", "--dtype", "bf16", "--causal", "--pass", "fwd", "--seqlen", "512", "--seqlen", "2048"]
     result = CliRunner().invoke(tune_command, [*arguments, "--trials", "5", "--cache", str(path)])

@@ -12,16 +12,20 @@ from click.testing import CliRunner
 from tuner_fakes import true_time
 from variant_fakes import DEFAULT
 
-from fa2tune import crown, finding, gpus, limits, plan, reader, record, repair, tuner
-from fa2tune.books import Hands, Watcher
+from fa2tune import gpus
 from fa2tune.cli.cache import cache
-from fa2tune.compiler import variant_named, variants
-from fa2tune.finding import FAILS, HOLDS, LOST, UNTIMED, UNTOLD, Card, Finding
-from fa2tune.plan import Target, TuneRequest
+from fa2tune.compiling import limits
+from fa2tune.compiling.compiler import variant_named, variants
+from fa2tune.fleet import finding, repair
+from fa2tune.fleet.finding import FAILS, HOLDS, LOST, UNTIMED, UNTOLD, Card, Finding
+from fa2tune.fleet.upkeep import Verification
 from fa2tune.problem import KERNELS, TuningKey
-from fa2tune.row import MEASURED, PREDICTED, Row
-from fa2tune.store import Store
-from fa2tune.upkeep import Verification
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import MEASURED, PREDICTED, Row
+from fa2tune.rows.store import Store
+from fa2tune.tuning import crown, plan, tuner
+from fa2tune.tuning.books import Hands, Watcher
+from fa2tune.tuning.plan import Target, TuneRequest
 from fa2tune.variant import WARP_SPECIALIZED
 
 HANDS = Hands("upkeep_fakes:judge", "upkeep_fakes:race", "upkeep_fakes:check", "upkeep_fakes:check_backward")
@@ -226,7 +230,7 @@ def tune(portable_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     here = Target(CARD.gpu, MEASURED, CARD.gpu)
     monkeypatch.setattr(plan, "resolve_target", lambda name: here)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: CARD.name)
-    monkeypatch.setattr("fa2tune.fingerprint.driver_version", lambda: CARD.driver)
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.driver_version", lambda: CARD.driver)
     asked: list[TuneRequest] = []
 
     def run(request: TuneRequest) -> Any:
@@ -311,7 +315,7 @@ def test_withdrawn_rows_serve_nobody_and_one_that_takes_anothers_place_says_so(
 ) -> None:
     folder = tmp_path / "shipped"  # stands in for the one that is shipped
     monkeypatch.setattr(reader, "shipped_paths", SHIPPED_PATHS)
-    monkeypatch.setattr("fa2tune.reader.resources.files", lambda package: folder)
+    monkeypatch.setattr("fa2tune.rows.reader.resources.files", lambda package: folder)
     faults(["wrong", {"BLOCK_N": 16}, 1])
     path = folder / "h200.sqlite"
     wrong = made(config=config(BLOCK_N=16))

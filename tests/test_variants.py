@@ -13,15 +13,19 @@ from test_tuner import HERE, SPEC, Bench
 from tuner_fakes import true_time
 from variant_fakes import DEFAULT
 
-from fa2tune import compiler, dispatch, family, fingerprint, gpus, limits, measured, reader
-from fa2tune.candidates import Legal
+from fa2tune import gpus
+from fa2tune.calling import dispatch
 from fa2tune.cli.explain import explain
-from fa2tune.compiler import CompileError, variant_named, variant_of
+from fa2tune.compiling import compiler, fingerprint, limits
+from fa2tune.compiling.compiler import CompileError, variant_named, variant_of
 from fa2tune.page import sources
-from fa2tune.plan import Target
 from fa2tune.problem import KERNELS, Problem
-from fa2tune.row import PREDICTED, over_portable
-from fa2tune.store import Store
+from fa2tune.rows import reader
+from fa2tune.rows.row import PREDICTED, over_portable
+from fa2tune.rows.store import Store
+from fa2tune.tuning import family, measured
+from fa2tune.tuning.candidates import Legal
+from fa2tune.tuning.plan import Target
 from fa2tune.variant import DESCRIPTOR, POINTER, WARP_SPECIALIZED, way_of
 
 pytestmark = pytest.mark.usefixtures("specialized_fakes")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from fa2tune import witness
 from fa2tune.cli import doctor
-from fa2tune.witness import Reading, Witness
+from fa2tune.measuring import witness
+from fa2tune.measuring.witness import Reading, Witness
 
 
 class NVMLError(Exception):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from fa2tune import worker
-from fa2tune.worker import Crew, Job, wait
+from fa2tune.measuring import worker
+from fa2tune.measuring.worker import Crew, Job, wait
 
 HERE = "test_worker"
 

@@ -5,9 +5,9 @@ import os
 import time
 import zlib
 
-from fa2tune import worker
-from fa2tune.judge import Verdict
-from fa2tune.samples import Race
+from fa2tune.measuring import worker
+from fa2tune.measuring.samples import Race
+from fa2tune.tuning.judge import Verdict
 
 ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
 

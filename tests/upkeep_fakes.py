@@ -7,9 +7,9 @@ import os
 import tuner_fakes
 from tuner_fakes import check_backward  # noqa: F401  # one of the hands
 
-from fa2tune import worker
-from fa2tune.judge import Verdict
-from fa2tune.samples import Race
+from fa2tune.measuring import worker
+from fa2tune.measuring.samples import Race
+from fa2tune.tuning.judge import Verdict
 
 
 def _fault(kind, config):
@@ -54,7 +54,7 @@ def check(kernel, config, spec, arch, device, small=False):
     worker.report("launch")
     tuner_fakes._log("check", kernel, device, config)
     if _fault("wrong", config):
-        from fa2tune.verify import WrongResult
+        from fa2tune.measuring.verify import WrongResult
 
         raise WrongResult("o: max error 1, allowed 0.1")
     return tuner_fakes.ERRORS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa2tune import compiler
+from fa2tune.compiling import compiler
 from fa2tune.search_spaces.hopper import SIXTEEN_BIT
 from fa2tune.variant import Constraint, SearchSpace, Variant
 

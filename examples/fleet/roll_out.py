@@ -21,8 +21,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from fa2tune import reader
-from fa2tune.store import Store
+from fa2tune.rows import reader
+from fa2tune.rows.store import Store
 
 HERE = Path(__file__).parent
 GPU, NODES = "a100", ("node-1", "node-2")

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from fa2tune import bench as benchmark
-from fa2tune.peers import PEERS, SUBJECT, select
+from fa2tune.bench import comparison
+from fa2tune.bench.peers import PEERS, SUBJECT, select
 from fa2tune.problem import BUCKETS
 
 
@@ -35,14 +35,14 @@ def _text(values: tuple[Any, ...]) -> str:
 @click.option("--peers", callback=_list(str), help=f"Comma-separated, of {', '.join(n for n in PEERS if n != SUBJECT)}. "
               "fa2tune is always measured.  [default: all that are installed]")  # fmt: skip
 @click.option(
-    "--headdim", callback=_list(int), default=_text(benchmark.HEAD_DIMS), show_default=True, help="Head dims."
+    "--headdim", callback=_list(int), default=_text(comparison.HEAD_DIMS), show_default=True, help="Head dims."
 )
 @click.option("--seqlen", callback=_list(int), default=_text(BUCKETS), show_default=True, help="Sequence lengths.")
 @click.option("--causal/--full", "causal", default=None, help="One mask only.  [default: both]")
-@click.option("--pass", "passes", callback=_list(str), default=_text(benchmark.PASSES), show_default=True,
+@click.option("--pass", "passes", callback=_list(str), default=_text(comparison.PASSES), show_default=True,
               help="fwd without gradients, bwd alone, both together.")  # fmt: skip
 @click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
-@click.option("--memory-seqlen", callback=_list(int), default=_text(benchmark.MEMORY_SEQLENS), show_default=True,
+@click.option("--memory-seqlen", callback=_list(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
               help="Lengths at which peak memory is measured.")  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Leave peak memory out.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.15, show_default=True,
@@ -64,7 +64,7 @@ def bench(
     """
     try:
         chosen, absent = select(peers)
-        grid = benchmark.Grid(
+        grid = comparison.Grid(
             dtypes=dtype, head_dims=headdim, causals=(False, True) if causal is None else (causal,), seqlens=seqlen,
             passes=passes, memory_seqlens=() if no_memory else memory_seqlen,
         )  # fmt: skip
@@ -76,15 +76,15 @@ def bench(
 
     from rich.console import Console
 
-    from fa2tune import report
-    from fa2tune.bench_card import Card, NoGpuError
-    from fa2tune.dispatch import SERVED
+    from fa2tune.bench import report
+    from fa2tune.bench.card import Card, NoGpuError
+    from fa2tune.calling.dispatch import SERVED
 
     console = Console()
     try:
         card = Card()
         out.mkdir(parents=True, exist_ok=True)
-        results = benchmark.Results(file, card.environment(), resume)
+        results = comparison.Results(file, card.environment(), resume)
         results.save()  # an unwritable folder is said now
     except (NoGpuError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from None
@@ -97,10 +97,10 @@ def bench(
         console.print(f"[{done}/{total}] {_line(record)}", markup=False, soft_wrap=True)
 
     try:
-        complete = benchmark.run(
+        complete = comparison.run(
             grid.cells(), chosen, card, results, seconds=seconds, time_budget=time_budget, progress=progress
         )
-    except benchmark.BenchError as error:
+    except comparison.BenchError as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         complete = False
@@ -119,7 +119,7 @@ def bench(
 
 def _line(record: Mapping[str, Any]) -> str:
     """A cell in one line, as it is finished."""
-    from fa2tune import report
+    from fa2tune.bench import report
 
     entries = record["peers"]
     what = f"{record['pass']} {record['dtype']} head dim {record['head_dim']} {report.mask_name(record['causal'])}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from fa2tune.witness import Reading
+    from fa2tune.measuring.witness import Reading
 
 #: package -> lowest version that works; a test holds this to pyproject.toml
 REQUIRED = {"torch": (2, 11), "triton": (3, 6), "optuna": (0,), "sqlalchemy": (2,)}
@@ -54,7 +54,7 @@ def packages() -> Iterator[Finding]:
 
 def tools() -> Iterator[Finding]:
     """The binaries that compile for a GPU and read its machine code. They come inside the triton wheel."""
-    from fa2tune import compiler
+    from fa2tune.compiling import compiler
 
     for name in ("ptxas", "cuobjdump", "nvdisasm"):
         try:
@@ -68,7 +68,9 @@ def tools() -> Iterator[Finding]:
 def gpu() -> Iterator[Finding]:
     import torch
 
-    from fa2tune import fingerprint, gpus, witness
+    from fa2tune import gpus
+    from fa2tune.compiling import fingerprint
+    from fa2tune.measuring import witness
 
     driver = fingerprint.driver_version()
     if not torch.cuda.is_available():
@@ -109,7 +111,7 @@ def _reading(reading: Reading) -> str:
 
 def layers() -> Iterator[Finding]:
     """The cache files that serve, strongest first, and those that were meant to and cannot be read."""
-    from fa2tune import reader
+    from fa2tune.rows import reader
 
     found, skipped = [], _Skipped()
     reader.logger.addHandler(skipped)
@@ -127,7 +129,8 @@ def layers() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """The files of binaries: which are trusted, which not and why, and what in them fits here."""
-    from fa2tune import binaries, precompiled
+    from fa2tune.compiling import binaries
+    from fa2tune.launching import precompiled
 
     held = binaries.trusted()
     for place, file in held.files:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fa2tune import lookup, reader, regret
 from fa2tune.cli.cache.common import describe, gpu_asked
+from fa2tune.fleet import regret
 from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, Problem
-from fa2tune.row import over_portable
+from fa2tune.rows import lookup, reader
+from fa2tune.rows.row import over_portable
 
 if TYPE_CHECKING:
     from fa2tune.gpus import Gpu
@@ -80,8 +81,8 @@ def _backward(
     problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool
 ) -> Mapping[str, bool | None]:
     """Explain the road of the backward; returns the kernels on it, and whether each is to be warp-specialised."""
-    from fa2tune import dispatch
-    from fa2tune.passes import ROADS, SPLIT
+    from fa2tune.calling import dispatch
+    from fa2tune.launching.passes import ROADS, SPLIT
 
     if deterministic:
         click.echo(f"{SPLIT} is the deterministic road")
@@ -92,7 +93,8 @@ def _backward(
 
 def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu) -> Iterator[str]:
     """Where a first call would take each kernel from that runs for a config."""
-    from fa2tune import compiler, passes, precompiled
+    from fa2tune.compiling import compiler
+    from fa2tune.launching import passes, precompiled
 
     for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
         binary = compiler.binary_config(variant, its_config)
@@ -106,7 +108,7 @@ def _explain(
     deterministic: bool = False,
 ) -> lookup.Answer | None:  # fmt: skip
     """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
-    from fa2tune import defaults, dispatch
+    from fa2tune.calling import defaults, dispatch
 
     key = dispatch.key_of(problem, kernel, gpu)
     found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))

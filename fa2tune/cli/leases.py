@@ -19,8 +19,8 @@ from fa2tune.cli.cache.common import console, rich_table, told
 def leases(storage: str) -> None:
     """Show the workers on a storage, the lots they hold, and when their leases expire unless they say another word."""
     with told():
-        from fa2tune.leases import board
-        from fa2tune.storage import OWN_FILE, Storage, parsed
+        from fa2tune.sharing.leases import board
+        from fa2tune.sharing.storage import OWN_FILE, Storage, parsed
 
         url = parsed(storage)
         file = None if url.get_backend_name() == "postgresql" else Path(url.database or "").with_name(OWN_FILE)

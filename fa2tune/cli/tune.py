@@ -17,8 +17,8 @@ from rich.table import Table
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
 if TYPE_CHECKING:
-    from fa2tune.books import Report
-    from fa2tune.row import Row
+    from fa2tune.rows.row import Row
+    from fa2tune.tuning.books import Report
 
 WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
 HOW = {
@@ -86,8 +86,8 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    from fa2tune.books import described
-    from fa2tune.row import over_portable
+    from fa2tune.rows.row import over_portable
+    from fa2tune.tuning.books import described
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("kernel", "dtype", "dim", "mask", "length"):
@@ -220,11 +220,11 @@ def tune(
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
-    from fa2tune.books import Hands
-    from fa2tune.measured import GpuLost
-    from fa2tune.plan import TuneRequest, make_plan
-    from fa2tune.storage import StorageError
-    from fa2tune.tuner import Run
+    from fa2tune.sharing.storage import StorageError
+    from fa2tune.tuning.books import Hands
+    from fa2tune.tuning.measured import GpuLost
+    from fa2tune.tuning.plan import TuneRequest, make_plan
+    from fa2tune.tuning.tuner import Run
 
     request = TuneRequest(
         gpu=gpu, head_dims=tuple(dict.fromkeys(headdim)), head_dim_v=headdim_v, dtypes=tuple(dict.fromkeys(dtype)),

@@ -10,13 +10,14 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fa2tune import gpus, report
+from fa2tune import gpus
+from fa2tune.bench import report
+from fa2tune.bench.peers import PEERS, SUBJECT
 from fa2tune.gpus import Gpu
+from fa2tune.measuring.samples import quantile
 from fa2tune.page.facts import KERNEL_ORDER, KERNEL_TITLES, Standing, place
 from fa2tune.page.svg import Band, Linear, Log, Panel, legend, number
-from fa2tune.peers import PEERS, SUBJECT
 from fa2tune.problem import TuningKey
-from fa2tune.samples import quantile
 
 DOT = 4.0  #: dots of a crowd nearer than this are drawn once
 SHAPES = {64: "circle", 128: "square", 256: "diamond"}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from fa2tune import gpus
-from fa2tune.books import described
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem, TuningKey
-from fa2tune.row import OBTAINED, Row, over_portable
+from fa2tune.rows.row import OBTAINED, Row, over_portable
+from fa2tune.tuning.books import described
 from fa2tune.variant import SearchSpace
 
 #: As a reader asks: the two passes first, then what the backward is made of.

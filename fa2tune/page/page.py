@@ -12,13 +12,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fa2tune import __version__, record, report
+from fa2tune import __version__
+from fa2tune.bench import report
 from fa2tune.page import charts, facts, searches
 from fa2tune.page.charts import Pair
 from fa2tune.page.facts import KERNEL_ORDER, KERNEL_TITLES, Standing
 from fa2tune.page.sources import Search, Sources
 from fa2tune.problem import DTYPES, TuningKey
-from fa2tune.row import PREDICTED, Row
+from fa2tune.rows import record
+from fa2tune.rows.row import PREDICTED, Row
 
 #: What a reader can narrow the page to: token prefix (charts.tokens) -> title.
 FILTERS = {"gpu": "GPU", "dim": "head dim", "dtype": "dtype", "mask": "mask", "kernel": "kernel", "len": "length"}
@@ -347,7 +349,7 @@ def pruned_table(rows: Sequence[Row]) -> dict[str, Any]:
 
 def pairs_of(found: Iterable[Search]) -> list[Pair]:
     """Trials that were predicted, then measured."""
-    from fa2tune.books import describe
+    from fa2tune.tuning.books import describe
 
     return [
         Pair(search.key, describe(trial.config), trial.predicted_us, time)

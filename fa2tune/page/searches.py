@@ -12,12 +12,12 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fa2tune import report
+from fa2tune.bench import report
+from fa2tune.measuring.samples import quantile
 from fa2tune.page import facts
 from fa2tune.page.charts import colour, tokens
 from fa2tune.page.sources import Search
 from fa2tune.page.svg import Band, Linear, Log, Panel, legend
-from fa2tune.samples import quantile
 
 #: Timed trials below which nothing is said of a study's dimensions.
 LEAST_TRIALS = 10
@@ -293,7 +293,7 @@ class Failure:
 
 def failures(searches: Iterable[Search], most: int = 120) -> list[Failure]:
     """What candidates without a time died of, the same words counted together, the commonest fates first."""
-    from fa2tune.books import describe
+    from fa2tune.tuning.books import describe
 
     met: dict[tuple[str, str], tuple[int, str, str]] = {}
     seen: set[tuple[object, ...]] = set()

@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2tune import reader, record
 from fa2tune.problem import Config, TuningKey
-from fa2tune.reader import CacheFileError
-from fa2tune.row import Row
+from fa2tune.rows import reader, record
+from fa2tune.rows.reader import CacheFileError
+from fa2tune.rows.row import Row
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -78,7 +78,7 @@ class Sources:
     title: str
     rows: Sequence[Row]
     searches: Sequence[Search] = ()
-    bench: Mapping[str, Any] | None = None  #: results of ``fa2tune bench`` (bench.load)
+    bench: Mapping[str, Any] | None = None  #: results of ``fa2tune bench`` (comparison.load)
     files: Mapping[str, Path] = field(default_factory=dict)  #: what was read, by kind
     notes: Sequence[str] = ()  #: what a reader should know of the reading
 
@@ -194,10 +194,10 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
 
 
 def read_bench(path: Path) -> Mapping[str, Any]:
-    from fa2tune import bench
+    from fa2tune.bench import comparison
 
     try:
-        data = bench.load(path)
+        data = comparison.load(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SourceError(f"--bench: {path}: {error}") from error
     if not any(cell["kind"] == "time" for cell in data["cells"]):

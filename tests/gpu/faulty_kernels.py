@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fa2tune import measure
+from fa2tune.measuring import measure
 
 
 @triton.jit

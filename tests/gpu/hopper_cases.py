@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-from fa2tune import compiler, dispatch, limits, passes, reference, verify
+from fa2tune.calling import dispatch
+from fa2tune.compiling import compiler, limits
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
 from fa2tune.problem import KERNELS, Config, Problem, Specialization
 from fa2tune.variant import Variant
 

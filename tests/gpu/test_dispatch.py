@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune import dispatch
+from fa2tune.calling import dispatch
 
 
 def qkv(*shape, dtype=torch.bfloat16, **options):
@@ -191,7 +191,7 @@ ran = []
 sys.addaudithook(lambda event, arguments: ran.append(arguments[0]) if event == "subprocess.Popen" else None)
 q, k, v, do = (torch.randn(2, 4, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
 import fa2tune
-from fa2tune import launch
+from fa2tune.launching import launch
 origins, load = [], launch.load
 def told(*asked):
     found = load(*asked)
@@ -210,7 +210,7 @@ print(json.dumps([origins, max(errors), [str(program) for program in ran]]))
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     """A file of the binaries that such a call takes on this GPU."""
-    from fa2tune import precompile
+    from fa2tune.fleet import precompile
 
     gpu = dispatch.gpu_of(0)
     key = (64, "bf16", True, 1024)
@@ -238,7 +238,7 @@ def test_a_node_without_a_compiler_runs_its_first_call_from_binaries(kernels, tm
 
 
 def test_tampered_binaries_are_compiled_instead(kernels, tmp_path):
-    from fa2tune import binaries
+    from fa2tune.compiling import binaries
 
     content = bytearray(kernels.read_bytes())
     for entry in binaries.File(kernels).entries.values():

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune import gpus, reader
-from fa2tune.books import Hands, Watcher, fate_of
-from fa2tune.compiler import variant_named
-from fa2tune.plan import TuneRequest
+from fa2tune import gpus
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring.worker import Crew, Job, wait
 from fa2tune.problem import Specialization, TuningKey
-from fa2tune.tuner import tune
-from fa2tune.worker import Crew, Job, wait
+from fa2tune.rows import reader
+from fa2tune.tuning.books import Hands, Watcher, fate_of
+from fa2tune.tuning.plan import TuneRequest
+from fa2tune.tuning.tuner import tune
 
 FWD = variant_named("fwd")
 SPEC = Specialization("bf16", 64, 64, False)

@@ -10,8 +10,11 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import fa2tune
-from fa2tune import dispatch, limits, passes, reference, verify
-from fa2tune.compiler import CompileError, variant_named
+from fa2tune.calling import dispatch
+from fa2tune.compiling import limits
+from fa2tune.compiling.compiler import CompileError, variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
 from fa2tune.problem import Problem, Specialization
 from fa2tune.variant import DESCRIPTOR, POINTER
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fa2tune import gpus, measure, witness
-from fa2tune.compiler import variant_named
+from fa2tune import gpus
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring import measure, witness
+from fa2tune.measuring.samples import EFFORTS, gain_over
 from fa2tune.problem import TuningKey
-from fa2tune.samples import EFFORTS, gain_over
 
 
 def key_of(kernel: str, length: int) -> TuningKey:

@@ -15,11 +15,13 @@ import torch
 from hopper_cases import VIEWS, Tensors, check, config_for, inside_a_wider_one, refusal, run, specialized, spread
 
 import fa2tune
-from fa2tune import dispatch, passes, reference
-from fa2tune.compiler import variant_named, variants_of
+from fa2tune.calling import dispatch
+from fa2tune.compiling.compiler import variant_named, variants_of
+from fa2tune.launching import passes
+from fa2tune.measuring import reference
 from fa2tune.problem import KERNELS, Problem
-from fa2tune.row import MEASURED, Row, hashed_as
-from fa2tune.store import Store
+from fa2tune.rows.row import MEASURED, Row, hashed_as
+from fa2tune.rows.store import Store
 from fa2tune.variant import WARP_SPECIALIZED, Variant
 
 VARIANTS = specialized() if torch.cuda.is_available() else [v for k in KERNELS for v in variants_of(k) if v.serves]
@@ -235,7 +237,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @masks
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) -> None:
-    from fa2tune import verify
+    from fa2tune.measuring import verify
 
     for shape in ((1024, 1024), (613, 1000)):
         asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, causal)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fa2tune import crown, finding
-from fa2tune.compiler import variant_named
-from fa2tune.finding import FAILS, HOLDS, LOST, UNTOLD
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.fleet import finding
+from fa2tune.fleet.finding import FAILS, HOLDS, LOST, UNTOLD
+from fa2tune.fleet.upkeep import Verification
 from fa2tune.problem import TuningKey
-from fa2tune.row import MEASURED, Row
-from fa2tune.upkeep import Verification
+from fa2tune.rows.row import MEASURED, Row
+from fa2tune.tuning import crown
 
 
 def rows() -> list[Row]:

@@ -138,7 +138,7 @@ def test_deterministic_follows_torch():
 
 
 def test_plans_are_remembered():
-    from fa2tune import dispatch
+    from fa2tune.calling import dispatch
 
     q, k, v = qkv(1, 2, 23, 16)
     fa2tune.attention(q, k, v)
@@ -183,7 +183,7 @@ def test_a_scale_too_small_for_float32_is_zero():
 
 
 def test_float32_precision_follows_either_setting_of_torch():
-    from fa2tune.passes import float32_precision
+    from fa2tune.launching.passes import float32_precision
 
     before = torch.backends.cuda.matmul.fp32_precision
     try:
@@ -196,7 +196,7 @@ def test_float32_precision_follows_either_setting_of_torch():
 
 
 def test_a_large_output_has_64_bit_strides():
-    from fa2tune.passes import describe
+    from fa2tune.launching.passes import describe
 
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(2, 32, 1 << 20, 64)
     k = torch.empty(2, 32, 8, 64, dtype=torch.float16)

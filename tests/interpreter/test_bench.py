@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune.bench import PASSES, Stand
-from fa2tune.peers import PEERS
+from fa2tune.bench.comparison import PASSES, Stand
+from fa2tune.bench.peers import PEERS
 from fa2tune.problem import Problem
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gpt.py"

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from cache_rows import FULL
 
 import fa2tune
-from fa2tune import dispatch, reader, record
-from fa2tune.compiler import variant_named
+from fa2tune.calling import dispatch
+from fa2tune.compiling.compiler import variant_named
 from fa2tune.problem import Specialization, TuningKey
-from fa2tune.row import Row
-from fa2tune.store import Store
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
 
 SPEC = Specialization("fp16", 16, 16, True)
 #: What the interpreter is taken for: the lowest architecture there is.
@@ -74,11 +75,11 @@ def _cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 #: Modules that tune, time or decide by time: a call must never come to need one.
 NEVER = (
     "optuna",
-    "fa2tune.tuner",
-    "fa2tune.measure",
-    "fa2tune.measured",
-    "fa2tune.racing",
-    "fa2tune.store",
+    "fa2tune.tuning.tuner",
+    "fa2tune.measuring.measure",
+    "fa2tune.tuning.measured",
+    "fa2tune.measuring.racing",
+    "fa2tune.rows.store",
     "triton.testing",
 )
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune import passes, reference, verify
-from fa2tune.compiler import variant_named
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
 from fa2tune.problem import Problem, Specialization
 from fa2tune.variant import DESCRIPTOR, POINTER
 

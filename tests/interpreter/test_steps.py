@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fa2tune import compiler, passes
+from fa2tune.compiling import compiler
+from fa2tune.launching import passes
 from fa2tune.problem import Config, Problem
 from fa2tune.variant import SearchSpace, Variant
 

@@ -9,8 +9,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import torch
 
-from fa2tune import passes, verify
-from fa2tune.compiler import variant_named
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import verify
 from fa2tune.problem import KERNELS, Specialization
 
 SMALL = {

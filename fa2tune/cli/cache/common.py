@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fa2tune import gpus, reader, record
+from fa2tune import gpus
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS, TuningKey
-from fa2tune.reader import CacheFileError, Layer
-from fa2tune.row import OBTAINED, Row
+from fa2tune.rows import reader, record
+from fa2tune.rows.reader import CacheFileError, Layer
+from fa2tune.rows.row import OBTAINED, Row
 
 if TYPE_CHECKING:
     from rich.console import Console

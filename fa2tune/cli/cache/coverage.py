@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from fa2tune import reader
 from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked, rich_table, told
 from fa2tune.problem import DTYPES
+from fa2tune.rows import reader
 
 
 @click.command()
@@ -38,8 +38,9 @@ def coverage(
     Exit code 1 if a key has no row of its own, or only one made with another toolchain, or if some of the model's attention is
     not covered at all.
     """
-    from fa2tune import coverage as rules
-    from fa2tune import dispatch, modelconfig
+    from fa2tune.calling import dispatch
+    from fa2tune.fleet import coverage as rules
+    from fa2tune.fleet import modelconfig
 
     target = gpu_asked(gpu)
     with told():
@@ -87,8 +88,8 @@ def coverage(
 
 
 def _differs(need: object) -> str:
-    from fa2tune import lookup
-    from fa2tune.coverage import Need
+    from fa2tune.fleet.coverage import Need
+    from fa2tune.rows import lookup
 
     assert isinstance(need, Need)
     if need.answer is None:

@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fa2tune import reader, record
 from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, console, figure, filters, rich_table, selector, told
-from fa2tune.row import Row
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import Row
 
 KINDS = {".sqlite": "sqlite", ".json": "json"}
 
@@ -47,8 +47,8 @@ def export(
     with told():
         source: Path | str = reader.user_path() if file is None else file
         if storage is not None:
-            from fa2tune.shared import SharedStore
-            from fa2tune.storage import Storage, parsed
+            from fa2tune.sharing.shared import SharedStore
+            from fa2tune.sharing.storage import Storage, parsed
 
             database = Storage.at(parsed(storage))
             if not database.shared:
@@ -67,7 +67,7 @@ def export(
         if out is None:
             click.echo(record.to_json(rows), nl=False)
             return
-        from fa2tune.store import export as write
+        from fa2tune.rows.store import export as write
 
         outs = [(out, kind), *([(out.with_suffix(".json"), "json")] if twin and kind == "sqlite" else [])]
         for each, its_kind in outs:
@@ -86,7 +86,7 @@ def merge(files: Sequence[Path], into: Path | None, dry_run: bool) -> None:
     files. Where they name different configs or times, both are shown.
     """
     with told():
-        from fa2tune import store
+        from fa2tune.rows import store
 
         path = reader.user_path() if into is None else into
         if dry_run:

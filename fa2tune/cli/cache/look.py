@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from fa2tune import reader, record
 from fa2tune.cli.cache.common import FILE, describe, filters, head_dims, layers_of, selector, told
-from fa2tune.row import Row
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import Row
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

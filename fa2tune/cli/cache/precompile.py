@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from fa2tune import reader
 from fa2tune.cli.cache.common import FILE, gpu_asked, told
 from fa2tune.problem import DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.rows import reader
 
 
 def _head_dims(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
@@ -54,7 +54,9 @@ def precompile(
     (~/.cache/fa2tune/cache.kernels), so are those that FA2TUNE_KERNELS names. A file beside one that FA2TUNE_CACHE names is
     not, for that alone. Whether a call would find its binary says `fa2tune explain`.
     """
-    from fa2tune import binaries, precompile, precompiled
+    from fa2tune.compiling import binaries
+    from fa2tune.fleet import precompile
+    from fa2tune.launching import precompiled
 
     target = gpu_asked(gpu)
     with told():

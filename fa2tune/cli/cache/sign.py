@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from fa2tune import reader
 from fa2tune.cli.cache.common import FILE, told
+from fa2tune.rows import reader
 
 
 @click.command()
@@ -22,14 +22,15 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
     Without FILES: of all that serves here, the user's file and the driver included; printed, unless --out is given.
     """
     with told():
-        from fa2tune import fleet, lookup, store
+        from fa2tune.fleet import manifests
+        from fa2tune.rows import lookup, store
 
-        here = fleet.toolchain()
+        here = manifests.toolchain()
         if files:
-            made = fleet.shipment(files, lookup.Toolchain(here.triton, "", here.kernel_hashes))
+            made = manifests.shipment(files, lookup.Toolchain(here.triton, "", here.kernel_hashes))
             out = out or files[0].with_suffix(".manifest.json")
         else:
-            made = fleet.of(reader.layers(), here, fleet.trusted_binaries())
+            made = manifests.of(reader.layers(), here, manifests.trusted_binaries())
         if out is None:
             click.echo(made.to_json(), nl=False)
             return
@@ -47,11 +48,11 @@ def check(manifest: Path) -> None:
     The last line is this node's own hash, as fa2tune.manifest().hash gives it to programs: equal on nodes that decide alike.
     """
     with told():
-        from fa2tune import fleet
+        from fa2tune.fleet import manifests
 
-        signed = fleet.read(manifest)
-        here = fleet.of(reader.layers(), fleet.toolchain(), fleet.trusted_binaries())
-    found = fleet.differences(signed, here)
+        signed = manifests.read(manifest)
+        here = manifests.of(reader.layers(), manifests.toolchain(), manifests.trusted_binaries())
+    found = manifests.differences(signed, here)
     for line in found:
         click.echo(line)
     click.echo(f"{'differs from' if found else 'as signed in'} {manifest}")

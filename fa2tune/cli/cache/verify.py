@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fa2tune import reader
 from fa2tune.cli.cache.common import (
     FILE,
     KEY_TITLES,
@@ -24,10 +23,11 @@ from fa2tune.cli.cache.common import (
     title,
     told,
 )
+from fa2tune.rows import reader
 
 if TYPE_CHECKING:
-    from fa2tune.finding import Finding
-    from fa2tune.repair import Repaired
+    from fa2tune.fleet.finding import Finding
+    from fa2tune.fleet.repair import Repaired
 
 SAY_EVERY = 30.0  #: seconds, where the output is no terminal
 
@@ -76,9 +76,9 @@ def verify(
     if not repair and (trials is not None or time_budget is not None):
         raise click.UsageError("--trials and --time-budget are of a search, and only --repair searches")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from fa2tune import finding, upkeep
-    from fa2tune import repair as mending
-    from fa2tune.books import Watcher
+    from fa2tune.fleet import finding, upkeep
+    from fa2tune.fleet import repair as mending
+    from fa2tune.tuning.books import Watcher
 
     with told():
         path = reader.user_path() if file is None else file
@@ -91,7 +91,7 @@ def verify(
             click.echo(f"{path}: no row to verify" + (" is stale" if only_stale else ""))
             return
         if repair:
-            from fa2tune.store import Store
+            from fa2tune.rows.store import Store
 
             Store(path)  # before anything is compiled: can it be written?
     where = f"{card.name}, driver {card.driver}" if card else "no GPU here: nothing can be timed"
@@ -105,7 +105,7 @@ def verify(
         _tell(found, everything)
         bad = {id(one.row) for one in found if one.state in (finding.LOST, finding.FAILS, finding.UNTOLD)}
         if repair:
-            from fa2tune import tuner
+            from fa2tune.tuning import tuner
 
             class Lines(Watcher):
                 def line(self, text: str) -> None:
@@ -123,13 +123,13 @@ def verify(
 
 def _hands() -> Any:
     """What child processes run; a test has its own."""
-    from fa2tune.books import Hands
+    from fa2tune.tuning.books import Hands
 
     return Hands()
 
 
 def _tell(found: Sequence[Finding], everything: bool) -> None:
-    from fa2tune.finding import HOLDS, STATES, UNTIMED
+    from fa2tune.fleet.finding import HOLDS, STATES, UNTIMED
 
     listed = [one for one in found if everything or one.state not in (HOLDS, UNTIMED)]
     if listed:

@@ -1,0 +1,390 @@
+"""``fa2tune bench`` without its command line: which cells, whether each peer is right, how fast, and the results file.
+
+A cell is one (problem, pass) timed for every peer in one run, or, for memory, its peak. The file is written after each cell.
+Importable without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fa2tune.bench.peers import SUBJECT, Peer
+from fa2tune.problem import (
+    BUCKETS,
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    WORKLOAD_HIDDEN,
+    WORKLOAD_TOKENS,
+    Problem,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    Call = Callable[[], tuple[torch.Tensor, ...]]
+
+PASSES = ("fwd", "bwd", "both")
+BENCH_DTYPES = ("bf16", "fp16")
+HEAD_DIMS = (64, 128, 256)
+MEMORY_SEQLENS = (*BUCKETS, 32768, 65536, 131072)
+SCHEMA = 1
+
+#: What each pass returns, in order.
+_RESULTS = {"fwd": ("o",), "bwd": ("dq", "dk", "dv"), "both": ("dq", "dk", "dv")}
+#: Largest error let pass, relative, by tile (see tile_error). Loose: this asks "the right computation?", not "how exact?"
+TOLERANCE = {"bf16": 0.05, "fp16": 0.01}
+_TILE = 64
+
+
+class BenchError(RuntimeError):
+    """The benchmark cannot go on. The message says what to do."""
+
+
+class Rig(Protocol):
+    """What bench needs of a GPU: see bench_card.Card."""
+
+    device: str
+
+    def environment(self) -> dict[str, Any]: ...
+    def healthy(self) -> bool: ...
+    def free_bytes(self) -> int: ...
+    def release(self) -> None: ...
+    def peak_bytes(self, call: Callable[[], object]) -> int: ...
+    def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]: ...
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    kind: str  #: "time" or "memory"
+    problem: Problem
+    pass_: str  #: one of PASSES
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields a cell is recognised by in a results file."""
+        p = self.problem
+        return {
+            "kind": self.kind, "dtype": p.dtype, "head_dim": p.head_dim, "causal": p.causal, "seqlen": p.seqlen_q,
+            "batch": p.batch, "heads": p.heads_q, "pass": self.pass_,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        p = self.problem
+        mask = "causal" if p.causal else "full"
+        return f"{self.kind} {self.pass_} {p.dtype} head dim {p.head_dim} {mask} length {p.seqlen_q}"
+
+
+def flops(problem: Problem, pass_: str) -> float:
+    """As the FlashAttention-2 paper counts: see Problem.flops; "both" is forward plus backward."""
+    return sum(problem.flops(one) for one in (("fwd", "bwd") if pass_ == "both" else (pass_,)))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The FlashAttention-2 paper's settings (section 4.1) at the chosen head dims, masks and lengths: 16k tokens in all,
+    hidden size 2048. Memory is measured at batch 1, one dtype, head dim and mask. ValueError names a bad value."""
+
+    dtypes: Sequence[str] = ("bf16",)
+    head_dims: Sequence[int] = HEAD_DIMS
+    causals: Sequence[bool] = (False, True)
+    seqlens: Sequence[int] = BUCKETS
+    passes: Sequence[str] = PASSES
+    memory_seqlens: Sequence[int] = MEMORY_SEQLENS
+
+    def __post_init__(self) -> None:
+        for name, values, allowed in (("dtype", self.dtypes, BENCH_DTYPES), ("pass", self.passes, PASSES)):
+            for value in values:
+                if value not in allowed:
+                    raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
+        for dim in self.head_dims:
+            if not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
+                raise ValueError(
+                    f"headdim: got {dim}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
+                )
+        for length in (*self.seqlens, *self.memory_seqlens):
+            if length < 1:
+                raise ValueError(f"seqlen: got {length}, allowed are lengths from 1 up")
+
+    def cells(self) -> list[Cell]:
+        timed = [
+            Cell("time", _problem(dtype, dim, causal, length, max(1, WORKLOAD_TOKENS // length)), pass_)
+            for dtype, dim, causal, length, pass_ in itertools.product(
+                self.dtypes, self.head_dims, self.causals, self.seqlens, self.passes
+            )
+        ]
+        dim = 128 if 128 in self.head_dims else self.head_dims[0]
+        # a backward needs its forward, so its memory is that of both
+        passes = ["fwd"] * ("fwd" in self.passes) + ["both"] * bool({"bwd", "both"} & set(self.passes))
+        memory = [
+            Cell("memory", _problem(self.dtypes[0], dim, self.causals[0], length, 1), pass_)
+            for length, pass_ in itertools.product(self.memory_seqlens, passes)
+        ]
+        return timed + memory
+
+
+def _problem(dtype: str, head_dim: int, causal: bool, seqlen: int, batch: int) -> Problem:
+    heads = max(1, WORKLOAD_HIDDEN // head_dim)
+    return Problem(dtype, batch, heads, heads, seqlen, seqlen, head_dim, head_dim, causal)
+
+
+# ---- whether it is right -------------------------------------------------------------------------------------------
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """One head, [S, D] each -> o, dq, dk, dv [S, D] in float32, written out, a block of rows at a time so that any length
+    fits."""
+    import torch
+
+    q, k, v, do = (tensor.float() for tensor in (q, k, v, do))
+    scale, length = q.shape[1] ** -0.5, k.shape[0]
+    columns = torch.arange(length, device=q.device)
+    out = {"o": torch.empty_like(q), "dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    step = max(_TILE, (1 << 26) // length)
+    for first in range(0, q.shape[0], step):
+        rows = slice(first, first + step)
+        scores = q[rows] @ k.T * scale
+        if causal:
+            scores.masked_fill_(columns > columns[rows, None], float("-inf"))
+        p = torch.softmax(scores, -1)
+        o = p @ v
+        ds = p * (do[rows] @ v.T - (do[rows] * o).sum(-1, keepdim=True))
+        out["o"][rows], out["dq"][rows] = o, ds @ k * scale
+        out["dk"] += ds.T @ q[rows] * scale
+        out["dv"] += p.T @ do[rows]
+    return out
+
+
+def tile_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest RMS error of a tile of 64 rows, relative to the RMS of the tile. [S, D] each.
+
+    By tile, because under a causal mask early rows are so much larger that they would hide wrong late ones."""
+    import torch
+
+    def rms(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tile.square().mean().sqrt() for tile in tensor.split(_TILE)])
+
+    floor = 1.0 / want.shape[0]  # well below any tile but those that are zero by construction, as dq of the first row
+    return float((rms(got.float() - want) / rms(want).clamp_min(floor)).max())
+
+
+class Stand:
+    """One problem set up for every peer: inputs, references, and each peer's function once it was asked for."""
+
+    def __init__(self, problem: Problem, peers: Mapping[str, Peer], device: str) -> None:
+        import torch
+
+        self.problem, self.peers = problem, peers
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim)
+        #: q, k, v, do as a model's projections leave them in memory, for every peer alike: (batch, seqlen, heads, dim)
+        self.inputs = [torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(4)]
+        self.function = functools.cache(lambda name: peers[name].make(problem))
+
+    @functools.cached_property
+    def references(self) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+        """Of the first and the last (batch, head)."""
+        corners = {(0, 0), (self.problem.batch - 1, self.problem.heads_q - 1)}
+        q, k, v, do = self.inputs
+        return {
+            (b, h): reference(q[b, :, h], k[b, :, h], v[b, :, h], do[b, :, h], self.problem.causal) for b, h in corners
+        }
+
+    def call(self, name: str, pass_: str) -> Call:
+        """One launch of a pass: "fwd" without gradients -> (o,); "bwd" of one kept forward, or "both" -> (dq, dk, dv)."""
+        import torch
+
+        peer, function = self.peers[name], self.function(name)
+        q, k, v, do = (t if peer.layout == "bshd" else t.transpose(1, 2) for t in self.inputs)
+        if pass_ == "fwd":
+
+            def forward() -> tuple[torch.Tensor, ...]:
+                with torch.no_grad():
+                    return (function(q, k, v),)
+
+            return forward
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        if pass_ == "both":
+            return lambda: torch.autograd.grad(function(*leaves), leaves, do)
+        out = function(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
+
+    def error(self, name: str, pass_: str, results: tuple[torch.Tensor, ...]) -> float:
+        """Worst tile error over the results; infinite if one holds a NaN or Inf, or has another shape than its input."""
+        worst = 0.0
+        for what, tensor in zip(_RESULTS[pass_], results, strict=True):
+            rows_first = tensor if self.peers[name].layout == "bshd" else tensor.transpose(1, 2)
+            if rows_first.shape != self.inputs[0].shape or not bool(rows_first.isfinite().all()):
+                return float("inf")
+            worst = max(
+                worst, *(tile_error(rows_first[b, :, h], want[what]) for (b, h), want in self.references.items())
+            )
+        return worst
+
+
+# ---- measuring a cell ----------------------------------------------------------------------------------------------
+
+
+def _reason(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:300]
+
+
+def _try_peer(stand: Stand, rig: Rig, cell: Cell, name: str) -> tuple[dict[str, Any], Call | None]:
+    """Run a peer once and compare. -> its entry so far, and its call if it is worth measuring."""
+    unfit = stand.peers[name].unfit(cell.problem, cell.pass_, rig.free_bytes())
+    if unfit:
+        return {"status": "skipped", "why": unfit}, None
+    try:
+        call = stand.call(name, cell.pass_)
+        error = stand.error(name, cell.pass_, call())
+    except Exception as failure:  # a peer is other people's code: whatever it raises is its result
+        why = _reason(failure)
+        if not rig.healthy():
+            raise BenchError(
+                f"{name} broke the CUDA context at: {cell} ({why}). The cells before it are kept: go on with --resume and "
+                f"--peers without {name}"
+            ) from failure
+        return {"status": "failed", "why": why}, None
+    if not error <= TOLERANCE[cell.problem.dtype]:
+        why = f"differs from the float32 reference by {error:.2g}, {TOLERANCE[cell.problem.dtype]:g} is let pass"
+        return {"status": "wrong", "why": why}, None
+    entry: dict[str, Any] = {"status": "ok", "error": error}
+    if (kernels := stand.peers[name].kernels) is not None:
+        entry["kernels"] = kernels(cell.problem, cell.pass_)
+    return entry, call
+
+
+def summarise(samples: Mapping[str, list[float]], operations: float) -> dict[str, dict[str, float]]:
+    """Per peer: median and 10 / 90 % quantiles in ms, TFLOP/s at the median, and ``ratio``, how many times as fast fa2tune
+    was: the median over rounds of (its time / fa2tune's time in the same round)."""
+    summary = {}
+    ours = samples.get(SUBJECT)
+    for name, times in samples.items():
+        deciles = statistics.quantiles(times, n=10, method="inclusive")
+        median = statistics.median(times)
+        summary[name] = {
+            "ms": median, "low_ms": deciles[0], "high_ms": deciles[-1], "samples": len(times),
+            "tflops": operations / median / 1e9,
+        }  # fmt: skip
+        if ours is not None:
+            summary[name]["ratio"] = statistics.median(t / own for t, own in zip(times, ours, strict=True))
+    return summary
+
+
+def measure(stand: Stand, rig: Rig, cell: Cell, seconds: float) -> dict[str, Any]:
+    """A cell's record: its identity and, per peer, an entry whose ``status`` is "ok" with figures, or "wrong", "failed" or
+    "skipped" with ``why``. Only what gave the right result is measured."""
+    stand.references  # noqa: B018  # computed here, so that no peer is blamed if they fail
+    entries: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Call] = {}
+    for name in stand.peers:
+        entries[name], call = _try_peer(stand, rig, cell, name)
+        if call is None:
+            continue
+        if cell.kind == "memory":
+            entries[name]["peak_bytes"] = rig.peak_bytes(call)
+        else:
+            calls[name] = call
+    if calls:
+        for name, figures in summarise(rig.time(calls, seconds), flops(cell.problem, cell.pass_)).items():
+            entries[name] |= figures
+    return {**cell.identity, "peers": entries}
+
+
+# ---- the results file ----------------------------------------------------------------------------------------------
+
+
+class Results:
+    """``bench.json``: {"schema", "complete", "runs": [environment of each slice], "cells": [records, with "run": index]}.
+
+    An existing file is refused unless ``resume``. ValueError says what is wrong with it."""
+
+    #: What must not change between slices of one file.
+    SAME = ("gpu", "sm_count", "torch", "triton", "cudnn")
+
+    def __init__(self, path: Path, environment: Mapping[str, Any], resume: bool) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"schema": SCHEMA, "complete": False, "runs": [], "cells": []}
+        if path.exists():
+            if not resume:
+                raise ValueError(f"out: {path} exists; --resume goes on from it, or name another folder")
+            self.data = load(path)
+            for field in self.SAME:
+                before, now = self.data["runs"][-1].get(field), environment.get(field)
+                if before != now:
+                    raise ValueError(f"resume: {path} was measured with {field} {before!r}, here it is {now!r}")
+            self.data["complete"] = False
+        self.data["runs"].append(dict(environment))
+
+    def holds(self, cell: Cell, peers: Mapping[str, Peer]) -> bool:
+        """Whether the cell was measured with at least these peers."""
+        return any(_is(record, cell) and set(peers) <= set(record["peers"]) for record in self.data["cells"])
+
+    def add(self, cell: Cell, record: Mapping[str, Any]) -> None:
+        kept = [old for old in self.data["cells"] if not _is(old, cell)]
+        self.data["cells"] = [*kept, {**record, "run": len(self.data["runs"]) - 1}]
+        self.save()
+
+    def save(self) -> None:
+        """Whole or not at all: a slice may be cut off at any moment."""
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(part, self.path)
+
+
+def _is(record: Mapping[str, Any], cell: Cell) -> bool:
+    return all(record[field] == value for field, value in cell.identity.items())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a results file. ValueError names the file and what is wrong with it."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: is no results file of fa2tune bench with schema {SCHEMA}")
+    return data
+
+
+def run(
+    cells: Sequence[Cell], peers: Mapping[str, Peer], rig: Rig, results: Results, *, seconds: float = 0.15,
+    time_budget: float | None = None, progress: Callable[[int, int, Mapping[str, Any]], None] = lambda *_: None,
+) -> bool:  # fmt: skip
+    """Measure what ``results`` does not hold yet, ``seconds`` of GPU time per peer and cell. Stops before a cell that would
+    likely pass ``time_budget`` (seconds), but never before the first. -> whether everything is done."""
+    began, longest = time.monotonic(), 0.0
+    todo = [cell for cell in cells if not results.holds(cell, peers)]
+    done = len(cells) - len(todo)
+    for problem, group in itertools.groupby(todo, key=lambda cell: cell.problem):
+        stand = Stand(problem, peers, rig.device)
+        for cell in group:
+            start = time.monotonic()
+            if time_budget is not None and longest and start - began + longest > time_budget:
+                return False
+            record = measure(stand, rig, cell, seconds)
+            results.add(cell, record)
+            done += 1
+            progress(done, len(cells), record)
+            longest = max(longest, time.monotonic() - start)
+        del stand
+        rig.release()
+    results.data["complete"] = True
+    results.save()
+    return True

@@ -1,0 +1,226 @@
+"""Who ``fa2tune bench`` compares: one Peer per way of computing exact attention, each a function of (q, k, v).
+
+Importable without torch: a peer imports what it needs when it is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fa2tune.problem import ITEMSIZE, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+#: The peer that every ratio is taken against: ours.
+SUBJECT = "fa2tune"
+
+#: What people copy when they do not search (the tile sizes of the Triton tutorial on fused attention), at two stages, so
+#: that it fits at head dim 256 too. One config for every GPU, head dim, mask and length: that is the point of it.
+_PLAIN = {"LOADS": "pointer", "MASKED": "last", "HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0}
+PLAIN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "fwd": {"BLOCK_M": 128, "BLOCK_N": 64, **_PLAIN},
+    "bwd_dkdv": {"BLOCK_M": 32, "BLOCK_N": 128, **_PLAIN},
+    "bwd_dq": {"BLOCK_M": 128, "BLOCK_N": 32, **_PLAIN},
+}
+
+
+def _never(*_: object) -> None:
+    """No objection, whatever is asked."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``make(problem)`` gives a differentiable function of q, k, v: (batch, heads, seqlen, dim) views where ``layout`` is
+    "bhsd", (batch, seqlen, heads, dim) where it is "bshd"; its output has the same layout."""
+
+    name: str  #: as --peers takes it
+    label: str  #: as tables and plots show it
+    make: Callable[[Problem], Attention]
+    layout: str = "bhsd"
+    #: why it cannot run on this machine, or None. Must not need a GPU.
+    missing: Callable[[], str | None] = _never
+    #: (problem, pass, free bytes of the GPU) -> why this problem is left out, or None
+    unfit: Callable[[Problem, str, int], str | None] = _never
+    #: (problem, pass) -> kernel -> the way it goes, for the record; None: it does not say
+    kernels: Callable[[Problem, str], dict[str, str]] | None = None
+
+
+def _kernels(problem: Problem, pass_: str) -> dict[str, str]:
+    """Which way each of fa2tune's kernels goes."""
+    import torch
+
+    from fa2tune.calling import dispatch
+
+    gpu = dispatch.gpu_of(0 if torch.cuda.is_available() else -1)
+    found = dispatch.served_by(problem, gpu, False) if pass_ != "bwd" else {}
+    return found | (dispatch.served_by(problem, gpu, True) if pass_ != "fwd" else {})
+
+
+def _fa2tune(problem: Problem) -> Attention:
+    import fa2tune
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = fa2tune.attention(q, k, v, causal=problem.causal)
+        assert not isinstance(out, tuple)  # return_lse was not asked for
+        return out
+
+    return attention
+
+
+def _standard(problem: Problem) -> Attention:
+    """softmax(q k^T * scale) v written out: three N x N matrices go through memory."""
+    import torch
+
+    scale = 1.0 / math.sqrt(problem.head_dim)
+    shape = (problem.seqlen_q, problem.seqlen_k)
+
+    @functools.cache  # the mask is part of the model, not of the call
+    def hidden(device: torch.device) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.bool, device=device).triu(1 + shape[1] - shape[0])
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (q * scale) @ k.transpose(-2, -1)
+        if problem.causal:
+            scores = scores.masked_fill(hidden(q.device), float("-inf"))
+        return torch.softmax(scores, -1) @ v
+
+    return attention
+
+
+def _standard_unfit(problem: Problem, pass_: str, free_bytes: int) -> str | None:
+    # scores, masked scores and probabilities; the backward holds two of them and makes three more
+    matrices = 3 if pass_ == "fwd" else 5
+    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    needed = matrices * pairs * ITEMSIZE[problem.dtype]
+    if needed <= 0.9 * free_bytes:
+        return None
+    return f"its N x N matrices need {needed / 2**30:.0f} GiB, {free_bytes / 2**30:.0f} are free"
+
+
+def _sdpa(backend: str) -> Callable[[Problem], Attention]:
+    def make(problem: Problem) -> Attention:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        chosen = getattr(SDPBackend, backend)
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(chosen):
+                return scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+
+        return attention
+
+    return make
+
+
+def _flex(problem: Problem) -> Attention:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Dynamo stops compiling after eight shapes of one function and would time eager mode: start afresh for each problem,
+    # and let fullgraph turn any such fallback into an error.
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    @functools.cache
+    def mask(device: torch.device) -> Any:
+        def visible(b: Any, h: Any, row: Any, column: Any) -> Any:
+            return row >= column
+
+        # compiled too: eager, it writes out the N x N mask
+        return torch.compile(create_block_mask)(
+            visible, None, None, problem.seqlen_q, problem.seqlen_k, device=str(device)
+        )
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = compiled(q, k, v, block_mask=mask(q.device) if problem.causal else None)
+        assert not isinstance(out, tuple)  # neither lse nor auxiliary outputs were asked for
+        return out
+
+    return attention
+
+
+def _triton_plain(problem: Problem) -> Attention:
+    """fa2tune's own kernels at PLAIN_CONFIGS, no search."""
+    import torch
+
+    from fa2tune.launching import passes
+
+    scale = 1.0 / math.sqrt(problem.head_dim)
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            o, lse = passes.forward(
+                q, k, v, causal=problem.causal, softmax_scale=scale, config=PLAIN_CONFIGS["fwd"]
+            )  # fmt: skip
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return passes.backward(
+                gradients[0], None, *ctx.saved_tensors, causal=problem.causal, softmax_scale=scale, road="split",
+                configs=PLAIN_CONFIGS,
+            )  # fmt: skip
+
+    apply: Attention = Plain.apply
+    return apply
+
+
+def _fa4(problem: Problem) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(q, k, v, causal=problem.causal)
+        return out[0] if isinstance(out, tuple) else out  # some releases return lse beside it
+
+    return attention
+
+
+def _fa4_missing() -> str | None:
+    try:
+        found = importlib.util.find_spec("flash_attn.cute")
+    except ImportError:  # no flash_attn at all, or a broken one
+        found = None
+    return None if found else "the package flash-attn-4 (flash_attn.cute) is not installed"
+
+
+#: In the order of tables and plots. The subject comes first.
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(SUBJECT, "fa2tune", _fa2tune, kernels=_kernels),
+        Peer("fa4", "FlashAttention-4", _fa4, layout="bshd", missing=_fa4_missing),
+        Peer("sdpa-cudnn", "SDPA cuDNN", _sdpa("CUDNN_ATTENTION")),
+        Peer("sdpa-flash", "SDPA FlashAttention-2", _sdpa("FLASH_ATTENTION")),
+        Peer("flex", "FlexAttention", _flex),
+        Peer("triton-plain", "Untuned Triton", _triton_plain),
+        Peer("sdpa-efficient", "SDPA mem-efficient", _sdpa("EFFICIENT_ATTENTION")),
+        Peer("standard", "Standard", _standard, unfit=_standard_unfit),
+    )
+}
+
+
+def select(
+    names: Sequence[str] | None, known: Mapping[str, Peer] = PEERS
+) -> tuple[dict[str, Peer], dict[str, str]]:  # fmt: skip
+    """The peers to measure, fa2tune always first, and those left out (name -> why).
+
+    ``names`` None: every peer that is installed. ValueError for a name that is unknown, or named and not installed."""
+    chosen = {name: peer for name, peer in known.items() if names is None or name in names or name == SUBJECT}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"peers: got {name!r}, known are {', '.join(known)}")
+    absent = {name: why for name, peer in chosen.items() if (why := peer.missing())}
+    if names is not None and absent:
+        raise ValueError("peers: " + "; ".join(f"{name} cannot run: {why}" for name, why in absent.items()))
+    return {name: peer for name, peer in chosen.items() if name not in absent}, absent

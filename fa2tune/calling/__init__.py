@@ -1,0 +1,1 @@
+"""The public call: checks, the choice of a row, the launch. Never tunes."""

@@ -1,0 +1,294 @@
+"""The public call: argument checks, the torch.library operators, autograd.
+
+Eager calls on plain tensors take the short road: a memo keyed by everything the checks look at, then the launch. Whatever
+torch wants to see through (torch.compile, fake tensors, dispatch modes, torch.func) goes through the operators.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from fa2tune.calling import dispatch
+from fa2tune.launching.launch import TORCH_DTYPES, interpreted
+from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+
+LAYOUTS = ("bhsd", "bshd")
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> torch.Tensor | Pair:
+    """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, by the kernel tuned for this GPU and problem.
+
+    FlashAttention-2 (Dao 2023, algorithms 1 and 2): no N x N matrix is ever stored. Differentiable once in q, k and v,
+    through the output and through lse.
+
+    Args:
+        q: (batch, heads_q, seqlen_q, head_dim); float16, bfloat16 or float32, on one CUDA device.
+        k: (batch, heads_kv, seqlen_k, head_dim), dtype and device of q. heads_q must be a multiple of heads_kv
+            (grouped-query and multi-query attention): query head h reads key head h // (heads_q // heads_kv).
+        v: (batch, heads_kv, seqlen_k, head_dim_v). Head dims are multiples of 8 from 16 to 256. Any strides, as long as
+            the last dimension is contiguous; nothing is copied.
+        causal: query i sees keys 0 .. i + seqlen_k - seqlen_q (aligned bottom-right). A query that sees no key gives a
+            zero output, lse -inf and zero gradients.
+        softmax_scale: any finite number; default 1 / sqrt(head_dim).
+        layout: "bhsd" as above, or "bshd" for (batch, seqlen, heads, head_dim) inputs and output.
+        return_lse: also return lse, the natural log of the sum of exponentials of each row of scaled scores.
+        deterministic: True: gradients are the same bits on every run. False: sums in any order are allowed where they are
+            faster. None: follows torch.are_deterministic_algorithms_enabled(). The forward is always deterministic.
+
+    Returns:
+        The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32.
+
+    Raises:
+        TypeError: an argument is no tensor, or its dtype is not supported or differs from q's.
+        ValueError: shapes, strides, devices, head dims, layout or scale are not as above.
+        NotImplementedError: under torch.vmap, in forward-mode differentiation, or when differentiated twice.
+
+    Under torch.autocast the inputs are cast to the autocast dtype first. With ``TRITON_INTERPRET=1`` the kernels run on
+    CPU tensors in Triton's interpreter. The first call of a problem compiles; its config: :mod:`fa2tune.calling.dispatch`.
+    """
+    if torch.compiler.is_compiling() or not _plain(q, k, v):
+        return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic)
+    key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout)
+    plan = dispatch.FORWARD_PLANS.get(key)
+    if plan is None:
+        _check(q, k, v, softmax_scale, layout)
+        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), causal, _scale(q, softmax_scale))
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        o, lse = _recorded(q, k, v, plan, deterministic, return_lse)
+    else:
+        o, lse = plan(q, k, v)
+    if layout == "bshd":
+        o = o.transpose(1, 2)
+    return (o, lse_of(lse)) if return_lse else o
+
+
+_NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def _plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether nothing stands between these tensors and the launch: no subclass, mode, transform or autocast."""
+    return (
+        type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
+        and not _modes() and not _transforms() and not torch.is_autocast_enabled("cuda") and forward_ad._current_level < 0
+    )  # fmt: skip
+
+
+def _batched(tensor: Any) -> bool:
+    """Whether vmap, today's or the one that batched gradients use, stands behind this tensor."""
+    functorch = torch._C._functorch
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
+def _has_tangent(tensor: Any) -> bool:
+    if forward_ad._current_level < 0 or not isinstance(tensor, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _general(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str,
+    return_lse: bool, deterministic: bool | None,
+) -> torch.Tensor | Pair:  # fmt: skip
+    """The road through the operators."""
+    if not torch.compiler.is_compiling():
+        if any(_batched(t) for t in (q, k, v)):
+            raise NotImplementedError(_NO_VMAP)
+        if any(_has_tangent(t) for t in (q, k, v)):
+            raise NotImplementedError("attention: forward-mode differentiation is not supported; use the backward")
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
+    _check(q, k, v, softmax_scale, layout)
+    scale = _scale(q, softmax_scale)
+    exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), causal, scale, exact)
+    if layout == "bshd":
+        o = o.transpose(1, 2)
+    return (o, lse_of(lse)) if return_lse else o
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+
+
+def _bhsd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if layout == "bshd":
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, k, v
+
+
+def _check(q: Any, k: Any, v: Any, softmax_scale: Any, layout: Any) -> None:
+    """Everything that is wrong with the arguments, named; nothing is launched before it passes."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, allowed are {' and '.join(map(repr, LAYOUTS))}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        if tensor.dtype not in TORCH_DTYPES:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, allowed are {', '.join(map(str, TORCH_DTYPES))}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, q has {q.dtype}; all three must agree")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, must have 4 dimensions, {layout}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: got device {tensor.device}, q is on {q.device}; all three must be on one")
+        if tensor.device.type != "cuda" and not (tensor.device.type == "cpu" and interpreted()):
+            raise ValueError(
+                f"{name}: got device {tensor.device}, must be a CUDA device (CPU tensors only with TRITON_INTERPRET=1)"
+            )
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            raise ValueError(
+                f"{name}: got strides {tuple(tensor.stride())}, the last dimension must be contiguous (stride 1)"
+            )
+    heads, rows = (1, 2) if layout == "bhsd" else (2, 1)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: got batch {tensor.shape[0]}, q has {q.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: got head dim {k.shape[3]}, q has {q.shape[3]}")
+    if v.shape[heads] != k.shape[heads]:
+        raise ValueError(f"v: got {v.shape[heads]} heads, k has {k.shape[heads]}")
+    if v.shape[rows] != k.shape[rows]:
+        raise ValueError(f"v: got sequence length {v.shape[rows]}, k has {k.shape[rows]}")
+    heads_q, heads_kv = q.shape[heads], k.shape[heads]
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv != 0):
+        raise ValueError(f"q: got {heads_q} heads, must be a multiple of the {heads_kv} heads of k and v")
+    for name, tensor in (("q", q), ("v", v)):
+        dim = tensor.shape[3]
+        if dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: got head dim {dim}, must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            )
+    if softmax_scale is not None and not (
+        isinstance(softmax_scale, (int, float)) and -math.inf < softmax_scale < math.inf
+    ):
+        raise ValueError(f"softmax_scale: got {softmax_scale!r}, must be a finite number or None")
+
+
+class _Attention(torch.autograd.Function):
+    """The short road with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Any,
+        deterministic: bool | None,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, lse = plan(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.plan = plan
+        ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        ctx.set_materialize_grads(False)  # an unused lse costs nothing
+        return o, lse if with_lse else None  # an output that nobody asked for costs 2 us
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if _batched(do) or _batched(dlse):  # is_grads_batched, or jacobian(vectorize=True)
+            raise NotImplementedError(_NO_VMAP)
+        q, k, v, o, lse = ctx.saved_tensors
+        call = (ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
+        if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
+            return (*_Gradients.apply(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
+        return (*dispatch.backward(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)
+
+
+#: ``_Attention.apply`` without what torch.autograd.Function does before it for transforms (3 to 5 us): ``_plain`` has seen
+#: that none is active
+_recorded: Any = super(torch.autograd.Function, _Attention).apply
+_NO_GRADIENT = (None, None, None)  #: of what _Attention.forward takes beside q, k and v
+_ONCE = "attention: differentiating twice is not supported"
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return dispatch.backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(_ONCE)
+
+
+# The operators: what torch.compile, fake tensors and dispatch modes see. q, k, v are (batch, heads, seqlen, dim) views; lse
+# is of passes.lse_shape.
+_LIBRARY = torch.library.Library("fa2tune", "DEF")
+_LIBRARY.define(
+    "attention(Tensor q, Tensor k, Tensor v, bool causal, float softmax_scale, bool deterministic) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.define(
+    "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, "
+    "float softmax_scale, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def _attention_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool
+) -> Pair:
+    return dispatch.forward(q, k, v, causal, softmax_scale)
+
+
+def _attention_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool
+) -> Pair:
+    return empty_ordered(q, v.shape[3]), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def _backward_fake(
+    do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    o: torch.Tensor, lse: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, *ctx.call = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return (*torch.ops.fa2tune.attention_backward(do, dlse, *ctx.saved_tensors, *ctx.call), None, None, None)
+
+
+def _refuse(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(_ONCE)
+
+
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("attention", _attention_op, _key)
+    _LIBRARY.impl("attention_backward", dispatch.backward, _key)
+torch.library.register_fake("fa2tune::attention", _attention_fake, lib=_LIBRARY)
+torch.library.register_fake("fa2tune::attention_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("fa2tune::attention", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("fa2tune::attention_backward", _refuse, lib=_LIBRARY)

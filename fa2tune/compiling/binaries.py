@@ -1,0 +1,319 @@
+"""Files of compiled kernels (``h200.kernels`` beside ``h200.sqlite``): their format, and which of them may be loaded.
+
+A file of their own, not columns of the cache file: machine code is not data. Rows are read, checked and replaced as a whole at
+every start, travel by anyone's hand, and outlive a Triton; binaries are megabytes of which a call needs one, fit one Triton,
+and are believed.
+
+Format: ``MAGIC``, the header's length (8 bytes, little-endian) and sha256 (32 bytes), the header (JSON), then the cubins, each
+compressed with zlib. An entry of the header says where its cubin lies, how long it is and what its sha256 is: the header's
+hash vouches for the whole file, and of a file only the header and the cubins asked for are read. Nothing is decompressed, and
+nothing handed to the driver, before its hash is right. ``save`` gives the same bytes for the same entries.
+
+Trusted are the user's own file, those that came with fa2tune, and those that FA2TUNE_KERNELS names: never one for merely lying
+beside a cache file that FA2TUNE_CACHE names. And only while nobody else could have written them, see ``_Opened.check_owners``.
+
+Pure: no torch, no Triton.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fa2tune.rows import reader
+
+MAGIC = b"fa2tune kernels\n"
+FORMAT = 1
+SUFFIX = ".kernels"
+logger = logging.getLogger("fa2tune")
+
+#: Environment variable that names trusted files, separated as PATH is, each as PATH or PATH@SHA256 of its header; "off": no
+#: binaries at all, not even the user's own.
+VARIABLE = "FA2TUNE_KERNELS"
+OFF = "off"
+MAX_FILE, MAX_HEADER, MAX_CUBIN = 1 << 31, 32 << 20, 64 << 20  #: bytes
+_PREFIX = len(MAGIC) + 8 + 32
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class BinariesError(ValueError):
+    """A file of binaries, or one binary in it, that must not be used. The message says why."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One binary of a file. ``about``: what it was made from, for explaining; ``launch``: what its launch must know."""
+
+    key: str
+    about: Mapping[str, Any]
+    launch: Mapping[str, Any]
+    offset: int  #: of its compressed cubin, behind the header
+    size: int  #: bytes of that
+    length: int  #: bytes of the cubin
+    sha256: str  #: of what is stored
+
+
+def _for_reading(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would keep its reader waiting
+
+
+class _Opened:
+    """A file held open, so that what was checked is what is read, whatever happens to the path."""
+
+    def __init__(self, path: Path) -> None:
+        if not hasattr(os, "pread"):
+            raise BinariesError("files of binaries are not read on this platform")
+        try:
+            self.file = open(path, "rb", buffering=0, opener=_for_reading)  # noqa: SIM115  # as long as this object lives
+        except OSError as error:
+            raise BinariesError(error.strerror or str(error)) from error
+        self.path = path
+        self.state = os.fstat(self.file.fileno())
+
+    def read(self, offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            try:
+                part = os.pread(self.file.fileno(), size, offset)
+            except OSError as error:
+                raise BinariesError(error.strerror or str(error)) from error
+            if not part:
+                raise BinariesError("ends too early: it was truncated")
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
+
+    def check_owners(self) -> None:
+        """BinariesError: somebody else may have written this file. It and every folder above it must belong to this user,
+        to root or to whoever owns fa2tune's own code, and be writable by their owner alone (or his private group, which has
+        his number; and a folder with the sticky bit aside, where nobody can rename what is another's)."""
+        trusted = {0, os.geteuid(), _code_owner()}
+        above = Path(os.path.realpath(self.path)).parents
+        for what, state in (("it", self.state), *((str(folder), folder.stat()) for folder in above)):
+            if state.st_uid not in trusted:
+                raise BinariesError(f"not trusted: {what} belongs to user {state.st_uid}")
+            sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
+            others = stat.S_IWOTH | (0 if state.st_gid == state.st_uid else stat.S_IWGRP)
+            if state.st_mode & others and not sticky:
+                who = "everybody" if state.st_mode & stat.S_IWOTH else "its group"
+                raise BinariesError(f"not trusted: {what} can be written by {who} (chmod go-w)")
+
+
+@cache
+def _code_owner() -> int:
+    return os.stat(__file__).st_uid
+
+
+class File:
+    """The entries of one file, its header checked; cubins are read when asked for."""
+
+    def __init__(self, path: Path, pin: str = "", believed: bool = False) -> None:
+        """``pin``: what the header's sha256 must be, which makes up for a foreign owner. ``believed``: no question of
+        trust, the binaries are looked at and not run. BinariesError."""
+        self.path = path
+        self._opened = opened = _Opened(path)
+        if not stat.S_ISREG(opened.state.st_mode):
+            raise BinariesError("is not a regular file")
+        if not believed and not pin and sys.platform != "win32":
+            opened.check_owners()
+        if opened.state.st_size > MAX_FILE:
+            raise BinariesError(f"is larger than {MAX_FILE >> 20} MiB")
+        start = opened.read(0, min(_PREFIX, opened.state.st_size))
+        if len(start) < _PREFIX or not start.startswith(MAGIC):
+            raise BinariesError("is no file of binaries")
+        length, self.digest = int.from_bytes(start[len(MAGIC) :][:8], "little"), start[-32:].hex()
+        if not 0 < length <= min(MAX_HEADER, opened.state.st_size):
+            raise BinariesError("is damaged: its header's length cannot be")
+        header = opened.read(_PREFIX, length)
+        if hashlib.sha256(header).hexdigest() != self.digest:
+            raise BinariesError("is damaged: its header's hash is wrong")
+        if pin and pin != self.digest:
+            raise BinariesError(f"not trusted: {VARIABLE} asks for sha256 {pin[:16]}..., it has {self.digest[:16]}...")
+        self._body = _PREFIX + length
+        self.entries, self.sources = _parsed(header, opened.state.st_size - self._body)
+
+    def cubin(self, entry: Entry) -> bytes:
+        """BinariesError: it is not what the header vouches for."""
+        stored = self._opened.read(self._body + entry.offset, entry.size)
+        if hashlib.sha256(stored).hexdigest() != entry.sha256:
+            raise BinariesError("is damaged: a binary's hash is wrong")
+        try:
+            unpacker = zlib.decompressobj()
+            cubin = unpacker.decompress(stored, entry.length)
+        except zlib.error as error:
+            raise BinariesError(f"is damaged: {error}") from error
+        if len(cubin) != entry.length or unpacker.unconsumed_tail:
+            raise BinariesError("is damaged: a binary has another length")
+        return cubin
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _parsed(header: bytes, room: int) -> tuple[dict[str, Entry], dict[str, dict[str, str]]]:
+    """Entries by key, and source digest -> kernel -> hash. BinariesError."""
+    try:
+        held = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise BinariesError(f"is damaged: its header is no JSON: {error}"[:200]) from error
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        raise BinariesError(f"is of another format than {FORMAT}, which this fa2tune reads")
+    entries, sources = held.get("entries"), held.get("sources")
+    if not isinstance(entries, dict) or not isinstance(sources, dict):
+        raise BinariesError("is damaged: its header lacks entries or sources")
+    found = {}
+    for key, value in entries.items():
+        wanted = {"about", "launch", "offset", "size", "length", "sha256"}
+        if not _SHA256.fullmatch(key) or not isinstance(value, dict) or set(value) != wanted:
+            raise BinariesError("is damaged: an entry lacks a part")
+        if not isinstance(value["about"], dict) or not isinstance(value["launch"], dict):
+            raise BinariesError("is damaged: an entry says nothing of itself")
+        if not isinstance(value["sha256"], str) or not _SHA256.fullmatch(value["sha256"]):
+            raise BinariesError("is damaged: an entry has no hash")
+        if not (_is_count(value["offset"], room) and _is_count(value["size"], room - value["offset"])):
+            raise BinariesError("ends too early: it was truncated")
+        if not _is_count(value["length"], MAX_CUBIN) or not value["length"]:
+            raise BinariesError(f"is damaged: a binary of no bytes, or of more than {MAX_CUBIN >> 20} MiB")
+        found[key] = Entry(key, **value)
+    for hashes in sources.values():
+        if not isinstance(hashes, dict) or not all(isinstance(text, str) for text in hashes.values()):
+            raise BinariesError("is damaged: its sources must be text")
+    return found, sources
+
+
+@dataclass(frozen=True)
+class New:
+    """A binary to save."""
+
+    about: Mapping[str, Any]
+    launch: Mapping[str, Any]
+    cubin: bytes
+
+
+def packed(entries: Mapping[str, New], sources: Mapping[str, Mapping[str, str]]) -> bytes:
+    """The file of these binaries, by key: the same bytes for the same ones."""
+    listed, blobs, offset = {}, [], 0
+    for key, new in sorted(entries.items()):
+        stored = zlib.compress(new.cubin, 9)
+        listed[key] = {
+            "about": dict(new.about), "launch": dict(new.launch), "offset": offset, "size": len(stored),
+            "length": len(new.cubin), "sha256": hashlib.sha256(stored).hexdigest(),
+        }  # fmt: skip
+        blobs.append(stored)
+        offset += len(stored)
+    about = {"format": FORMAT, "entries": listed, "sources": {one: dict(hashes) for one, hashes in sources.items()}}
+    header = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    return b"".join([MAGIC, len(header).to_bytes(8, "little"), hashlib.sha256(header).digest(), header, *blobs])
+
+
+def _make_folder(folder: Path) -> None:
+    """With what is missing above it, closed to others whatever the umask."""
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """One writer of a file at a time, by a lock on a file beside it."""
+    path = Path(os.path.realpath(path))
+    _make_folder(path.parent)
+    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def save(path: Path, content: bytes) -> str:
+    """Put a file in place at one stroke, writable by its owner alone; returns the sha256 of its header. OSError leaves what
+    was there."""
+    path = Path(os.path.realpath(path))
+    _make_folder(path.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with open(descriptor, "wb") as file:
+            os.chmod(name, 0o644)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return content[_PREFIX - 32 : _PREFIX].hex()
+
+
+def companion(cache_file: Path) -> Path:
+    """Where the binaries of a cache file's rows lie."""
+    return cache_file.with_suffix(SUFFIX)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file that may bring binaries."""
+
+    layer: str  #: "user", "named" (by FA2TUNE_KERNELS) or "shipped"
+    path: Path
+    pin: str = ""
+
+
+def places() -> Iterable[Place]:
+    """Those trusted by configuration, whether they are there or not, in the order in which they are asked."""
+    named = os.environ.get(VARIABLE, "")
+    if named == OFF:
+        return
+    with suppress(RuntimeError):  # no home, no file
+        yield Place("user", companion(reader.user_path()))
+    for entry in named.split(os.pathsep):
+        if entry:
+            path, _, pin = entry.rpartition("@") if _SHA256.fullmatch(entry.rpartition("@")[2]) else (entry, "", "")
+            yield Place("named", Path(os.path.expanduser(path)), pin)
+    for shipped in reader.shipped_paths():
+        yield Place("shipped", companion(shipped))
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """What there is: files that may be loaded from, and why others may not."""
+
+    files: tuple[tuple[Place, File], ...]
+    refused: tuple[tuple[Place, str], ...]
+
+
+def trusted() -> Trusted:
+    """Each file is read once per process; ``forget`` has them read anew."""
+    return _read(tuple(places()))
+
+
+def forget() -> None:
+    _read.cache_clear()
+
+
+@cache
+def _read(asked: tuple[Place, ...]) -> Trusted:
+    files, refused = [], []
+    for place in asked:
+        if place.layer != "named" and not os.path.lexists(place.path):
+            continue  # normal
+        try:
+            files.append((place, File(place.path, place.pin)))
+        except (BinariesError, OSError) as error:
+            logger.warning("%s kernels skipped: %s: %s", place.layer, place.path, error)
+            refused.append((place, str(error)))
+    return Trusted(tuple(files), tuple(refused))

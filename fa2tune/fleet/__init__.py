@@ -1,0 +1,1 @@
+"""The life of a cache file after the tune: coverage, precompiling, signing, verifying, repairing."""

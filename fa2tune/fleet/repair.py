@@ -1,0 +1,190 @@
+"""Acts on what ``upkeep.py`` found: rows that hold are filed with today's evidence, those that do not are tuned anew.
+
+Nothing is dropped in silence. A row that lost and that no search improves on is kept with today's time. One that was launched
+and failed, and that nothing replaces, would fail in the call that it serves: it moves to a file beside the cache,
+``<name>.sqlite.withdrawn``, which serves nobody and from which ``cache merge`` brings it back. One that does not compile here
+stays: every call passes it over, and other machines of the fleet may have the older compiler still.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fa2tune.fleet.finding import FAILS, HOLDS, LOST, UNTOLD, Finding, odd_key
+from fa2tune.fleet.upkeep import Verification
+from fa2tune.problem import BACKWARD, TuningKey
+from fa2tune.rows import record
+from fa2tune.rows.row import PREDICTED, Row
+from fa2tune.rows.store import Store
+from fa2tune.tuning.books import Report
+from fa2tune.tuning.plan import PASSES, TuneRequest, make_plan
+
+REFRESH_SECONDS = 1.0  #: between writes of rows that hold: so much a killed run loses
+
+
+@dataclass
+class Repaired:
+    """What became of the rows of a file."""
+
+    refreshed: list[Row] = field(default_factory=list)  #: held: filed with today's evidence
+    retuned: list[Row] = field(default_factory=list)  #: had lost or failed; the new rows
+    kept: list[tuple[Row, str]] = field(default_factory=list)  #: not mended, still in the file, and why
+    withdrawn: list[tuple[Row, str]] = field(default_factory=list)  #: out of the file, and why
+
+
+def withdrawn_path(path: Path) -> Path:
+    """Where rows go that a file cannot keep. Its name ends as no cache file's does: a folder of those serves whole."""
+    return path.with_name(f"{path.name}.withdrawn")
+
+
+class Refresher:
+    """Files rows that hold with today's evidence, as findings come in: from then on they are fresh."""
+
+    def __init__(self, path: Path) -> None:
+        self.store = Store(path)
+        self.waiting: list[Row] = []
+        self.filed: list[Row] = []
+        self.last = 0.0
+
+    def __call__(self, finding: Finding) -> None:
+        if finding.state == HOLDS and finding.fresh:
+            self.waiting.append(finding.fresh)
+        if time.monotonic() - self.last > REFRESH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """What is waiting is on disk afterwards."""
+        if self.waiting:
+            self.store.put(self.waiting)
+        self.filed += self.waiting
+        self.waiting = []
+        self.last = time.monotonic()
+
+
+def searchable(key: TuningKey) -> bool:
+    """Whether ``fa2tune tune`` can be asked for a key. Files are data from somewhere else, of a later release perhaps."""
+    return odd_key(key) is None and key.kernel != BACKWARD and key.precision == "ieee"
+
+
+def requests(findings: Sequence[Finding], path: Path, **search: object) -> list[tuple[TuneRequest, list[Finding]]]:
+    """The narrowest searches that tune the rows of ``findings`` anew, and which rows each is for: of those with ``searchable``
+    keys. ``search``: trials, time_budget_s, workers, seed of a TuneRequest."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        key = finding.row.key
+        if not searchable(key):
+            continue
+        about = (key.gpu, key.kernel, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.causal)
+        groups.setdefault((*about, finding.row.obtained, bool(finding.stale)), []).append(finding)
+    found = []
+    for members in groups.values():
+        key = members[0].row.key
+        request = TuneRequest(
+            gpu=key.gpu, head_dims=(key.head_dim,), head_dim_v=key.head_dim_v, dtypes=(key.dtype,), causal=(key.causal,),
+            pass_=next(name for name, kernels in PASSES.items() if key.kernel in kernels), kernels=(key.kernel,),
+            buckets=tuple(sorted({finding.row.key.bucket for finding in members})), cache=path,
+            **search,  # type: ignore[arg-type]
+        )  # fmt: skip
+        found.append((request, members))
+    return found
+
+
+def repair(
+    path: Path, findings: Sequence[Finding], look: Verification, tune: Callable[[TuneRequest], Report],
+    say: Callable[[str], None] = lambda text: None, **search: object,
+) -> Repaired:  # fmt: skip
+    """Mend ``path`` by what ``look`` found of it. ``tune``: runs a search, as ``tuner.tune`` does.
+
+    Every step is filed as soon as it is done: killed at any moment, the same command goes on from there."""
+    store, done = Store(path), Repaired()
+    refresher = look.found if isinstance(look.found, Refresher) else Refresher(path)
+    if look.found is not refresher:
+        refresher.waiting = [finding.fresh for finding in findings if finding.state == HOLDS and finding.fresh]
+    refresher.flush()
+    done.refreshed = refresher.filed
+    broken = [finding for finding in findings if finding.state in (LOST, FAILS)]
+    single = [finding for finding in broken if finding.row.key.kernel != BACKWARD]
+    beyond = [finding for finding in single if not searchable(finding.row.key)]
+    _settle(store, beyond, [], "`fa2tune tune` searches no such key", done)
+    for request, members in requests(single, path, **search):
+        new, why = _tuned(request, members, tune, say)
+        done.retuned += new
+        _settle(store, members, new, why, done)
+    _whole(store, findings, look, done)
+    for finding in findings:
+        if finding.state == UNTOLD:
+            done.kept.append((finding.row, finding.why))
+    return done
+
+
+def _tuned(
+    request: TuneRequest, members: Sequence[Finding], tune: Callable[[TuneRequest], Report], say: Callable[[str], None]
+) -> tuple[list[Row], str]:
+    """The rows that a search filed, and why it filed none."""
+    key = members[0].row.key
+    wanted = members[0].row.obtained
+    title = f"{key.gpu} {key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'}"
+    try:
+        target = make_plan(request).target
+    except ValueError as error:
+        return [], f"cannot be tuned here: {error}"
+    if wanted != PREDICTED and target.obtained != wanted:
+        return [], f"{members[0].row.obtained_on or key.gpu}, on which it was measured, is not here"
+    say(f"tuning {title}, {', '.join(map(str, request.buckets))}")
+    if members[0].stale:
+        report = tune(request)
+    else:  # made by this very toolchain: its studies would hand back what they found then
+        with tempfile.TemporaryDirectory() as folder:
+            report = tune(replace(request, studies=Path(folder) / "studies.sqlite"))
+    if report.interrupted:  # what it did not come to is not settled
+        raise KeyboardInterrupt
+    return report.rows, ""
+
+
+def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: str, done: Repaired) -> None:
+    """What becomes of the rows that no new one replaces."""
+    replaced = {record.identity(row) for row in new}
+    for finding in members:
+        row = finding.row
+        if record.identity(row) in replaced:
+            continue
+        reason = why or "the search found nothing better"
+        if finding.state == LOST and finding.fresh:
+            store.put([finding.fresh])  # what it says of itself is true again
+            done.kept.append((row, f"{finding.why}; {reason}: kept with today's time"))
+        elif finding.dangerous:
+            gone = Store(withdrawn_path(store.path))
+            for before in gone.rows():
+                if record.identity(before) == record.identity(row) and before != row:
+                    reason += f"; takes the place of the row made {before.created} that was withdrawn before"
+            gone.put([row])
+            store.remove([row])
+            done.withdrawn.append((row, f"{finding.why}; {reason}"))
+        else:
+            done.kept.append((row, f"{finding.why}; {reason}: kept, calls pass it over"))
+
+
+def _whole(store: Store, findings: Sequence[Finding], look: Verification, done: Repaired) -> None:
+    """Whole backwards are compared anew, on the kernels that serve now; there is nothing to search."""
+    rows = store.rows()
+    broken = {record.identity(f.row): f for f in findings if f.row.key.kernel == BACKWARD and f.state in (LOST, FAILS)}
+    now = [row for row in rows if record.identity(row) in broken]
+    if not now:
+        return
+    parts = [row for row in rows if any(_is_part(row, whole) for whole in now)]
+    again = Verification([*parts, *now], rows, look.card, look.hands, look.workers, look.progress).go()
+    for finding in again[len(parts) :]:
+        before = broken[record.identity(finding.row)]
+        if finding.fresh:
+            store.put([finding.fresh])
+            done.retuned.append(finding.fresh)
+        else:
+            _settle(store, [before if before.dangerous else finding], [], finding.why, done)
+
+
+def _is_part(row: Row, whole: Row) -> bool:
+    return row.obtained == whole.obtained and row.key == whole.key.with_(kernel=row.key.kernel) and row.key != whole.key

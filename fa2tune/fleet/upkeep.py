@@ -1,0 +1,458 @@
+"""Does a cache file still hold on this toolchain? What each of its rows claims is shown again, as far as this machine can.
+
+Every row: it compiles, and keeps the limits of its GPU. Its numerics: on a GPU of its architecture; of a predicted row, where
+none is here, in Triton's interpreter. Its time: on the GPU that measured it, in rounds interleaved with the default config; a
+predicted row is predicted again. Child processes do the work, so a row that crashes or hangs costs its own verdict.
+
+Nothing is written here; ``repair.py`` acts on the findings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fa2tune.compiling.compiler import is_gluon, variant_named
+from fa2tune.fleet.finding import (
+    FAILS,
+    HOLDS,
+    LOST,
+    TOLERANCE,
+    UNTIMED,
+    UNTOLD,
+    Card,
+    Finding,
+    gpu_of,
+    misfit,
+    odd_key,
+    toolchain_here,
+    variant_of,
+)
+from fa2tune.measuring import worker
+from fa2tune.measuring.samples import Race, gain_over
+from fa2tune.measuring.worker import Crew, Job
+from fa2tune.problem import BACKWARD, Config, TuningKey
+from fa2tune.rows.row import MEASURED, PREDICTED, PROOFS, Row
+from fa2tune.tuning import crown
+from fa2tune.tuning.books import Hands, fate_of, word_for
+from fa2tune.tuning.candidates import point
+from fa2tune.tuning.judge import Verdict
+from fa2tune.tuning.ledger import BLAMELESS
+from fa2tune.tuning.measured import GpuLost
+from fa2tune.variant import OPTIONS, way_of
+
+COMPILE_SECONDS, CHECK_SECONDS, RACE_SECONDS = 180.0, 180.0, 60.0
+COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
+#: How much lower the clock may be than it was, for a longer time to be put down to it. Two runs on one H200, quiet and busy,
+#: read clocks up to 1.3 apart, and times do not follow them that far.
+CLOCKS = 1.1
+STARTS = 3  #: times that a job which fails before its first launch is given to the GPU: that is no row's fault
+#: What Triton says of a kernel that compiles for an architecture and that this GPU does not take.
+REFUSED = re.compile(r"\b(OutOfResources|CompileError)\b")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What became of a job: its result, or why there is none."""
+
+    result: Any = None
+    fate: str = ""
+    why: str = ""
+
+    @property
+    def state(self) -> str:
+        return UNTOLD if self.fate in BLAMELESS else FAILS
+
+
+def _said(job: Job) -> _Said:
+    if job.failure is None:
+        return _Said(job.result)
+    fate = fate_of(job)
+    if fate == "out_of_memory" and not job.died:  # of the GPU's, which somebody else may hold; kernels allocate nothing
+        fate = "failed"
+    return _Said(None, fate, f"{fate}: {job.failure}")
+
+
+@dataclass
+class Verification:
+    """One look at rows. ``among``: the rows from which the whole backward takes its kernels, as a rule those of the file."""
+
+    rows: Sequence[Row]
+    among: Sequence[Row]
+    card: Card | None = None
+    hands: Hands = field(default_factory=Hands)
+    workers: int | None = None  #: compiling, or checking in the interpreter, at a time; None: one per core
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    #: called with each finding as it is made
+    found: Callable[[Finding], None] = lambda finding: None
+
+    def __post_init__(self) -> None:
+        self.size = self.workers or len(os.sched_getaffinity(0))
+        self.toolchain = toolchain_here(self.card)
+        self.findings: dict[int, Finding] = {}  #: by id of the row
+        self._verdicts: dict[Any, _Said] = {}
+        self._checked: dict[Any, _Said] = {}
+
+    def go(self) -> list[Finding]:
+        """Every row's finding, in the order of the rows."""
+        single = [row for row in self.rows if row.key.kernel != BACKWARD]
+        fit = []
+        for row in single:
+            why = misfit(row, gpu_of(row.key, self.card))
+            if why is None:
+                fit.append(row)
+            else:
+                self._file(row, FAILS, f"refused: {why}")
+        self._compile(fit)
+        compiled = [row for row in fit if not self._of_compile(row)]
+        self._check_interpreted([row for row in compiled if self._place(row) == "cpu"])
+        crew = Crew(1, spare=self.hands.race.partition(":")[0]) if self.card else None
+        try:
+            for number, row in enumerate(compiled):
+                if self._place(row) == "cuda":
+                    self.progress("rows on the GPU", number, len(compiled))
+                self._conclude(row, crew)
+            whole = [row for row in self.rows if row.key.kernel == BACKWARD]
+            for number, row in enumerate(whole):
+                self.progress("whole backwards", number, len(whole))
+                self._whole(row, crew)
+        finally:
+            if crew:
+                crew.close()
+        return [self.findings[id(row)] for row in self.rows]
+
+    def _file(self, row: Row, state: str, why: str = "", **more: Any) -> Finding:
+        finding = Finding(row, state, why, self.toolchain.stale(row), **more)
+        self.findings[id(row)] = finding
+        self.found(finding)
+        return finding
+
+    # ---- compiling
+
+    def _binary(self, row: Row, config: Config) -> Any:
+        return row.key.kernel, row.key.specialization(), point(config), gpu_of(row.key, self.card)
+
+    def _rival(self, row: Row) -> Config:
+        """The default that would serve in its place."""
+        portable = variant_named(row.key.kernel).space
+        return dict(crown.rival(portable, row.key.specialization(), row.key.arch, way_of(row.config)))
+
+    def _compile(self, rows: Sequence[Row]) -> None:
+        """Each config once, and beside a predicted row its default, for all the lengths that predictions are wanted of."""
+        asked: dict[Any, set[TuningKey]] = {}
+        for row in rows:
+            for config in [row.config, *([self._rival(row)] if row.obtained == PREDICTED else [])]:
+                lengths = asked.setdefault(self._binary(row, config), set())
+                if row.obtained == PREDICTED:
+                    lengths.add(row.key)
+        jobs = {}
+        for what, keys in asked.items():
+            kernel, spec, where, gpu = what
+            lengths_in_order = sorted(keys)
+            problems = [key.workload() for key in lengths_in_order]
+            arguments = (kernel, spec, dict(where), gpu, problems)
+            jobs[what] = Job(self.hands.judge, arguments, COMPILE_SECONDS, tag=(what, lengths_in_order))
+
+        def take(job: Job) -> None:
+            what, keys = job.tag
+            said = _said(job)
+            if said.result is not None:
+                verdict: Verdict = said.result
+                times = dict(zip(keys, verdict.predicted_us, strict=bool(verdict.predicted_us)))
+                why = f"{verdict.fate}: {verdict.why}" if verdict.fate else ""
+                said = _Said((verdict, times), verdict.fate, why)
+            self._verdicts[what] = said
+
+        with Crew(self.size, {"OMP_NUM_THREADS": "1"}, memory=COMPILE_MEMORY) as crew:
+            self._run(crew, jobs.values(), take, "configs compiled")
+
+    def _of_compile(self, row: Row) -> Finding | None:
+        """A finding where the compile, or what the binary takes, settles the matter."""
+        said = self._verdicts[self._binary(row, row.config)]
+        return self._file(row, said.state, said.why) if said.fate else None
+
+    def _run(self, crew: Crew, jobs: Iterable[Job], take: Callable[[Job], None], what: str) -> None:
+        jobs = list(jobs)
+        for job in jobs:
+            crew.submit(job)
+        done = 0
+        while crew.load:
+            for job in worker.wait([crew], 0.5):
+                take(job)
+                done += 1
+            self.progress(what, done, len(jobs))
+
+    # ---- numerics
+
+    def _place(self, row: Row) -> str:
+        """Where its numerics can be shown: "cuda", "cpu" (the interpreter), or "" nowhere."""
+        if self.card and self.card.gpu.arch == row.key.arch:
+            return "cuda"
+        interpreted = row.obtained == PREDICTED and not is_gluon(variant_of(row))
+        return "cpu" if interpreted else ""
+
+    def _numerics(self, row: Row, place: str) -> Any:
+        """What a check depends on; compile options mean nothing in the interpreter."""
+        config = row.config
+        if place == "cpu":
+            config = {name: value for name, value in config.items() if name not in OPTIONS}
+        return row.key.kernel, row.key.specialization(), point(config), place
+
+    def _check_interpreted(self, rows: Sequence[Row]) -> None:
+        jobs = {}
+        for row in rows:
+            what = self._numerics(row, "cpu")
+            arguments = (row.key.kernel, dict(row.config), row.key.specialization(), row.key.arch, "cpu", True)
+            jobs[what] = Job(self.hands.check, arguments, CHECK_SECONDS, tag=what)
+
+        def take(job: Job) -> None:
+            self._checked[job.tag] = _said(job)
+
+        interpreter = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with Crew(self.size, interpreter) as crew:
+            self._run(crew, jobs.values(), take, "configs checked in the interpreter")
+
+    def _on_gpu(self, crew: Crew, function: str, arguments: tuple[Any, ...], seconds: float) -> Job:
+        for _ in range(STARTS):
+            job = Job(function, arguments, seconds)
+            crew.submit(job)
+            while crew.load:
+                worker.wait([crew], 1.0)
+            if job.stuck:
+                raise GpuLost(f"{function}: {job.failure}; its process cannot be killed and may keep the GPU busy")
+            if job.failure is None or job.notes:
+                break
+        return job
+
+    def _check_on_gpu(self, row: Row, crew: Crew) -> _Said:
+        what = self._numerics(row, "cuda")
+        if what not in self._checked:
+            arguments = (row.key.kernel, dict(row.config), row.key.specialization(), row.key.arch, "cuda")
+            self._checked[what] = _launched(self._on_gpu(crew, self.hands.check, arguments, CHECK_SECONDS))
+        return self._checked[what]
+
+    # ---- time
+
+    def _conclude(self, row: Row, crew: Crew | None) -> None:
+        """Numerics and time of a row that compiles."""
+        place = self._place(row)
+        if not place:
+            self._file(row, UNTIMED, f"compiles and keeps its limits; {self._no_time(row)}")
+            return
+        checked = (
+            self._check_on_gpu(row, crew) if crew and place == "cuda" else self._checked[self._numerics(row, place)]
+        )
+        if checked.fate:
+            self._file(row, checked.state, checked.why, dangerous=checked.state == FAILS)
+        elif row.obtained == PREDICTED:
+            self._predict(row, checked.result, "interpreter" if place == "cpu" else self._proof(row))
+        elif crew and self._measures(row):
+            self._time(row, checked.result, crew)
+        else:
+            self._file(row, UNTIMED, f"compiles, keeps its limits and is right on {self._here}; {self._no_time(row)}")
+
+    def _proof(self, row: Row) -> str:
+        """What a check on the GPU here proves."""
+        exact = self.card and (row.key.gpu, row.key.sm_count) == (self.card.gpu.name, self.card.gpu.sm_count)
+        return "target" if exact else "sibling"
+
+    @property
+    def _here(self) -> str:
+        return self.card.name if self.card else "this machine"
+
+    def _no_time(self, row: Row) -> str:
+        return f"no time, as {row.obtained_on or row.key.gpu} is not here"
+
+    def _measures(self, row: Row) -> bool:
+        """Whether the GPU here is the one that measured it."""
+        if self.card is None or row.obtained == PREDICTED:
+            return False
+        if row.obtained == MEASURED:
+            return (row.key.gpu, row.key.sm_count) == (self.card.gpu.name, self.card.gpu.sm_count)
+        return row.obtained_on == self.card.name
+
+    def _evidence(self, row: Row) -> dict[str, Any]:
+        """Of the binary, today; of the search, as it was."""
+        verdict, _ = self._verdicts[self._binary(row, row.config)].result
+        binary = {name: verdict.binary.get(name) for name in ("registers", "spills", "shared_bytes")}
+        return {**binary, "tried": row.tried, "pruned": dict(row.pruned)}
+
+    def _stamp(self, row: Row) -> crown.Toolchain:
+        if row.obtained == PREDICTED:
+            return crown.Toolchain(PREDICTED)
+        assert self.card is not None
+        return crown.Toolchain(row.obtained, self.card.name, self.card.driver)
+
+    def _predict(self, row: Row, errors: Mapping[str, Any], proof: str) -> None:
+        _, times = self._verdicts[self._binary(row, row.config)].result
+        rival = self._verdicts[self._binary(row, self._rival(row))]
+        time_us = times[row.key]
+        default_us = rival.result[1][row.key] if not rival.fate else None
+        fresh = crown.predicted(
+            row.key, row.variant, row.config, self._stamp(row), time_us, default_us, errors=errors,
+            **self._evidence(row),
+        )  # fmt: skip
+        self._weigh(row, replace(fresh, proof=proof), None)
+
+    def _time(self, row: Row, errors: Mapping[str, Any], crew: Crew) -> None:
+        rival = self._rival(row)
+        contenders = [rival, dict(row.config)] if rival != dict(row.config) else [rival]
+        race, said = self._race(row.key, contenders, crew)
+        if race is None:
+            self._file(row, said.state, said.why, dangerous=said.state == FAILS)
+            return
+        evidence = {"errors": errors, **self._evidence(row)}
+        self._timed(row, race, evidence, lambda: self._race(row.key, contenders, crew)[0])
+
+    def _race(self, key: TuningKey, contenders: Sequence[Any], crew: Crew) -> tuple[Race | None, _Said]:
+        """The race of the last contender against the first; alone where the first does not run."""
+        job = self._on_gpu(crew, self.hands.race, (key, list(contenders), "proof"), RACE_SECONDS)
+        last = len(contenders) - 1
+        if job.failure is None:
+            race: Race = job.result
+            if last not in race.failures:
+                return race, _Said()
+            why = race.failures[last]
+            fate = word_for(why)
+            return None, _Said(None, "failed" if fate == "out_of_memory" else fate, why)
+        if last and (not job.notes or job.notes[-1] != last):
+            return self._race(key, contenders[last:], crew)
+        return None, _launched(job)
+
+    def _timed(self, row: Row, race: Race, evidence: Mapping[str, Any], again: Callable[[], Race | None]) -> None:
+        """File a finding by what a race says, or by two, where the first says that the row has lost."""
+        if race.tainted:
+            self._file(row, UNTOLD, "the card stayed throttled while it was timed")
+            return
+        fresh = self._fresh(row, race, evidence)
+        if self._lost(row, fresh, race):
+            second = again()
+            if second is not None and not second.tainted:
+                other = self._fresh(row, second, evidence)
+                if (other.time_us or 0.0) < (fresh.time_us or 0.0):
+                    fresh, race = other, second
+        if _slower_clock(row, fresh) > CLOCKS and (fresh.time_us or 0.0) > (row.time_us or 0.0) * (1 + TOLERANCE):
+            self._file(row, UNTOLD, f"the card ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} when it was timed")
+            return
+        self._weigh(row, fresh, race)
+
+    def _fresh(self, row: Row, race: Race, evidence: Mapping[str, Any]) -> Row:
+        alone = len(race.times) == 1
+        is_default = alone and row.key.kernel != BACKWARD and row.config == self._rival(row)
+        default_times = None if alone and not is_default else race.times[0]
+        return crown.measured(
+            row.key, row.variant, row.config, self._stamp(row), race.times[-1], default_times, **evidence,
+            **crown.watched(race),
+        )  # fmt: skip
+
+    def _lost(self, row: Row, fresh: Row, race: Race | None) -> str:
+        """In what a row has lost, or ""."""
+        loss = self._loss(row, fresh)
+        if loss is not None and loss > TOLERANCE:
+            return f"{100 * loss:.1f} % slower than it says" + (", by the model" if row.obtained == PREDICTED else "")
+        if race is not None and len(race.times) > 1 and row.key.kernel != BACKWARD:
+            gain = gain_over(race.times[0], race.times[-1])
+            if gain.high < 1 / (1 + TOLERANCE):
+                return f"the default config is now faster, {1 / gain.median:.2f} x"
+        return ""
+
+    def _loss(self, row: Row, fresh: Row) -> float | None:
+        """Share of its time that a row lost. What a lower clock than then explains is no loss; a higher one makes none."""
+        if not row.time_us or fresh.time_us is None:
+            return None
+        raw = fresh.time_us / row.time_us - 1.0
+        return raw if raw <= TOLERANCE else min(raw, (1.0 + raw) / max(1.0, _slower_clock(row, fresh)) - 1.0)
+
+    def _weigh(self, row: Row, fresh: Row, race: Race | None) -> None:
+        lost = self._lost(row, fresh, race)
+        loss = self._loss(row, fresh)
+        self._file(row, LOST if lost else HOLDS, lost, time_us=fresh.time_us, loss=loss, fresh=fresh)
+
+    # ---- the whole backward
+
+    def _parts(self, row: Row) -> dict[str, Row | None]:
+        """Per kernel of its road, the row that serves: of the way that it names, else the best portable one."""
+        found: dict[str, Row | None] = {}
+        for name in crown.ROADS.get(row.road, ()):
+            key, way = row.key.with_(kernel=name), row.config.get(name)
+            alike = [other for other in self.among if (other.key, other.obtained) == (key, row.obtained)]
+            alike = [other for other in alike if (other.variant == way if way else not other.specialized)]
+            found[name] = min(alike, key=lambda other: other.rank_us, default=None)
+        return found
+
+    def _whole(self, row: Row, crew: Crew | None) -> None:
+        """A whole backward holds as its kernels do, and is checked and timed as a whole where it can be launched."""
+        if (odd := odd_key(row.key)) is not None:
+            self._file(row, FAILS, f"refused: {odd}")
+            return
+        parts = {name: part for name, part in self._parts(row).items() if part}
+        missing = set(crown.ROADS.get(row.road, (row.road,))) - parts.keys()
+        if missing:
+            self._file(row, UNTOLD, f"no {row.obtained} row for its {', '.join(sorted(missing))}")
+            return
+        for name, part in parts.items():
+            of_part = self.findings.get(id(part))
+            if of_part and of_part.state in (FAILS, UNTOLD):
+                self._file(row, of_part.state, f"its {name}: {of_part.why}")
+                return
+        if row.obtained == PREDICTED:
+            self._whole_predicted(row, parts)
+        elif crew and self._measures(row):
+            self._whole_timed(row, {name: part.config for name, part in parts.items()}, crew)
+        else:
+            self._file(row, UNTIMED, self._no_time(row))
+
+    def _whole_predicted(self, row: Row, parts: Mapping[str, Row]) -> None:
+        fresh = [found.fresh for part in parts.values() if (found := self.findings.get(id(part))) and found.fresh]
+        if len(fresh) < len(parts):
+            self._file(row, UNTIMED, "its kernels were not looked at")
+            return
+        gpu = gpu_of(row.key, self.card)
+        around = crown.streaming_us(row.key.workload(), row.road, gpu)
+        errors = crown.worst_errors([part.errors for part in fresh])
+        time_us = sum(part.time_us or 0.0 for part in fresh) + around
+        whole = crown.predicted(row.key, row.variant, row.config, self._stamp(row), time_us, None, errors=errors)
+        proof = max((part.proof for part in fresh), key=PROOFS.index)  # the weakest
+        if row.default_time_us is not None:  # the split road of default configs: what it was compared with, then
+            whole = replace(whole, default_time_us=row.default_time_us, gain=row.default_time_us / time_us)
+        self._weigh(row, replace(whole, proof=proof), None)
+
+    def _whole_timed(self, row: Row, configs: Mapping[str, Config], crew: Crew) -> None:
+        spec, arch = row.key.specialization(), row.key.arch
+        defaults = {
+            name: dict(variant_named(name).space.default(spec, arch)) for name in ("fwd", *crown.ROADS["split"])
+        }
+        mine = {name: dict(config) for name, config in configs.items()}
+        what = (row.road, spec, *(point(config) for config in mine.values()))
+        if what not in self._checked:
+            arguments = ({"fwd": defaults["fwd"], **mine}, spec, row.road, "cuda")
+            self._checked[what] = _launched(self._on_gpu(crew, self.hands.check_backward, arguments, CHECK_SECONDS))
+        checked = self._checked[what]
+        if checked.fate:
+            self._file(row, checked.state, checked.why, dangerous=checked.state == FAILS)
+            return
+        split = {name: defaults[name] for name in crown.ROADS["split"]}
+        contenders = [{"road": "split", "configs": split}, {"road": row.road, "configs": mine}]
+        race, said = self._race(row.key, contenders, crew)
+        if race is None:
+            self._file(row, said.state, said.why, dangerous=said.state == FAILS)
+            return
+        self._timed(row, race, {"errors": checked.result}, lambda: self._race(row.key, contenders, crew)[0])
+
+
+def _slower_clock(row: Row, fresh: Row) -> float:
+    """How many times the clock of today the one was that a row was timed at; 1 where one is not known."""
+    return row.clock_mhz / fresh.clock_mhz if row.clock_mhz and fresh.clock_mhz else 1.0
+
+
+def _launched(job: Job) -> _Said:
+    """Of a job that launches: what failed before its first launch is nobody's fault, but for a launch that was refused."""
+    said = _said(job)
+    if said.fate in BLAMELESS and not job.died and REFUSED.search(said.why):
+        return replace(said, fate="launch_error")
+    if said.fate and not job.notes:
+        return replace(said, fate="failed")
+    return said

@@ -1,0 +1,1 @@
+"""From a binary and tensors to the GPU."""

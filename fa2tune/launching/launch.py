@@ -1,0 +1,270 @@
+"""A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
+
+A bound launch holds every argument but the tensors, packed. Calling it costs one slot per tensor and one foreign call
+(``cuda.py``): no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with
+descriptors).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fa2tune.compiling import compiler
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.launching import cuda, precompiled
+from fa2tune.launching.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
+from fa2tune.problem import Config, Problem, Specialization
+from fa2tune.variant import Variant
+
+log = logging.getLogger("fa2tune")
+
+LOG2E = 1.4426950408889634
+TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+#: Aligned as TMA wants it; what is there does not matter to encode a descriptor.
+ANY_ADDRESS = 1 << 32
+#: CUtensorMapDataType, where the compiler's own numbers differ.
+_HOST_TYPES = {8: 10, 9: 8, 10: 9}
+
+
+class CaptureMiss(RuntimeError):
+    """A kernel is not loaded yet, and a stream is being captured."""
+
+
+def image_of(compiled: Any) -> Image:
+    """What Triton compiled, without Triton. CompileError: this house cannot launch it."""
+    known = compiled.metadata
+    maps = []
+    for wanted in getattr(known, "tensordesc_meta", None) or ():
+        if wanted is None or wanted["fp4_padded"] or wanted.get("is_im2col"):
+            raise CompileError(f"{known.name} wants a descriptor of a kind that no launch here makes: {wanted}")
+        kind, block = wanted["elem_type"], tuple(wanted["block_size"])
+        maps.append(MapFormat(wanted["swizzle"], wanted["elem_size"], _HOST_TYPES.get(kind, kind), block))
+    return Image(
+        known.name, compiled.kernel, known.shared, known.num_warps, known.num_ctas, known.launch_cooperative_grid,
+        known.launch_pdl, tuple(maps),
+    )  # fmt: skip
+
+
+def kinds(variant: Variant, spec: Specialization, config: Config) -> list[str]:
+    """Kinds of the kernel's parameters as ``cuda.SIZES`` has them: a descriptor is followed by its shape and strides."""
+    found = []
+    for name, written in compiler.signature(variant, spec, config, layouts=False).items():
+        if written.startswith("tensordesc"):
+            rank = len(compiler.block_of(variant, spec, config, name))
+            found += ["map", *["i32"] * rank, *["i64"] * rank]
+        elif written != "constexpr":
+            found.append("pointer" if written.startswith("*") else written)
+    return found
+
+
+#: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
+Strides = Mapping[str, tuple[int, int, int]]
+Workspaces = Mapping[str, torch.Tensor]
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of (batch, heads, rows[, dim]). A dimension of length 1 has no stride that matters: it gets one that is
+    aligned, so that it spoils neither vector loads nor a descriptor."""
+    filler = tensor.shape[3] if tensor.dim() == 4 else 1
+    b, h, m = (
+        filler if length == 1 else stride for length, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
+    return b, h, m
+
+
+def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[bool, bool, bool]:
+    """(aligned, wide, described) of the tensors a kernel reads: whether base and strides are multiples of 16 bytes, whether
+    offsets need 64 bits, whether a descriptor can address them (no stride of zero)."""
+    aligned, wide, described = True, False, True
+    for name, tensor in tensors.items():
+        unit = 16 // tensor.element_size()
+        b, h, m = strides[name]
+        aligned &= tensor.data_ptr() % 16 == 0 and not (b % unit or h % unit or m % unit)
+        wide |= max(b, h, m) >= 1 << 31 or m >= 1 << 22  # a block of 256 rows or more
+        described &= min(b, h, m) > 0
+    return aligned, wide, described and aligned
+
+
+@cache
+def arch_of(device_index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+@cache
+def sm_count(device_index: int) -> int:
+    """Streaming multiprocessors of a device: what persistent kernels fill."""
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
+@cache
+def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Function:
+    """The kernel of a ``compiler.binary_config``, loaded on a device: out of a trusted file of binaries, or
+    else compiled by Triton, on the first call.
+
+    Raises CompileError, Triton's OutOfResources, or CaptureMiss."""
+    if not cuda.may_load():
+        raise CaptureMiss(variant.name)
+    binary, arch = dict(config), arch_of(device_index)
+    wanted = kinds(variant, spec, binary)
+    image, found = precompiled.find(variant, spec, binary, arch)
+    described = [name for name in compiler.parameters(variant) if name in _described(variant, binary)]
+    ranks = [len(compiler.block_of(variant, spec, binary, name)) for name in described]
+    if image is not None and [len(one.block) for one in image.maps] != ranks:
+        image, found = None, f"{found} is damaged: {variant.name} has other descriptors"
+    if image is not None:
+        try:
+            return Function(image, wanted, device_index, found)
+        except CudaError as error:
+            found = f"{found}: {error}"
+    log.info("compiling %s: %s", variant.name, found)
+    compiled = compiler.compile_kernel(variant, spec, binary, arch)
+    try:
+        return Function(image_of(compiled), wanted, device_index, f"compiled: {found}")
+    except CudaError as error:
+        raise CompileError(str(error)) from error
+
+
+def _values(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...]
+) -> dict[str, Any]:
+    """Every argument of the kernel but its tensors and what is compiled in, by name."""
+    spec = problem.specialization
+    values: dict[str, Any] = {name: config[name] for name in compiler.runtime_names(variant)}
+    scale = -softmax_scale if spec.negate else softmax_scale
+    values |= {
+        # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
+        "qk_scale": scale * LOG2E if scale < 0 else max(scale * LOG2E, 1e-30), "softmax_scale": softmax_scale,
+        "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
+        "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
+    }  # fmt: skip
+    absent = dict.fromkeys(variant.tensors, (0, 0, 0))  # dlse, where lse has no gradient
+    for name, (b, h, m) in {**absent, **strides}.items():
+        rows = "n" if name in ("k", "v", "dk", "dv") else "m"
+        values |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{rows}": m}
+    return values
+
+
+def _shape(name: str, problem: Problem, workspaces: Mapping[str, torch.Tensor]) -> list[int]:
+    """Of a tensor that a descriptor addresses: (batch, heads, rows, dim), or what a workspace's is."""
+    if name in workspaces:
+        return list(workspaces[name].shape)
+    queries, values = name in ("q", "o", "do", "dq"), name in ("v", "o", "do", "dv")
+    return [
+        problem.batch, problem.heads_q if queries else problem.heads_kv,
+        problem.seqlen_q if queries else problem.seqlen_k, problem.head_dim_v if values else problem.head_dim,
+    ]  # fmt: skip
+
+
+def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
+    """Strides of every dimension of such a tensor; None: it is contiguous."""
+    if strides is not None:
+        return [*strides, 1]
+    return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+
+
+def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int, ...]]:
+    return variant.descriptors if compiler.uses_descriptors(config) else {}
+
+
+def _bound(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
+    device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
+) -> Launch:  # fmt: skip
+    """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
+    values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
+    described = _described(variant, config)
+    constants = compiler.constexprs(variant, problem.specialization, config)
+    compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
+    function = load(variant, problem.specialization, compiled_in, device_index)
+    formats = iter(function.image.maps)
+    arguments: list[Any] = []
+    slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
+    for name in compiler.parameters(variant):
+        if name in described:
+            shape = _shape(name, problem, workspaces)
+            steps = _steps(shape, strides.get(name))
+            maps = Maps(next(formats), shape, steps)
+            try:  # what TMA cannot take is to be known now, while another config can be had
+                maps.encode(ANY_ADDRESS)
+            except CudaError as error:
+                raise CompileError(f"{variant.name}, {name}: {error}") from error
+            slots[name] = len(arguments), maps
+            arguments += [0, *shape, *steps]
+        elif name in variant.tensors:
+            slots[name] = len(arguments), None
+            arguments.append(0)
+        elif name not in constants:
+            arguments.append(values[name])
+    grid = variant.programs(problem, config, sm_count(device_index))
+    return Launch(function, grid, arguments, [slots[name] for name in names], device_index)
+
+
+class InterpretedLaunch:
+    """The same for CPU tensors, in Triton's interpreter."""
+
+    def __init__(
+        self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
+        names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
+        values |= compiler.constexprs(variant, problem.specialization, config)
+        self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
+        self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
+        spec = problem.specialization
+        self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in _described(variant, config)}
+        self.grid = variant.programs(problem, config, 1)
+        self.shapes = {name: _shape(name, problem, workspaces) for name in self.blocks}
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        arguments: dict[str, Any] = dict(self.scalars)
+        for name, tensor in zip(self.names, tensors, strict=True):
+            arguments[name] = tensor
+            if name in self.blocks:
+                shape = self.shapes[name]
+                steps = _steps(shape, self.strides.get(name))
+                arguments[name] = TensorDescriptor(tensor, shape, steps, self.blocks[name])
+        missing = {name: torch.empty(0) for name in self.variant.tensors if name not in arguments}
+        self.variant.kernel[(self.grid,)](**arguments, **missing)
+
+
+def bind(
+    variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
+    device_index: int, workspaces: Workspaces = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
+) -> Launch | InterpretedLaunch:  # fmt: skip
+    """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors. ``workspaces``:
+    those of ``names`` that are contiguous and of a shape of their own, which alone counts; ``scalars``: arguments by name,
+    beside those that every kernel may ask for.
+
+    Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
+    make = InterpretedLaunch if device_index < 0 else _bound
+    return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
+
+
+def prepare(
+    variant: Variant, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor], softmax_scale: float,
+    device_index: int,
+) -> Callable[[], None]:  # fmt: skip
+    """A closure that launches the kernel on these tensors: what a timer wants."""
+    names = tuple(tensors)
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+    bound = bind(variant, problem, config, strides, softmax_scale, names, device_index)
+    values = tuple(tensors.values())
+    return lambda: bound(*values)

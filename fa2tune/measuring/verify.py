@@ -1,0 +1,200 @@
+"""The numerics gate: no config is crowned unless its results, gradients included, keep the error rule.
+
+Error rule: for each tensor, the maximum and the RMS error against float64 are at most twice those of the same computation
+written out in the input dtype (``reference.py``), plus 2 ulp of the tensor's dtype at that magnitude. A NaN or an infinity
+that the oracle does not have fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, worker
+from fa2tune.problem import Config, Problem, Specialization
+
+#: tensor -> {"max": .., "max_allowed": .., "rms": .., "rms_allowed": ..}: the form of Row.errors
+Errors = dict[str, dict[str, float]]
+
+TIMES_REFERENCE, ULPS = 2.0, 2.0
+#: For the GPU to end what has been launched, and for the comparison; a kernel without end takes longer.
+LAUNCHED_SECONDS = 15.0
+
+
+class WrongResult(ArithmeticError):
+    """A kernel broke the error rule. The message names tensor, error and bound."""
+
+
+def ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """Distance between neighbouring numbers of ``dtype`` at ``magnitude``."""
+    info = torch.finfo(dtype)
+    magnitude = max(magnitude, info.smallest_normal)
+    return info.eps * 2.0 ** math.floor(math.log2(magnitude))
+
+
+def _max_rms(values: torch.Tensor) -> tuple[float, float]:
+    if values.numel() == 0:
+        return 0.0, 0.0
+    return values.abs().max().item(), values.square().mean().sqrt().item()
+
+
+def compare_tensor(name: str, got: torch.Tensor, oracle: torch.Tensor, same_dtype: torch.Tensor) -> dict[str, float]:
+    """Errors of one tensor and what the rule allows. Raises WrongResult."""
+    if got.shape != oracle.shape:
+        raise WrongResult(f"{name}: shape {tuple(got.shape)} instead of {tuple(oracle.shape)}")
+    wide = got.to(torch.float64)
+    finite = torch.isfinite(oracle)
+    if not torch.equal(torch.isfinite(wide), finite):
+        wrong = torch.isfinite(wide) != finite
+        what = "NaN" if torch.isnan(wide[wrong]).any() else "non-finite or falsely finite values"
+        raise WrongResult(f"{name}: {what} in {int(wrong.sum())} of {wrong.numel()} elements")
+    if not torch.equal(wide[~finite].nan_to_num(nan=0.0), oracle[~finite].nan_to_num(nan=0.0)):
+        raise WrongResult(f"{name}: infinity or NaN of another kind than the oracle's")
+    truth = oracle[finite]
+    error_max, error_rms = _max_rms(wide[finite] - truth)
+    usable = finite & torch.isfinite(same_dtype)  # where the reference overflows it allows nothing
+    reference_max, reference_rms = _max_rms(same_dtype.to(torch.float64)[usable] - oracle[usable])
+    magnitude_max, magnitude_rms = _max_rms(truth)
+    errors = {
+        "max": error_max,
+        "max_allowed": TIMES_REFERENCE * reference_max + ULPS * ulp(magnitude_max, got.dtype),
+        "rms": error_rms,
+        "rms_allowed": TIMES_REFERENCE * reference_rms + ULPS * ulp(magnitude_rms, got.dtype),
+    }
+    for kind in ("max", "rms"):
+        if not errors[kind] <= errors[f"{kind}_allowed"]:
+            raise WrongResult(f"{name}: {kind} error {errors[kind]:.3g}, allowed {errors[f'{kind}_allowed']:.3g}")
+    return errors
+
+
+def compare(
+    got: Mapping[str, torch.Tensor], oracle: Mapping[str, torch.Tensor], same_dtype: Mapping[str, torch.Tensor]
+) -> Errors:
+    """The error rule over every tensor of ``got`` (o, lse, dq, dk, dv). Raises WrongResult."""
+    return {name: compare_tensor(name, tensor, oracle[name], same_dtype[name]) for name, tensor in got.items()}
+
+
+def worst(errors: Sequence[Errors]) -> Errors:
+    """Per tensor, the case that came closest to its bound."""
+    found: Errors = {}
+    for case in errors:
+        for name, entry in case.items():
+            if name not in found or _nearness(entry) > _nearness(found[name]):
+                found[name] = entry
+    return found
+
+
+def _nearness(entry: Mapping[str, float]) -> float:
+    return max(entry["max"] / entry["max_allowed"], entry["rms"] / entry["rms_allowed"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of inputs that a config must get right."""
+
+    problem: Problem
+    scale: float = 1.0
+    outlier: bool = False
+
+
+def cases(spec: Specialization, *, small: bool) -> tuple[Case, ...]:
+    """Odd lengths either way round (with a causal mask: rows that see no key), grouped heads, the error rule's three kinds
+    of input. ``small``: little enough for the interpreter."""
+
+    def problem(batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Problem:
+        return Problem(
+            spec.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, spec.head_dim, spec.head_dim_v, spec.causal,
+            precision=spec.precision,
+        )  # fmt: skip
+
+    if small:  # no outliers: over so few elements the reference may have the luck to be nearly exact
+        return (Case(problem(1, 2, 1, 70, 90)), Case(problem(1, 1, 1, 90, 70), scale=10.0))
+    return (
+        Case(problem(2, 4, 2, 113, 203)),
+        Case(problem(2, 4, 4, 203, 113), scale=10.0),
+        Case(problem(1, 4, 1, 577, 1001), outlier=True),
+        Case(problem(1, 8, 8, 1024, 1024)),
+    )
+
+
+@lru_cache(maxsize=32)
+def _answers(
+    case: Case, device: str, gradients: bool
+) -> tuple[reference.Inputs, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    inputs = reference.make_inputs(case.problem, device, scale=case.scale, outlier=case.outlier)
+    oracle, same = reference.oracle_and_reference(inputs, causal=case.problem.causal, gradients=gradients)
+    return inputs, oracle, same
+
+
+@contextmanager
+def _strict(precision: str) -> Iterator[None]:
+    """Uninitialised memory holds NaN, and float32 products have the precision that the kernel has."""
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    matmul = torch.backends.cuda.matmul
+    products = matmul.fp32_precision  # not allow_tf32, which raises once this newer setting has been used
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what makes torch.empty fill with NaN
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        matmul.fp32_precision = products
+
+
+def check_forward(config: Config, spec: Specialization, device: str, small: bool = False) -> Errors:
+    """Run the forward with ``config`` on every case. Errors of o and lse, each of its worst case. Raises WrongResult,
+    CompileError, and whatever the launch raises.
+
+    device: "cuda" or "cuda:1"; "cpu" needs a process under TRITON_INTERPRET=1."""
+    found = []
+    for case in cases(spec, small=small):
+        with _strict(spec.precision):
+            inputs, oracle, same = _answers(case, device, False)
+            worker.report("launch")
+            o, lse = passes.forward(
+                inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=config
+            )
+            worker.report("launched", LAUNCHED_SECONDS)
+        found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))
+    return worst(found)
+
+
+def check_backward(
+    configs: Mapping[str, Config], spec: Specialization, road: str, device: str, small: bool = False
+) -> Errors:
+    """Run forward and whole backward ("split" or "fused"); ``configs`` by kernel name, the forward's included. Errors of
+    dq, dk and dv, each of its worst case. Raises as ``check_forward``."""
+    found = []
+    for case in cases(spec, small=small):
+        options = {"causal": spec.causal, "softmax_scale": spec.head_dim**-0.5}
+        with _strict(spec.precision):
+            inputs, oracle, same = _answers(case, device, True)
+            q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+            worker.report("launch")
+            o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
+            gradients = passes.backward(do, None, q, k, v, o, lse, **options, road=road, configs=configs)
+            worker.report("launched", LAUNCHED_SECONDS)
+        found.append(compare(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), oracle, same))
+    return worst(found)
+
+
+def check(kernel: str, config: Config, spec: Specialization, arch: int, device: str, small: bool = False) -> Errors:
+    """The gate of one tuned kernel: for a backward kernel the whole backward with this config, and defaults for the
+    others. Raises as ``check_forward``."""
+    if kernel == "fwd":
+        return check_forward(config, spec, device, small)
+    road = next(road for road, kernels in passes.ROADS.items() if kernel in kernels)
+    configs = {name: variant_named(name).space.default(spec, arch) for name in ("fwd", *passes.ROADS[road])} | {
+        kernel: config
+    }
+    return check_backward(configs, spec, road, device, small)

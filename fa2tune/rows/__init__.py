@@ -1,0 +1,1 @@
+"""What a cache file holds, reading and writing it, and which row serves."""

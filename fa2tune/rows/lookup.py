@@ -1,0 +1,224 @@
+"""Which row serves a tuning key, and why: the lookup ladder.
+
+What no row may ever differ in: kernel, causal or not, float32 precision, padded head dims, compute capability, 16-bit
+or 32-bit element type. Among the rest the first difference decides, in this order:
+
+1. **Problem**: exact key; same padded head dim; nearest bucket; other 16-bit dtype. Each rung allows what those before
+   it allow. Within a rung the nearest bucket comes first (the longer of two as near), then the nearest head dims.
+2. **GPU and evidence**, ``_STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
+   MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then predicted. With
+   one exception: what was measured on this silicon stands before what was predicted for the exact GPU, as it is what a
+   row "measured on a sibling" holds. So a laptop's prediction never shadows a fleet's measurement of the same problem.
+   Of two GPUs on one rung the one with the nearest SM count comes first. An unlisted GPU matches its own name exactly
+   or else the architecture rung.
+3. **Fresh** over stale: made with this Triton, this driver and this kernel source.
+4. **Layer**: named over user over fleet over shipped.
+5. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
+   ``Row.rank_us``.
+
+The first row in this order that ``acceptable`` does not refuse is the answer; without one, the caller takes its
+documented default config. Pure: no torch, no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache
+from operator import itemgetter
+from typing import Any
+
+from fa2tune import gpus
+from fa2tune.problem import TuningKey, padded_head_dim
+from fa2tune.rows.reader import Layer, Rows
+from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING, Row, hashed_as
+
+PROBLEM_RUNGS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
+GPU_RUNGS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
+SIXTEEN_BIT = ("bf16", "fp16")
+
+#: (GPU rung, evidence), best first.
+_STANDING = (
+    (EXACT, MEASURED),
+    (EXACT, SIBLING),
+    (SILICON, MEASURED),
+    (SILICON, SIBLING),
+    (EXACT, PREDICTED),
+    (SILICON, PREDICTED),
+    (ARCHITECTURE, MEASURED),
+    (ARCHITECTURE, SIBLING),
+    (ARCHITECTURE, PREDICTED),
+)
+_PLACE = {standing: place for place, standing in enumerate(_STANDING)}
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What a row must have been made with to be fresh. An empty or missing entry is not compared: ``explain`` for a GPU
+    that is not there knows no driver."""
+
+    triton: str = ""
+    driver: str = ""
+    kernel_hashes: Mapping[str, str] = field(default_factory=dict)  #: fingerprint.kernel_hashes
+
+    def stale(self, row: Row) -> tuple[str, ...]:
+        """What ``row`` was made with that is not so today; empty: fresh. A prediction involved no driver."""
+        kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.specialized), "")
+        return tuple(
+            f"{part} {then or 'unknown'}, now {now}"
+            for part, then, now in (
+                ("triton", row.triton, self.triton),
+                ("driver", row.driver, "" if row.obtained == PREDICTED else self.driver),
+                ("kernel source", row.kernel_hash, kernel_hash),
+            )
+            if now not in ("", then)
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A row that could serve, and where it stands."""
+
+    row: Row
+    layer: Layer
+    problem_rung: str  #: one of PROBLEM_RUNGS
+    gpu_rung: str  #: one of GPU_RUNGS
+    stale: tuple[str, ...]  #: what it was made with that is not so today; empty: fresh
+
+    @property
+    def rung(self) -> str:
+        """For counting and logging: "problem exact, GPU same silicon, measured, fresh, shipped layer"."""
+        age = "stale" if self.stale else "fresh"
+        return f"problem {self.problem_rung}, GPU {self.gpu_rung}, {self.row.obtained}, {age}, {self.layer.name} layer"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that stood before the answer but cannot serve this problem on this GPU."""
+
+    candidate: Candidate
+    why: str
+
+
+@dataclass(frozen=True)
+class Answer(Candidate):
+    """The row that serves."""
+
+    refused: tuple[Refused, ...] = ()
+
+
+Differences = Mapping[str, tuple[Any, Any]]
+
+
+def differences(key: TuningKey, other: TuningKey) -> Differences:
+    """Field -> (what ``key`` asks, what ``other`` has), where they differ."""
+    pairs = {f.name: (getattr(key, f.name), getattr(other, f.name)) for f in fields(TuningKey)}
+    return {name: (mine, theirs) for name, (mine, theirs) in pairs.items() if mine != theirs}
+
+
+def _family(key: TuningKey) -> tuple[Any, ...]:
+    """What no rung crosses."""
+    width = 16 if key.dtype in SIXTEEN_BIT else key.dtype
+    padded = padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)
+    return key.arch, key.kernel, key.causal, width, key.precision, padded
+
+
+@lru_cache(maxsize=64)
+def _families(layer: Layer) -> dict[tuple[Any, ...], list[Row]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in layer.rows:
+        found.setdefault(_family(row.key), []).append(row)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _relatives(layer: Layer, family: tuple[Any, ...]) -> Sequence[Row]:
+    """The rows of a layer that are of one family."""
+    if not isinstance(layer.rows, Rows):
+        return _families(layer).get(family, ())
+    arch, kernel, causal = family[:3]
+    return [row for row in layer.rows.of(arch=arch, kernel=kernel, causal=int(causal)) if _family(row.key) == family]
+
+
+@cache
+def _silicon(gpu: str, arch: int) -> str:
+    """Silicon of a row's GPU; "" where it is not known."""
+    try:
+        known = gpus.named(gpu)
+    except ValueError:
+        return ""
+    return known.silicon if (known.name, known.arch) == (gpu, arch) else ""
+
+
+def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int]:
+    """(problem rung, distances in bucket and head dims); smaller is better."""
+    same_dims = (key.head_dim, key.head_dim_v) == (row.head_dim, row.head_dim_v)
+    rung = 3 if key.dtype != row.dtype else 2 if key.bucket != row.bucket else 0 if same_dims else 1
+    buckets = math.log2(row.bucket / key.bucket)
+    dims = abs(key.head_dim - row.head_dim) + abs(key.head_dim_v - row.head_dim_v)
+    return rung, abs(buckets), -buckets, dims
+
+
+def _gpu_rung(key: TuningKey, silicon: str, row: TuningKey) -> str:
+    if (key.gpu, key.sm_count) == (row.gpu, row.sm_count):
+        return EXACT
+    # Of an unlisted GPU only the name is known: with another SM count it is a slice of the same silicon.
+    return SILICON if key.gpu == row.gpu or silicon == _silicon(row.gpu, row.arch) else ARCHITECTURE
+
+
+def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain) -> Iterator[Candidate]:
+    """Every row that could serve ``key``, best first. ``gpu_silicon``: ``Gpu.silicon`` of the GPU that asks."""
+    family, found = _family(key), []
+    for place, layer in enumerate(layers):
+        for row in _relatives(layer, family):
+            rung, *distances = _problem(key, row.key)
+            gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
+            stale = toolchain.stale(row)
+            standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
+            order = (rung, *distances, *standing, bool(stale), place, row.rank_us, row.variant)
+            found.append((order, row, layer, rung, gpu_rung, stale))
+    for _, row, layer, rung, gpu_rung, stale in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)
+
+
+def find(
+    key: TuningKey,
+    gpu_silicon: str,
+    layers: Sequence[Layer],
+    acceptable: Callable[[Row], str | None],
+    toolchain: Toolchain,
+) -> Answer | None:
+    """The row that serves ``key``, or None: then the documented default config does.
+
+    ``acceptable(row)``: None, or why the row cannot run this problem on this GPU (its limits, a tensor that a
+    descriptor cannot address, a kernel that is not deterministic).
+    """
+    return choose(candidates(key, gpu_silicon, layers, toolchain), acceptable)[0]
+
+
+def choose(
+    found: Iterable[Candidate], acceptable: Callable[[Row], str | None]
+) -> tuple[Answer | None, tuple[Refused, ...]]:
+    """The first of ``found`` that is acceptable, and what was refused before it."""
+    refused: tuple[Refused, ...] = ()
+    for candidate in found:
+        why = acceptable(candidate.row)
+        if why is None:
+            return Answer(**vars(candidate), refused=refused), refused
+        refused = (*refused, Refused(candidate, why))
+    return None, refused
+
+
+def near_misses(key: TuningKey, layers: Sequence[Layer], most: int = 3) -> list[tuple[Differences, Layer]]:
+    """For a key that nothing can serve: the kinds of rows that differ from it in the fewest fields, and in which."""
+    found: dict[tuple[Any, ...], tuple[Differences, Layer]] = {}
+    for layer in layers:
+        for row in layer.rows:
+            # Buckets and GPUs of the same architecture never stand in the way.
+            aside = replace(row.key, bucket=key.bucket)
+            if row.key.arch == key.arch:
+                aside = replace(aside, gpu=key.gpu, sm_count=key.sm_count)
+            difference = differences(key, aside)
+            found.setdefault(tuple(difference.items()), (difference, layer))
+    return sorted(found.values(), key=lambda pair: len(pair[0]))[:most]

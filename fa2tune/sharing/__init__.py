@@ -1,0 +1,1 @@
+"""What workers on many GPUs and hosts hold in common: one database, leases, studies, rows."""

@@ -1,0 +1,250 @@
+"""Who works on what: workers, and their leases on the lots (``lots.py``) that they tune.
+
+A worker says now and then that it lives; its leases expire with it, and others take them over. Whoever holds no lease on a lot
+tunes nothing of it. Everything is one small transaction at a time, under one lock and by one clock, the database's, so that
+no two workers ever disagree and no host's clock counts.
+
+Workers share a lot only within a campaign (``lots.campaign``). A lot settled by one is settled for all of the campaign that
+ask for the same; a campaign is over when none of its workers lives, and the next one looks at every lot anew (which costs
+nothing where the trials are all there).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from fa2tune.sharing.storage import OUTAGE_S, Storage
+
+#: Seconds by the database's clock since a worker's last word: then it counts as gone. Who comes back from an outage first must
+#: not bury the others.
+EXPIRY_S = OUTAGE_S + 60.0
+BEAT_S = 2.0  #: between two words
+
+_META = sa.MetaData()
+WORKERS = sa.Table(
+    "workers", _META,
+    sa.Column("worker", sa.TEXT, primary_key=True),
+    sa.Column("campaign", sa.TEXT, nullable=False),
+    sa.Column("place", sa.TEXT, nullable=False),  # host, boot and process namespace: where pid means something
+    sa.Column("pid", sa.INTEGER, nullable=False),
+    sa.Column("born", sa.TEXT, nullable=False),  # when that process began: a pid is used again
+    sa.Column("gpus", sa.INTEGER, nullable=False),
+    sa.Column("since", sa.Double, nullable=False),
+    sa.Column("until", sa.Double, nullable=False),
+)  # fmt: skip
+LEASES = sa.Table(
+    "held", _META,
+    sa.Column("campaign", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, primary_key=True),
+    sa.Column("worker", sa.TEXT, nullable=False),
+    sa.Column("since", sa.Double, nullable=False),
+)  # fmt: skip
+SETTLED = sa.Table(
+    "settled", _META,
+    sa.Column("campaign", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, primary_key=True),
+    sa.Column("request", sa.TEXT, primary_key=True),  # that it was settled for
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How things are, after a meeting."""
+
+    held: frozenset[str] = frozenset()  #: lots that this worker holds
+    settled: frozenset[str] = frozenset()  #: lots that need no more work for this request
+    others: int = 0  #: workers of this campaign beside this one
+    excess: int = 0  #: held lots above this worker's part: it should give back as many
+    lost: bool = False  #: this worker had been taken for dead; what it held before is not its own
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One line for whoever looks."""
+
+    campaign: str
+    lot: str
+    worker: str
+    gpus: int
+    held_s: float
+    left_s: float  #: until it expires, unless its worker says another word; below 0: expired
+
+
+def _place() -> str:
+    """Where a pid means something: this host, since it was booted, in this process's namespace."""
+    boot, namespace = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def _born(pid: int) -> str:
+    """When a process began, in ticks since the host was booted; "" if nothing can be read of it, "dead" of a zombie."""
+    with suppress(OSError, IndexError):
+        about = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return "dead" if about[0] in "ZX" else about[19]
+    return ""
+
+
+def _ended(pid: int, born: str) -> bool:
+    """Whether a process of this place is known to be no more. /proc may hide those of other users: that proves nothing."""
+    if os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except OSError:  # another user's
+        pass
+    return "" != born != _born(pid) != ""
+
+
+@dataclass
+class Leases:
+    """The leases of one worker. ``request``: what it was asked for, so that a settled lot is so for others that were asked
+    for the same; ``gpus``: its part of the work."""
+
+    storage: Storage
+    campaign: str
+    request: str
+    gpus: int = 1
+    worker: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+    standing: Standing = Standing()
+    met: float = -math.inf  #: time.monotonic() of the last meeting; -inf: the next one is due
+    joined: bool = False  #: the others know of this worker
+
+    def __post_init__(self) -> None:
+        self.storage.create(WORKERS, LEASES, SETTLED)
+
+    def due(self) -> bool:
+        return time.monotonic() >= self.met + BEAT_S
+
+    def meet(self, wanted: Sequence[str]) -> Standing:
+        """Say that this worker lives, bury who does not, and take what is free, up to this worker's part: by its GPUs, of all
+        that work on this. ``wanted``: every lot of the request, the largest first."""
+
+        def meeting(connection: sa.Connection) -> Standing:
+            self.storage.alone(connection)
+            self._bury(connection)
+            present = self._breathe(connection)
+            table = connection.execute(sa.select(LEASES).where(LEASES.c.campaign == self.campaign)).all()
+            taken = {row.lot for row in table}
+            held = {row.lot for row in table if row.worker == self.worker}
+            done = (SETTLED.c.campaign == self.campaign, SETTLED.c.request == self.request)
+            settled = {*connection.execute(sa.select(SETTLED.c.lot).where(*done)).scalars()}
+            free = [lot for lot in wanted if lot not in taken and lot not in settled]
+            living = connection.execute(sa.select(WORKERS.c.gpus).where(WORKERS.c.campaign == self.campaign)).scalars()
+            weights = list(living)
+            open_ = sum(lot not in settled for lot in wanted)
+            part = max(1, -(-open_ * self.gpus // sum(weights)))
+            new = free[: max(0, part - len(held))]
+            for lot in new:
+                values = {"campaign": self.campaign, "lot": lot, "worker": self.worker}
+                connection.execute(LEASES.insert().values(**values, since=self.storage.now))
+            return Standing(
+                frozenset(held | {*new}), frozenset(settled), len(weights) - 1, max(0, len(held) - part),
+                self.joined and not present,
+            )  # fmt: skip
+
+        self.standing = self.storage.do(meeting)
+        self.met, self.joined = time.monotonic(), True
+        return self.standing
+
+    def _bury(self, connection: sa.Connection) -> None:
+        """Take out who has said no word for long, and who was killed on this host. Of a campaign that nobody works on, forget
+        what was settled. An SQLite file has no clock but its host's, which may jump: there, nobody of this host is late."""
+        place = _place()
+        for row in connection.execute(sa.select(WORKERS, (WORKERS.c.until < self.storage.now).label("late"))).all():
+            here = row.place == place
+            late = row.late and (self.storage.shared or not here or not row.born)
+            if row.worker != self.worker and (late or (here and _ended(row.pid, row.born))):
+                self._strike(connection, row.worker)
+        for table in (LEASES, SETTLED):
+            connection.execute(table.delete().where(table.c.campaign.not_in(sa.select(WORKERS.c.campaign))))
+
+    @staticmethod
+    def _strike(connection: sa.Connection, worker: str) -> None:
+        for table in (LEASES, WORKERS):
+            connection.execute(table.delete().where(table.c.worker == worker))
+
+    def _breathe(self, connection: sa.Connection) -> bool:
+        """Live on until ``EXPIRY_S`` from now; False: it had been buried, or never lived."""
+        until = self.storage.now + EXPIRY_S
+        mine = WORKERS.c.worker == self.worker
+        if connection.execute(WORKERS.update().where(mine).values(until=until, gpus=self.gpus)).rowcount:
+            return True
+        pid = os.getpid()
+        about = {"worker": self.worker, "campaign": self.campaign, "place": _place(), "pid": pid, "born": _born(pid)}
+        connection.execute(WORKERS.insert().values(**about, gpus=self.gpus, since=self.storage.now, until=until))
+        return False
+
+    def _release(self, connection: sa.Connection, lot: str) -> bool:
+        """Whether it was still ours."""
+        self.storage.alone(connection)
+        mine = (LEASES.c.campaign == self.campaign, LEASES.c.lot == lot, LEASES.c.worker == self.worker)
+        return connection.execute(LEASES.delete().where(*mine)).rowcount == 1
+
+    def give(self, lot: str) -> None:
+        """Give back a lease: whoever takes it finds what is stored by now."""
+        self.storage.do(lambda connection: self._release(connection, lot))
+        self.standing = replace(self.standing, held=self.standing.held - {lot})
+
+    def holding(self, connection: sa.Connection) -> frozenset[str]:
+        """The lots that are still ours: who was stopped for a while may have been taken for dead. Until the transaction ends
+        they stay so."""
+        self.storage.alone(connection)
+        mine = (LEASES.c.campaign == self.campaign, LEASES.c.worker == self.worker)
+        return frozenset(connection.execute(sa.select(LEASES.c.lot).where(*mine)).scalars())
+
+    def holds(self, lot: str) -> bool:
+        return lot in self.storage.do(self.holding)
+
+    def settle(self, lot: str) -> bool:
+        """Everything of a lot is done, and stored. False: it had been taken over, so that is for its holder to say."""
+
+        def settled(connection: sa.Connection) -> bool:
+            if not self._release(connection, lot):
+                return False
+            mark = {"campaign": self.campaign, "lot": lot, "request": self.request}
+            connection.execute(SETTLED.insert().values(**mark))
+            return True
+
+        found = self.storage.do(settled)
+        self.standing = replace(self.standing, held=self.standing.held - {lot})
+        if found:
+            self.standing = replace(self.standing, settled=self.standing.settled | {lot})
+        else:
+            self.met = -math.inf
+        return found
+
+    def leave(self) -> None:
+        """Give back everything. What was settled stays so for those who are left."""
+
+        def left(connection: sa.Connection) -> None:
+            self.storage.alone(connection)
+            self._strike(connection, self.worker)
+
+        self.storage.do(left)
+        self.standing, self.met, self.joined = Standing(), -math.inf, False
+
+
+def board(storage: Storage) -> list[Lease]:
+    """Every lease, and every worker that holds none, by campaign."""
+    storage.create(WORKERS, LEASES, SETTLED)
+    held = LEASES.c.worker == WORKERS.c.worker
+    query = sa.select(WORKERS, LEASES.c.lot, (storage.now - sa.func.coalesce(LEASES.c.since, WORKERS.c.since)).label("held"),
+                      (WORKERS.c.until - storage.now).label("left")).select_from(
+        WORKERS.outerjoin(LEASES, held)).order_by(WORKERS.c.campaign, WORKERS.c.worker, LEASES.c.lot)  # fmt: skip
+    rows = storage.select(query)
+    return [Lease(row.campaign, row.lot or "", row.worker, row.gpus, row.held, row.left) for row in rows]

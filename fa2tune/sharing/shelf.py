@@ -1,0 +1,149 @@
+"""The studies' way to the storage: read at once, written by processes of their own. An insert takes Optuna some 15 ms of a
+core, which neither the GPUs nor the search should wait for.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optuna
+import sqlalchemy as sa
+
+from fa2tune.measuring import worker
+from fa2tune.measuring.worker import Crew, Job
+from fa2tune.sharing.storage import Storage, StorageError
+
+BATCH = 32  #: writes a job
+DEADLINE_S = 600.0  #: of a job: a database may be away for a while
+TRIES = 3  #: of a job whose process dies
+
+T = TypeVar("T")
+Write = tuple[str, str, Any]  #: study, attribute, its value; a trial has no attribute
+
+
+@cache
+def _optuna(url: sa.URL | None, file: Path | None) -> tuple[Storage, optuna.storages.BaseStorage]:
+    storage = Storage(url, file, reached=True)
+    return storage, storage.optuna()
+
+
+@cache
+def _study(held: optuna.storages.BaseStorage, name: str) -> int:
+    return held.get_study_id_from_name(name)
+
+
+def write(url: sa.URL | None, file: Path | None, writes: Sequence[Write]) -> None:
+    """In a clerk. A write is done twice where the connection is lost on its way back: a study may have a trial twice."""
+    storage, held = _optuna(url, file)
+    for study, attribute, value in writes:
+        number = storage.patiently(partial(_study, held, study))
+        if attribute:
+            storage.patiently(partial(held.set_study_user_attr, number, attribute, value))
+        else:
+            storage.patiently(partial(held.create_new_trial, number, value))
+
+
+@dataclass(eq=False)
+class Clerk:
+    """Writes for some of the studies, in order."""
+
+    crew: Crew = field(default_factory=lambda: Crew(1))
+    waiting: deque[Write] = field(default_factory=deque)
+    failures: int = 0  #: in a row
+    taken: int = 0  #: writes, ever
+    stored: int = 0  #: of them
+
+
+class Shelf:
+    """The studies in a storage. One in memory is forgotten at the end."""
+
+    def __init__(self, storage: Storage, clerks: int = 1) -> None:
+        self.storage = storage
+        self.optuna = storage.optuna()
+        self.clerks = [Clerk() for _ in range(clerks)]
+
+    @property
+    def crews(self) -> list[Crew]:
+        """For ``worker.wait``, beside others; each of their jobs has a ``tag`` to call when it ended."""
+        return [clerk.crew for clerk in self.clerks]
+
+    def now(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """What Optuna answers."""
+        return self.storage.patiently(lambda: function(*arguments, **named))
+
+    def add(self, study: str, trial: optuna.trial.FrozenTrial) -> None:
+        """Store a finished trial, soon."""
+        self._write(study, "", trial)
+
+    def keep(self, study: str, attribute: str, value: Any) -> None:
+        """Store something about a study, soon, and after what was added to it before."""
+        self._write(study, attribute, value)
+
+    def _write(self, study: str, attribute: str, value: Any) -> None:
+        if self.storage.url is None:
+            number = self.optuna.get_study_id_from_name(study)
+            if attribute:
+                self.optuna.set_study_user_attr(number, attribute, value)
+            else:
+                self.optuna.create_new_trial(number, value)
+            return
+        clerk = self.clerks[zlib.crc32(study.encode()) % len(self.clerks)]
+        clerk.waiting.append((study, attribute, value))
+        clerk.taken += 1
+        self._send(clerk)
+
+    def _send(self, clerk: Clerk) -> None:
+        if clerk.crew.load or not clerk.waiting:
+            return
+        batch = [clerk.waiting.popleft() for _ in range(min(BATCH, len(clerk.waiting)))]
+        arguments = (self.storage.url, self.storage.file, batch)
+        clerk.crew.submit(
+            Job("fa2tune.sharing.shelf:write", arguments, DEADLINE_S, tag=partial(self._wrote, clerk, batch))
+        )
+
+    def _wrote(self, clerk: Clerk, batch: Sequence[Write], job: Job) -> None:
+        clerk.failures = 0 if job.failure is None else clerk.failures + 1
+        if job.failure is not None:
+            if not job.died or clerk.failures >= TRIES:
+                clerk.waiting.clear()  # the run ends here, and need not try once more
+                raise StorageError(f"storage: {self.storage.name}: studies cannot be written: {job.failure}")
+            clerk.waiting.extendleft(reversed(batch))
+        else:
+            clerk.stored += len(batch)
+        self._send(clerk)
+
+    def mark(self) -> tuple[int, ...]:
+        """Stands for everything that was written up to now, see ``stored``."""
+        return tuple(clerk.taken for clerk in self.clerks)
+
+    def stored(self, mark: tuple[int, ...]) -> bool:
+        """Whether all of it is in the storage."""
+        return all(clerk.stored >= taken for clerk, taken in zip(self.clerks, mark, strict=True))
+
+    def flush(self) -> None:
+        """Wait until everything is stored. StorageError, after the other clerks have stored what they can."""
+        failed: StorageError | None = None
+        while any(clerk.waiting or clerk.crew.load for clerk in self.clerks):
+            for clerk in self.clerks:  # one that failed has nothing under way
+                self._send(clerk)
+            for job in worker.wait(self.crews, 1.0):
+                try:
+                    job.tag(job)
+                except StorageError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Store what is left, and end."""
+        try:
+            self.flush()
+        finally:
+            for crew in self.crews:
+                crew.close()

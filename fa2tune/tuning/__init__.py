@@ -1,0 +1,1 @@
+"""From a request to cache rows: plan, candidates, verdicts, winners."""
