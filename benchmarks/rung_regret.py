@@ -67,7 +67,7 @@ def _of(key: TuningKey, rows: Sequence[Row]) -> list[Row]:
 def default(key: TuningKey) -> Served:
     from fa2tune import gpus
     from fa2tune.calling.defaults import default_config
-    from fa2tune.launching.passes import ROADS, SPLIT
+    from fa2tune.problem import ROADS, SPLIT
 
     problem, gpu = key.workload(), gpus.named(key.gpu)
     if key.kernel != BACKWARD:

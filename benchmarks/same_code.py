@@ -34,7 +34,7 @@ import hashlib, json, subprocess, sys
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.problem import Specialization
 hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
-hashes |= {"bwd": fingerprint.backward_hash(), **dict(getattr(fingerprint, "kernel_hashes", dict)())}
+hashes |= fingerprint.kernel_hashes()
 code = []
 for kernel, spec, config, arch in json.load(sys.stdin):
     variant, spec = compiler.variant_named(kernel), Specialization(**spec)
@@ -94,7 +94,7 @@ def main(old_tree: Path, files: tuple[Path, ...]) -> None:
         kept = [
             replace(row, kernel_hash=after[name]) if row.kernel_hash == before.get(name) else row
             for row in found
-            for name in (hashed_as(row.key.kernel, row.specialized),)
+            for name in (hashed_as(row.key.kernel, row.variant),)
         ]
         with tempfile.TemporaryDirectory() as folder:
             store = Store(Path(folder) / "rows.sqlite")

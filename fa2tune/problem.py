@@ -26,6 +26,9 @@ WORKLOAD_TOKENS, WORKLOAD_HIDDEN = 16384, 2048
 #: Kernels studied one by one, and ``bwd``: the whole backward, whose rows say which road (split or fused) is faster.
 KERNELS = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_fused")
 BACKWARD = "bwd"
+SPLIT, FUSED = "split", "fused"
+#: The tuned kernels of each road of the backward, in order. bwd_dq also makes delta.
+ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -222,11 +222,12 @@ def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every tuned kernel has the portable variant and a fake warp-specialised one (variant_fakes.py), and no other."""
     from variant_fakes import with_fakes
 
+    from fa2tune.calling import dispatch
     from fa2tune.compiling import compiler, fingerprint
     from fa2tune.problem import KERNELS
 
     found = with_fakes(*KERNELS)
-    caches = (compiler.ways, fingerprint.backward_hash, fingerprint.kernel_hashes)
+    caches = (compiler.ways, fingerprint.backward_hash, fingerprint.kernel_hashes, dispatch.toolchain)
     monkeypatch.setattr(compiler, "variants", lambda: found)
     monkeypatch.setattr(fingerprint, "variants", lambda: found)
     for cached in caches:

@@ -123,12 +123,33 @@ def test_the_pre_pass_compiles(arch: int) -> None:
     assert model.predict(binary, problem, gpu) > 2 * 16 * 16384 * 128 * 2 / (gpu.hbm_gbs * 1e9)
 
 
+@pytest.mark.parametrize(
+    ("edited", "stale"),
+    [
+        ("fwd", set()),
+        ("bwd_dq", {"split", "split_warp_specialized"}),
+        ("bwd_dkdv_hopper", {"split_warp_specialized"}),
+        ("bwd_fused_hopper", {"fused_warp_specialized"}),
+        ("bwd_delta", {"fused", "fused_warp_specialized"}),
+    ],
+)
+def test_an_edited_kernel_makes_the_rows_of_its_road_stale(
+    edited: str, stale: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashes() -> dict[str, str]:
+        return {way: fingerprint.backward_hash.__wrapped__(way) for way in fingerprint._BACKWARDS}
+
+    before, real = hashes(), fingerprint.kernel_hash
+    monkeypatch.setattr(fingerprint, "kernel_hash", lambda v: "edited" if v.name == edited else real(v))
+    assert {way for way, made in hashes().items() if made != before[way]} == stale
+
+
 @pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
 def test_shipped_rows_belong_to_these_kernels(path: Path) -> None:
     """A kernel was edited: tune and ship again, or the rows are stale where they are newest."""
     rows = reader.read(path)
     assert rows
-    made_with = {(hashed_as(one.key.kernel, one.specialized), one.kernel_hash) for one in rows}
+    made_with = {(hashed_as(one.key.kernel, one.variant), one.kernel_hash) for one in rows}
     assert made_with <= set(fingerprint.kernel_hashes().items())
 
 
@@ -193,7 +214,7 @@ def test_only_hashes_asked_for_are_made(monkeypatch: pytest.MonkeyPatch) -> None
     made = []
     monkeypatch.setattr(fingerprint, "kernel_hash", lambda variant: made.append(variant.name) or "abc")
     hashes = fingerprint.kernel_hashes.__wrapped__()
-    assert len(hashes) > 8 and "bwd" in hashes and not made
+    assert len(hashes) > 8 and "bwd split" in hashes and not made
     assert hashes["fwd"] == hashes.get("fwd") == "abc" and hashes.get("no such kernel", "") == ""
     assert made == ["fwd"]
 

@@ -17,9 +17,9 @@ from fa2tune import gpus
 from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, variant_named
-from fa2tune.launching import cuda, launch, passes, precompiled
+from fa2tune.launching import cuda, launch, precompiled
 from fa2tune.launching.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
-from fa2tune.problem import Problem, Specialization
+from fa2tune.problem import ROADS, SPLIT, Problem, Specialization
 
 PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, True)
 HANDLE = 0xF00D
@@ -367,7 +367,7 @@ def test_by_default_it_is_an_error_that_says_what_to_do(capturing: None) -> None
 
 def test_it_may_take_the_documented_default(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "default")
-    missing, kernels = Missing(), passes.ROADS[passes.SPLIT]
+    missing, kernels = Missing(), ROADS[SPLIT]
     before = dispatch.SERVED["default, in a capture"]
     assert dispatch._plan_in_capture(launch.CaptureMiss("bwd_dq"), PROBLEM, kernels, 0, missing) == "a plan"
     default = {kernel: dispatch.default_config(kernel, PROBLEM, gpus.named("h200")) for kernel in kernels}

@@ -232,7 +232,7 @@ def test_a_fused_road_that_dies_does_not_cost_the_split_row(bench, monkeypatch):
     report = bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {row.variant for row in report.rows if row.key.kernel == "bwd"} == {"split"}
     bench.forget()
-    monkeypatch.setattr("fa2tune.compiling.fingerprint.backward_hash", lambda specialized=False: "other kernels")
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.backward_hash", lambda way: f"other kernels on {way}")
     bench.tune(HERE, pass_="bwd", trials=3, buckets=(1024,))
     assert {kernel for kernel, *_ in bench.did("proof")} == {"bwd"}
 

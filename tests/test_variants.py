@@ -19,9 +19,9 @@ from fa2tune.cli.explain import explain
 from fa2tune.compiling import compiler, fingerprint, limits
 from fa2tune.compiling.compiler import CompileError, variant_named, variant_of
 from fa2tune.page import sources
-from fa2tune.problem import KERNELS, Problem
+from fa2tune.problem import KERNELS, ROADS, Problem
 from fa2tune.rows import reader
-from fa2tune.rows.row import PREDICTED, over_portable
+from fa2tune.rows.row import PREDICTED, backward_way, over_portable
 from fa2tune.rows.store import Store
 from fa2tune.tuning import family, measured
 from fa2tune.tuning.candidates import Legal
@@ -63,10 +63,13 @@ def test_other_architectures_are_refused() -> None:
 
 def test_portable_rows_stay_fresh_whatever_the_others_are() -> None:
     hashes = fingerprint.kernel_hashes()
-    assert set(hashes) >= {*KERNELS, "bwd", *(f"{kernel} {WARP_SPECIALIZED}" for kernel in (*KERNELS, "bwd"))}
-    assert hashes["bwd"] != hashes[f"bwd {WARP_SPECIALIZED}"]
-    compiler_only_portable = fingerprint.backward_hash()
-    assert hashes["bwd"] == compiler_only_portable
+    ways = {backward_way(road, special) for road in ROADS for special in (False, True)}
+    assert set(hashes) >= {
+        *KERNELS,
+        *(f"{kernel} {WARP_SPECIALIZED}" for kernel in KERNELS),
+        *(f"bwd {way}" for way in ways),
+    }
+    assert len({hashes[f"bwd {way}"] for way in ways}) == len(ways)
 
 
 # ---- the tuner

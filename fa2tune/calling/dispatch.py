@@ -29,9 +29,6 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.cuda import relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
-    FUSED,
-    ROADS,
-    SPLIT,
     BackwardPlan,
     ForwardPlan,
     describe,
@@ -40,7 +37,7 @@ from fa2tune.launching.passes import (
     lse_of,
     lse_shape,
 )
-from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
+from fa2tune.problem import BACKWARD, FUSED, ROADS, SPLIT, Config, Problem, TuningKey
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, over_portable
 from fa2tune.variant import WARP_SPECIALIZED, way_of

@@ -82,7 +82,7 @@ def _backward(
 ) -> Mapping[str, bool | None]:
     """Explain the road of the backward; returns the kernels on it, and whether each is to be warp-specialised."""
     from fa2tune.calling import dispatch
-    from fa2tune.launching.passes import ROADS, SPLIT
+    from fa2tune.problem import ROADS, SPLIT
 
     if deterministic:
         click.echo(f"{SPLIT} is the deterministic road")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fa2tune.compiling import binaries
 from fa2tune.compiling.compiler import variant_named, variants, variants_of
-from fa2tune.problem import BACKWARD, KERNELS
-from fa2tune.rows.row import hashed_as
-from fa2tune.variant import Variant
+from fa2tune.problem import BACKWARD, FUSED, ROADS
+from fa2tune.rows.row import backward_way, hashed_as
+from fa2tune.variant import WARP_SPECIALIZED, Variant
 
 #: Files below fa2tune/ that decide what is hashed, and how.
 SOURCES = ("compiling/compiler.py", "compiling/fingerprint.py", "problem.py", "rows/row.py", "variant.py")
@@ -125,15 +125,22 @@ def _hashed(variant: Variant) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+#: What the row of a whole backward may be filed as -> (road, whether a kernel on it is warp-specialised).
+_BACKWARDS = {backward_way(road, special): (road, special) for road in ROADS for special in (False, True)}
+
+
 @cache
-def backward_hash(specialized: bool = False) -> str:
-    """Hash of every kernel that a whole backward, split or fused, may run; 16 hex digits. ``specialized``: with the
-    warp-specialised ones, for a row that names one."""
-    tuned = [kernel for kernel in KERNELS if kernel != "fwd"]
-    names = ["bwd_delta", "bwd_dq", "bwd_dkdv", "bwd_fused"]
-    if specialized:
-        names += sorted(v.name for kernel in tuned for v in variants_of(kernel) if v.name not in names)
+def backward_hash(way: str) -> str:
+    """Hash of every kernel that a whole backward filed as ``way`` may run; 16 hex digits."""
+    road, specialized = _BACKWARDS[way]
+    names = ["bwd_delta"] if road == FUSED else []
+    for kernel in ROADS[road]:
+        names += [variant.name for variant in variants_of(kernel) if specialized or not variant.serves]
     return hashlib.sha256("".join(kernel_hash(variant_named(name)) for name in names).encode()).hexdigest()[:16]
+
+
+def _name_of(variant: Variant) -> str:
+    return hashed_as(variant.filed_under, WARP_SPECIALIZED if variant.serves else "")
 
 
 class _Hashes(Mapping[str, str]):
@@ -149,17 +156,17 @@ class _Hashes(Mapping[str, str]):
 
     @staticmethod
     def _make(name: str) -> str:
-        kernel, _, kind = name.partition(" ")
-        if kernel == BACKWARD and name in (hashed_as(BACKWARD, False), hashed_as(BACKWARD, True)):
-            return backward_hash(bool(kind))
+        kernel, _, way = name.partition(" ")
+        if kernel == BACKWARD and way in _BACKWARDS:
+            return backward_hash(way)
         for variant in (*variants_of(kernel), *((variants()[kernel],) if kernel in variants() else ())):
-            if hashed_as(variant.filed_under, bool(variant.serves)) == name:
+            if _name_of(variant) == name:
                 return kernel_hash(variant)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        names = [hashed_as(variant.filed_under, bool(variant.serves)) for variant in variants().values()]
-        return iter(dict.fromkeys([*names, hashed_as(BACKWARD, False), hashed_as(BACKWARD, True)]))
+        names = [_name_of(variant) for variant in variants().values()]
+        return iter(dict.fromkeys([*names, *(hashed_as(BACKWARD, way) for way in _BACKWARDS)]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -167,8 +174,8 @@ class _Hashes(Mapping[str, str]):
 
 @cache
 def kernel_hashes() -> Mapping[str, str]:
-    """Of every kernel and of the whole backward, with the portable kernels alone and with the others: what a row has to name
-    to be fresh. Keys as ``row.hashed_as`` has them; each value is made when it is asked for."""
+    """Of every kernel and of every way of a whole backward: what a row has to name to be fresh. Keys as ``row.hashed_as`` has
+    them; each value is made when it is asked for."""
     return _Hashes()
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fa2tune.calling import dispatch
 from fa2tune.fleet.modelconfig import Attention
 from fa2tune.gpus import Gpu
-from fa2tune.launching.passes import ROADS, SPLIT
-from fa2tune.problem import BACKWARD, BUCKETS, WORKLOAD_TOKENS, Problem, TuningKey, bucket_of
+from fa2tune.problem import BACKWARD, BUCKETS, ROADS, SPLIT, WORKLOAD_TOKENS, Problem, TuningKey, bucket_of
 from fa2tune.rows import lookup
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row

@@ -19,8 +19,8 @@ from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
 from fa2tune.launching import launch, precompiled
-from fa2tune.launching.passes import ROADS, runs
-from fa2tune.problem import BUCKETS, DTYPES, Problem, Specialization, TuningKey
+from fa2tune.launching.passes import runs
+from fa2tune.problem import BUCKETS, DTYPES, ROADS, Problem, Specialization, TuningKey
 from fa2tune.rows.lookup import SIXTEEN_BIT
 from fa2tune.rows.reader import Layer
 from fa2tune.variant import Variant

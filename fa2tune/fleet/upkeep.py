@@ -34,7 +34,7 @@ from fa2tune.fleet.finding import (
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, gain_over
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import BACKWARD, Config, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, SPLIT, Config, TuningKey
 from fa2tune.rows.row import MEASURED, PREDICTED, PROOFS, Row
 from fa2tune.tuning import crown
 from fa2tune.tuning.books import Hands, fate_of, word_for
@@ -376,7 +376,7 @@ class Verification:
     def _parts(self, row: Row) -> dict[str, Row | None]:
         """Per kernel of its road, the row that serves: of the way that it names, else the best portable one."""
         found: dict[str, Row | None] = {}
-        for name in crown.ROADS.get(row.road, ()):
+        for name in ROADS.get(row.road, ()):
             key, way = row.key.with_(kernel=name), row.config.get(name)
             alike = [other for other in self.among if (other.key, other.obtained) == (key, row.obtained)]
             alike = [other for other in alike if (other.variant == way if way else not other.specialized)]
@@ -389,7 +389,7 @@ class Verification:
             self._file(row, FAILS, f"refused: {odd}")
             return
         parts = {name: part for name, part in self._parts(row).items() if part}
-        missing = set(crown.ROADS.get(row.road, (row.road,))) - parts.keys()
+        missing = set(ROADS.get(row.road, (row.road,))) - parts.keys()
         if missing:
             self._file(row, UNTOLD, f"no {row.obtained} row for its {', '.join(sorted(missing))}")
             return
@@ -422,9 +422,7 @@ class Verification:
 
     def _whole_timed(self, row: Row, configs: Mapping[str, Config], crew: Crew) -> None:
         spec, arch = row.key.specialization(), row.key.arch
-        defaults = {
-            name: dict(variant_named(name).space.default(spec, arch)) for name in ("fwd", *crown.ROADS["split"])
-        }
+        defaults = {name: dict(variant_named(name).space.default(spec, arch)) for name in ("fwd", *ROADS[SPLIT])}
         mine = {name: dict(config) for name, config in configs.items()}
         what = (row.road, spec, *(point(config) for config in mine.values()))
         if what not in self._checked:
@@ -434,8 +432,8 @@ class Verification:
         if checked.fate:
             self._file(row, checked.state, checked.why, dangerous=checked.state == FAILS)
             return
-        split = {name: defaults[name] for name in crown.ROADS["split"]}
-        contenders = [{"road": "split", "configs": split}, {"road": row.road, "configs": mine}]
+        split = {name: defaults[name] for name in ROADS[SPLIT]}
+        contenders = [{"road": SPLIT, "configs": split}, {"road": row.road, "configs": mine}]
         race, said = self._race(row.key, contenders, crew)
         if race is None:
             self._file(row, said.state, said.why, dangerous=said.state == FAILS)

@@ -13,11 +13,8 @@ import torch
 
 from fa2tune.compiling.compiler import Launches, around, variant_named, variant_of
 from fa2tune.launching.launch import TORCH_DTYPES, addressing, arch_of, bind, strides_of
-from fa2tune.problem import Config, Problem, Specialization
+from fa2tune.problem import ROADS, Config, Problem, Specialization
 
-SPLIT, FUSED = "split", "fused"
-#: The tuned kernels of each road of the backward, in order. bwd_dq also makes delta.
-ROADS = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
 SUMS_DQ = "bwd_fused"

@@ -18,7 +18,7 @@ import torch
 from fa2tune.compiling.compiler import variant_named
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
-from fa2tune.problem import Config, Problem, Specialization
+from fa2tune.problem import ROADS, Config, Problem, Specialization
 
 #: tensor -> {"max": .., "max_allowed": .., "rms": .., "rms_allowed": ..}: the form of Row.errors
 Errors = dict[str, dict[str, float]]
@@ -193,8 +193,6 @@ def check(kernel: str, config: Config, spec: Specialization, arch: int, device: 
     others. Raises as ``check_forward``."""
     if kernel == "fwd":
         return check_forward(config, spec, device, small)
-    road = next(road for road, kernels in passes.ROADS.items() if kernel in kernels)
-    configs = {name: variant_named(name).space.default(spec, arch) for name in ("fwd", *passes.ROADS[road])} | {
-        kernel: config
-    }
+    road = next(road for road, kernels in ROADS.items() if kernel in kernels)
+    configs = {name: variant_named(name).space.default(spec, arch) for name in ("fwd", *ROADS[road])} | {kernel: config}
     return check_backward(configs, spec, road, device, small)

@@ -64,7 +64,7 @@ class Toolchain:
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh. A prediction involved no driver."""
-        kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.specialized), "")
+        kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.variant), "")
         return tuple(
             f"{part} {then or 'unknown'}, now {now}"
             for part, then, now in (

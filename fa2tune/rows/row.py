@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa2tune.problem import TuningKey
+from fa2tune.problem import BACKWARD, TuningKey
 from fa2tune.variant import WARP_SPECIALIZED
 
 #: How a row was obtained, best evidence first.
@@ -86,9 +86,17 @@ class Row:
         return self.time_us * (1 + MARGIN if self.variant in SECOND_CHOICE else 1)
 
 
-def hashed_as(kernel: str, specialized: bool) -> str:
-    """What the hash of a kernel's source, or of a whole backward's, is called in fingerprint.kernel_hashes."""
-    return f"{kernel} {WARP_SPECIALIZED}" if specialized else kernel
+def backward_way(road: str, specialized: bool) -> str:
+    """What the row of a whole backward is filed as."""
+    return f"{road}_{WARP_SPECIALIZED}" if specialized else road
+
+
+def hashed_as(kernel: str, variant: str) -> str:
+    """What fingerprint.kernel_hashes calls the hash of the source that a row filed as ``variant`` rests on: the kernel's; for a
+    whole backward, that of the kernels on its road."""
+    if kernel == BACKWARD:
+        return f"{kernel} {variant}"
+    return f"{kernel} {WARP_SPECIALIZED}" if variant == WARP_SPECIALIZED else kernel
 
 
 def over_portable(row: Row, rows: Iterable[Row]) -> float | None:

@@ -13,13 +13,12 @@ from fa2tune.compiling import fingerprint
 from fa2tune.compiling.compiler import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.measuring.samples import Race, gain_over, quantile, ratios
-from fa2tune.problem import BACKWARD, ITEMSIZE, Config, Problem, Specialization, TuningKey
-from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING, Row
+from fa2tune.problem import BACKWARD, FUSED, ITEMSIZE, ROADS, Config, Problem, Specialization, TuningKey
+from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING, Row, backward_way
 from fa2tune.tuning.study import Outcome
-from fa2tune.variant import POINTER, WARP_SPECIALIZED, SearchSpace
+from fa2tune.variant import POINTER, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
-ROADS = {"split": ("bwd_dq", "bwd_dkdv"), "fused": ("bwd_fused",)}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
 FINALISTS, NEAR = 6, 0.02  #: so many at most, and no further behind: a screening cannot tell closer ones apart
 
@@ -43,7 +42,7 @@ class Toolchain:
 def _base(key: TuningKey, variant: str, config: Config, toolchain: Toolchain, time_us: float) -> Row:
     workload = key.workload()
     if key.kernel == BACKWARD:
-        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash(WARP_SPECIALIZED in config.values())}
+        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash(variant)}
     else:
         kernel = variant_of(key.kernel, config)
         hashes = {"kernel_hash": fingerprint.kernel_hash(kernel), "space_hash": fingerprint.space_hash(kernel)}
@@ -132,7 +131,7 @@ def backward_ways(rows: Iterable[Row], key: TuningKey) -> dict[str, tuple[str, d
                 continue
             best = {kernel: min(some, key=lambda row: row.rank_us) for kernel, some in able.items()}
             if any(row.specialized for row in best.values()) == special:
-                found[f"{road}_{WARP_SPECIALIZED}" if special else road] = road, best
+                found[backward_way(road, special)] = road, best
     return found
 
 
@@ -142,7 +141,7 @@ def streaming_us(problem: Problem, road: str, gpu: Gpu) -> float:
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     size = ITEMSIZE[problem.dtype]
     moved = rows * (problem.head_dim_v * size + 4)
-    if road == "fused":
+    if road == FUSED:
         moved += rows * (problem.head_dim_v * size + problem.head_dim * (4 + 4 + size))
     return moved / (gpu.hbm_gbs * MEMORY_SHARE) * 1e-3
 

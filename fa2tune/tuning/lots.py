@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fa2tune.compiling import compiler, fingerprint
-from fa2tune.problem import BACKWARD, Specialization, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, Specialization, TuningKey
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.tuning import crown
 from fa2tune.tuning.family import Family
@@ -142,7 +142,7 @@ class OpenLot:
 
     def wholes(self) -> list[list[Family]]:
         """Specializations whose backward kernels are all crowned, and not yet put together."""
-        kernels = {kernel for road in crown.ROADS.values() for kernel in road}
+        kernels = {kernel for road in ROADS.values() for kernel in road}
         by_spec: dict[Specialization, list[Family]] = {}
         for family in self.families:
             if family.kernel in kernels and family.crowned and family.spec not in self.whole_begun:

@@ -15,7 +15,7 @@ from typing import Any
 from fa2tune.compiling import fingerprint
 from fa2tune.measuring.samples import CRAWLING, Race, gain_over
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, SPLIT, Config, Problem, TuningKey
 from fa2tune.rows.row import Row
 from fa2tune.tuning import crown
 from fa2tune.tuning.books import Books, describe, fate_of, word_for
@@ -376,21 +376,21 @@ class Measured:
         spec = members[0].spec
         forward = members[0].forward_default()
         portable = {family.kernel: family for family in members if not family.variant.serves}
-        if lacking := [name for name in crown.ROADS["split"] if name not in portable]:
+        if lacking := [name for name in ROADS[SPLIT] if name not in portable]:
             names = ", ".join(lacking)
             self.books.watcher.line(f"{BACKWARD} {members[0].short}: no row, as {names} has no legal portable config")
             return
         for key in members[0].keys:
             ways = crown.backward_ways(self.books.report.rows, key)
-            defaults: dict[str, Config] = {name: portable[name].default for name in crown.ROADS["split"]}
+            defaults: dict[str, Config] = {name: portable[name].default for name in ROADS[SPLIT]}
             configs_of = {
                 name: (road, {kernel: row.config for kernel, row in rows.items()})
                 for name, (road, rows) in ways.items()
             }
-            hashed = fingerprint.backward_hash(any(family.variant.serves for family in members))
-            token = repr(
-                (hashed, [(name, sorted(map(point, found.values()))) for name, (_, found) in configs_of.items()])
-            )
+            token = repr([
+                (fingerprint.backward_hash(way), way, sorted(map(point, found.values())))
+                for way, (_, found) in configs_of.items()
+            ])  # fmt: skip
             study = portable["bwd_dq"].studies[key.with_(kernel="bwd_dq")]
             rows = study.kept("whole", token)
             if rows is None:
@@ -418,7 +418,7 @@ class Measured:
         while True:
             if not roads:
                 return [], sound
-            contenders = [{"road": "split", "configs": defaults}]
+            contenders = [{"road": SPLIT, "configs": defaults}]
             contenders += [{"road": road, "configs": configs} for _, road, configs, _ in roads]
             job = yield from self._run(self.books.hands.race, (key, contenders, "proof"))
             if job.failure is None:
@@ -435,7 +435,7 @@ class Measured:
             self.books.watcher.line(f"{title}: the card stayed throttled: nothing replaces the portable split road")
             sound = False
         for (name, *_), samples in zip(roads, race.times[1:], strict=True):
-            if name == "split" and samples and crown.replaces(samples, race.times[0]):
+            if name == SPLIT and samples and crown.replaces(samples, race.times[0]):
                 # each kernel's row was proved by itself; nothing chooses them together
                 self.books.watcher.line(f"{title}: slower than by default")
         rows = [
@@ -444,7 +444,7 @@ class Measured:
                 race.times[0], errors=errors, **crown.watched(race),
             )
             for (name, _, configs, errors), samples in zip(roads, race.times[1:], strict=True)
-            if samples and (name == "split" or not race.tainted)
+            if samples and (name == SPLIT or not race.tainted)
         ]  # fmt: skip
         return rows, sound
 

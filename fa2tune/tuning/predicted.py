@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import BACKWARD, Config, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, SPLIT, Config, TuningKey
 from fa2tune.rows.row import Row
 from fa2tune.tuning import crown
 from fa2tune.tuning.books import Books, fate_of
@@ -110,11 +110,11 @@ class Predicted:
         gpu = self.books.plan.target.gpu
         for key in members[0].keys:
             best = {name: family.best_row(self.books.report.rows, key) for name, family in by_name.items()}
-            default_us = _total(best, crown.ROADS["split"], "default_time_us")
+            default_us = _total(best, ROADS[SPLIT], "default_time_us")
             if default_us is not None:
-                default_us += crown.streaming_us(key.workload(), "split", gpu)
+                default_us += crown.streaming_us(key.workload(), SPLIT, gpu)
             rows = []
-            for road, kernels in crown.ROADS.items():
+            for road, kernels in ROADS.items():
                 time_us = _total(best, kernels, "time_us")
                 if time_us is None:
                     continue

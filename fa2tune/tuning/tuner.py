@@ -266,7 +266,7 @@ class Run:
             and (row.key.gpu, row.key.sm_count) == (gpu.name, gpu.sm_count)
             and row.key.bucket in request.buckets and row.key.dtype in request.dtypes
             and all(getattr(row, name) == made[name] for name in ("obtained", "obtained_on", "triton", "driver"))
-            and row.kernel_hash == fingerprint.kernel_hashes().get(hashed_as(row.key.kernel, row.specialized))
+            and row.kernel_hash == fingerprint.kernel_hashes().get(hashed_as(row.key.kernel, row.variant))
         )  # fmt: skip
 
     def _file_ours(self, rows: Sequence[Row]) -> Sequence[Row]:

@@ -208,7 +208,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         made_with = {
             "driver": today.driver,
             "triton": today.triton,
-            "kernel_hash": today.kernel_hashes[hashed_as(kernel, True)],
+            "kernel_hash": today.kernel_hashes[hashed_as(kernel, way)],
         }
         rows.append(
             Row(dispatch.key_of(problem, kernel, gpu), way, config, MEASURED, "target", time_us=time_us, **made_with)
