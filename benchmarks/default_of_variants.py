@@ -17,7 +17,8 @@ from typing import Any
 
 import click
 
-from fa2tune.compiling import compiler, limits
+from fa2tune.calling.defaults import variant_default
+from fa2tune.compiling import compiler
 from fa2tune.gpus import Gpu
 from fa2tune.measuring.samples import gain_over
 from fa2tune.problem import BACKWARD, TuningKey
@@ -27,29 +28,19 @@ LENGTHS = (512, 2048, 8192)
 SPLIT_KERNELS = ("bwd_dq", "bwd_dkdv")
 
 
-def default(kernel: str, key: TuningKey, gpu: Gpu, specialized: bool) -> Any:
-    """A variant's default config; None where the variant cannot run it."""
-    spec = key.specialization()
-    for variant in compiler.variants_of(kernel):
-        if bool(variant.serves) == specialized and variant.min_arch <= gpu.arch <= variant.max_arch:
-            try:
-                config = variant.space.default(spec, gpu.arch)
-            except StopIteration:  # nothing of it fits
-                return None
-            return config if limits.before_compile(variant, spec, config, gpu) is None else None
-    return None
-
-
 def pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:
     """(key, portable default, warp-specialised default), as measure.race takes them."""
     for dims in DIMS:
         for causal in (False, True):
             for length in LENGTHS:
                 key = TuningKey(gpu.name, gpu.sm_count, gpu.arch, "fwd", "bf16", "ieee", *dims, causal, length)
-                both = [default("fwd", key, gpu, kind) for kind in (False, True)]
+                spec = key.specialization()
+                both = [variant_default("fwd", spec, gpu, kind) for kind in (False, True)]
                 if both[1] is not None:
                     yield key, both[0], both[1]
-                roads = [{one: default(one, key, gpu, kind) for one in SPLIT_KERNELS} for kind in (False, True)]
+                roads = [
+                    {one: variant_default(one, spec, gpu, kind) for one in SPLIT_KERNELS} for kind in (False, True)
+                ]
                 for kernel in SPLIT_KERNELS:  # one may be able where the other is not
                     if roads[1][kernel] is None:
                         roads[1][kernel] = roads[0][kernel]

@@ -5,7 +5,7 @@ studies, ``--devices all`` first and one GPU after it.
 
 Prints the ratio of the times, and for both runs what was waited for: the share of the time that each GPU, the compiling
 processes and the bookkeeping process were busy. Where the run on one GPU would take longer than ``--seconds`` allow, it is
-stopped, and the ratio is a lower bound.
+stopped, and the ratio is a lower bound; where the one on several does, there is none.
 """
 
 from __future__ import annotations
@@ -121,15 +121,22 @@ def main(
             )
         )  # fmt: skip
         return
+    if seconds <= 3 * KILL_AFTER_S:
+        raise click.BadParameter(f"got {seconds:g}, allowed is more than {3 * KILL_AFTER_S:g}", param_hint="--seconds")
     begun = time.monotonic()
     grid = [f"--trials={trials}", *(f"--head-dim={dim}" for dim in head_dim)]
     together = measured([*grid, f"--devices={devices}"], seconds - 2 * KILL_AFTER_S)
     print(shown(together), flush=True)
-    alone = measured([*grid, f"--devices={one}"], seconds - KILL_AFTER_S - (time.monotonic() - begun))
+    if together["interrupted"]:
+        raise click.ClickException(f"no ratio: {devices} did not get done in time (--seconds, --trials)")
+    left = seconds - KILL_AFTER_S - (time.monotonic() - begun)
+    if left <= KILL_AFTER_S:
+        raise click.ClickException("no ratio: no time is left for one GPU (--seconds, --trials)")
+    alone = measured([*grid, f"--devices={one}"], left)
     print(shown(alone), flush=True)
     ratio = alone["seconds"] / together["seconds"]
     bound = "at least " if alone["interrupted"] else ""
-    print(f"{bound}{ratio:.2f} x on {together.get('gpus', '?')} GPUs")
+    print(f"{bound}{ratio:.2f} x on {together['gpus']} GPUs")
 
 
 if __name__ == "__main__":

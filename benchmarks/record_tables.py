@@ -115,10 +115,12 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
     own = {name: stage[name] for name in TENSORS[key.kernel]}
     variant, problem = compiler.variant_named(key.kernel), key.workload()
     runners, failures = {}, {}
+    strides = {name: launch.strides_of(tensor) for name, tensor in own.items() if tensor.dim() == 4}
+    scale, device = key.head_dim**-0.5, torch.cuda.current_device()
     for index, config in enumerate(contenders):
         worker.report(index)
         try:
-            run = launch.prepare(variant, problem, config, own, key.head_dim**-0.5, torch.cuda.current_device())
+            run = partial(launch.bind(variant, problem, config, strides, scale, tuple(own), device), *own.values())
             run()
             torch.cuda.synchronize()
         except (compiler.CompileError, OutOfResources, torch.cuda.OutOfMemoryError) as error:

@@ -3,8 +3,9 @@
     python benchmarks/sanitize.py [--tool racecheck] [--kernel fwd] [--seconds 600]
 
 Needs a Hopper GPU and compute-sanitizer (on PATH, in CUDA_HOME, or CUDA_SANITIZER names it). The kernels are those that
-tests/gpu/hopper_cases.py runs as `small`: the default and two other configs, both masks, head dims 64 and 128, lengths that no
-tile divides. racecheck looks at shared memory accesses of threads only: what the copy engine and the tensor cores do there is
+tests/gpu/hopper_cases.py runs as `small`: the default and as many other configs as bring every value that is compiled in, both
+masks, head dims 64 and 128, lengths that no tile divides; and forms named there of persistent kernels, on more tiles than
+programs. racecheck looks at shared memory accesses of threads only: what the copy engine and the tensor cores do there is
 ordered by barriers that it does not follow. Left out are hazards of Triton's own dispatch of the partitions: with the state
 bytes by which a worker warp is told its partition, and in the end to exit, and with the captures that partitions take along.
 Each pair of addresses that racecheck names is looked up in the SASS of the binaries that ran (dispatch_phases.py), and left out

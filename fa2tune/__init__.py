@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -43,15 +45,40 @@ if not (Path(__file__).parent / "kernels").is_dir():
     sys.meta_path.append(_Checkout)
 
 
+#: The thresholds to go back to, while ``uncollected`` has set others.
+_thresholds: tuple[int, int, int] | None = None
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection in the midst of a first call, in any thread, until ``collected``: a full one takes 50 ms once
+    torch is imported, and what a first call imports and reads sets off one or two. gc.disable() and gc.enable() stay the
+    program's own, whichever of its threads says so meanwhile: the thresholds say it here."""
+    global _thresholds
+    found = gc.get_threshold()
+    ours = found[0] != 0  # else nothing is collected as it is, by the program's will or for another thread's first call
+    if ours:
+        gc.set_threshold(0, *found[1:])
+        _thresholds = found
+    try:
+        yield
+    finally:
+        if ours:
+            collected()
+
+
+def collected() -> None:
+    """The end of ``uncollected``, by itself or because something comes that takes long."""
+    global _thresholds
+    found, _thresholds = _thresholds, None
+    if found is not None and gc.get_threshold() == (0, *found[1:]):  # else the program has set its own meanwhile
+        gc.set_threshold(*found)
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        collecting = gc.isenabled()
-        gc.disable()  # a full collection takes 50 ms once torch is imported, and these imports would set off two
-        try:
+        with uncollected():
             value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-        finally:
-            if collecting:
-                gc.enable()
         return value
     raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
 

@@ -1,15 +1,17 @@
 """Workers of tests/test_many_workers.py: whole tuning runs, in processes that may be killed at any moment, over a small space
 and with fake hands that cost next to nothing. This process has imported everything and forks one worker for each line it reads:
 {"name", "folder", "request": fields of a TuneRequest, "environment"}; it answers with the worker's pid. A worker leaves its
-report's rows, its lines and how it ended in ``<folder>/<name>.json``.
+report's rows and how it ended in ``<folder>/<name>.json``, and what it says, as it says it, in ``<folder>/<name>.lines``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import zlib
 from dataclasses import dataclass, field, replace
@@ -49,8 +51,17 @@ def _log(*what: Any) -> None:
     os.close(fd)
 
 
+RACES = itertools.count(1)  #: of this process
+
+
 def _pause() -> None:
+    """As long as a race takes; and from the ``FA2TUNE_FAKE_FREE``th on, until the test makes the file ``FA2TUNE_FAKE_GATE``."""
     time.sleep(float(os.environ.get("FA2TUNE_FAKE_SECONDS", 0)))
+    gate = os.environ.get("FA2TUNE_FAKE_GATE")
+    if gate and next(RACES) > int(os.environ.get("FA2TUNE_FAKE_FREE", 0)):
+        while not os.path.exists(gate):
+            worker.report(-1)  # it lives
+            time.sleep(0.02)
 
 
 def judge(kernel: str, spec: Any, config: Any, gpu: Any, problems: Any) -> Verdict:
@@ -94,7 +105,7 @@ def prepare() -> Any:
     fingerprint.driver_version = lambda: os.environ.get("FA2TUNE_FAKE_DRIVER", "580.1")
     compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)
     reader.shipped_paths = list
-    leases.BEAT_S, storage.SILENT_S = 0.5, 2.0
+    leases.BEAT_S, storage.SILENT_S, storage.HURRY_S = 0.5, 2.0, 1.0
     fwd = compiler.variant_named("fwd")
     default = {name: values[0] for name, values in DIMENSIONS.items()}
     object.__setattr__(fwd, "space", replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))
@@ -104,24 +115,26 @@ def prepare() -> Any:
         hashed(compiler.variant_named(kernel)), fingerprint.space_hash(compiler.variant_named(kernel))
     changed = {"": hashed, "newer": lambda variant: hashed(variant)[::-1]}
     fingerprint.kernel_hash = lambda variant: changed[os.environ.get("FA2TUNE_FAKE_KERNELS", "")](variant)
+    with tempfile.TemporaryDirectory() as folder:  # what Optuna imports when it first meets a database
+        storage.Storage.of_studies(Path(folder) / "studies.sqlite").optuna()
     hands = Hands(*(f"fleet_worker:{name}" for name in ("judge", "race", "check", "check")))
 
     class Lines(Watcher):
-        def __init__(self) -> None:
-            self.lines: list[str] = []
+        def __init__(self, path: Path) -> None:
+            self.file = path.open("a", buffering=1)
 
         def line(self, text: str) -> None:
-            self.lines.append(text)
+            self.file.write(f"{text}\n")
 
     def work(name: str, request: dict[str, Any], folder: Path) -> None:
         if "place" in request:  # another host: its pids mean nothing to the others
             place = request.pop("place")
             leases._place = lambda: place
-        values = {"dtypes": ("bf16",), "pass_": "fwd", "trials": 1000, "workers": 1}
+        values = {"dtypes": ("bf16",), "pass_": "fwd", "trials": 1000, "workers": 1, "sampler": "random"}
         values |= {key: tuple(value) if isinstance(value, list) else value for key, value in request.items()}
         if "cache" in values:
             values["cache"] = Path(values["cache"])
-        watcher, said, rows = Lines(), "", []
+        watcher, said, rows = Lines(folder / f"{name}.lines"), "", []
         try:
             run = Run(make_plan(TuneRequest(**values)), watcher, hands)
             report = run.go()
@@ -131,7 +144,7 @@ def prepare() -> Any:
         except Exception as error:
             said = repr(error)
         left = folder / f".{name}.json"
-        left.write_text(json.dumps({"rows": rows, "lines": watcher.lines, "error": said}))
+        left.write_text(json.dumps({"rows": rows, "error": said}))
         left.rename(folder / f"{name}.json")
 
     return work

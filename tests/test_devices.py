@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from test_tuner import HERE, Bench
+from test_tuner import FAKES, HERE, Bench
 from tuner_fakes import true_time
 
 from fa2tune import gpus
 from fa2tune.cli.tune import tune as tune_command
+from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PREDICTED
-from fa2tune.tuning import plan
+from fa2tune.tuning import lots, plan
+from fa2tune.tuning.books import Watcher
+from fa2tune.tuning.lots import OpenLot
 from fa2tune.tuning.measured import GpuLost
 from fa2tune.tuning.plan import Target, TuneRequest, make_plan
+from fa2tune.tuning.tuner import Run
 
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 pytestmark = pytest.mark.usefixtures("portable_kernels")
@@ -43,7 +48,7 @@ def evidence(rows: list) -> dict:
 
 
 def test_every_gpu_takes_part_and_the_table_is_one(bench, used, monkeypatch):
-    monkeypatch.setenv("FA2TUNE_FAKE_SECONDS", "0.05")
+    monkeypatch.setenv("FA2TUNE_FAKE_TOGETHER", "0 1 2")
     report = bench.tune(HERE, devices="all", trials=20, causal=(False, True), buckets=(512, 1024, 4096))
     heats, finals = bench.did("on"), bench.did("proof")
     assert {device for device, *_ in heats} == {"0", "1", "2"} and used == [0]
@@ -57,26 +62,62 @@ def test_every_gpu_takes_part_and_the_table_is_one(bench, used, monkeypatch):
         assert true_time(row.config, row.key.bucket) == min(true_time(c, row.key.bucket) for c in runnable)
     assert len(report.launching) == 3 and all(0 < share <= 1 for share in report.launching)
     bench.forget()
+    monkeypatch.delenv("FA2TUNE_FAKE_TOGETHER")
     again = bench.tune(HERE, devices=(2,), trials=20, causal=(False, True), buckets=(512, 1024, 4096))
     assert not bench.did("screen") and evidence(again.rows) == evidence(rows) and used == [0, 2]
 
 
 def test_the_anchor_has_a_time_before_a_second_gpu_races_against_it(bench, used, monkeypatch):
     """Every process of these fakes has clocks of its own: times of different anchors would not compare."""
-    monkeypatch.setenv("FA2TUNE_FAKE_SECONDS", "0.05")
+    monkeypatch.setenv("FA2TUNE_FAKE_TOGETHER", "0 1 2")
     bench.tune(HERE, devices="all", trials=24, buckets=(512,), record=bench.folder / "record")
     entries = [json.loads(line) for line in (bench.folder / "record").read_text().splitlines()]
     timed = {json.dumps(e["config"], sort_keys=True): e["time_us"] for e in entries if e["stage"] == "screen"}
     ratios = [time_us / true_time(json.loads(config), 512) for config, time_us in timed.items() if time_us]
+    assert {device for device, *_ in bench.did("on")} == {"0", "1", "2"}
     assert len(ratios) > 20 and max(ratios) / min(ratios) < 1.02
 
 
 def test_a_gpu_that_is_lost_leaves_its_work_to_the_others(bench, used, monkeypatch):
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "1")
-    report = bench.tune(HERE, devices="all", trials=12, buckets=(512, 1024))
+    monkeypatch.setenv("FA2TUNE_FAKE_TOGETHER", "0 2")
+    report = bench.tune(HERE, devices="all", trials=20, buckets=(512, 1024))
     assert any("GPU 1 does no more" in line and "2 go on" in line for line in bench.lines)
     assert {row.key.bucket for row in report.rows} == {512, 1024} and "failed" not in report.fates
     assert {device for device, *_ in bench.did("on")} == {"0", "2"}
+
+
+def test_nobody_waits_for_an_import_or_for_a_lot_to_be_opened(tmp_path, used, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    run, did = Run(asked(monkeypatch, tmp_path, (0, 1)), Watcher(), FAKES), []
+    monkeypatch.setattr(Crew, "prepare", lambda crew: did.append(("prepare", crew)))
+    monkeypatch.setattr(lots, "opened", lambda lot, *rest: did.append("open") or OpenLot(lot, []))
+    monkeypatch.setattr(run, "_propose", lambda: None)
+    monkeypatch.setattr(OpenLot, "settled", False)
+    tasks = [(job for job in ()), (job for job in ())]
+    monkeypatch.setattr(
+        run, "_next_task", lambda: did.append("task") or (next(iter(run.open.values())), tasks.pop()) if tasks else None
+    )
+    run._busy()
+    assert did[:2] == [("prepare", crew) for crew in run.way.crews]
+    assert [what for what in did if isinstance(what, str)] == ["open", "task", "task", "open"]
+
+
+def test_a_gpu_that_does_no_more_has_no_part_in_anything(tmp_path, used, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    run = Run(asked(monkeypatch, tmp_path, "all"), Watcher(), FAKES)
+    assert run.leases.gpus == 3
+    run._retire(run.way.crews[1], Job("f", (), 1.0, failure="gone"))
+    assert run.leases.gpus == 2
+
+    class Waiting:
+        default, ready = {}, [({"n": number}, None) for number in range(8)]
+
+    family = Waiting()
+    run.way.anchors[family] = {}
+    run.way.search([family])
+    assert len(family.ready) == 4, "half of them for each that works"
+    assert len(run.way.crews) == 3, "all are closed at the end"
 
 
 def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypatch):
@@ -128,3 +169,33 @@ def test_equal_gpus_of_a_mixed_host_can_be_named(tmp_path, monkeypatch):
 def test_the_command_takes_numbers_or_all():
     result = CliRunner().invoke(tune_command, ["--devices", "first"])
     assert result.exit_code == 2 and "allowed are all, or numbers such as 0,2" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "says"),
+    [
+        ({"seconds": 20.0}, {"seconds": 50.0}, "2.50 x on 3 GPUs"),
+        ({"seconds": 20.0}, {"seconds": 50.0, "interrupted": True}, "at least 2.50 x on 3 GPUs"),
+        ({"seconds": 20.0, "interrupted": True}, None, "no ratio: all did not get done in time"),
+        ({"seconds": 95.0}, None, "no ratio: no time is left for one GPU"),
+    ],
+)
+def test_a_speedup_is_that_of_whole_runs(monkeypatch, together, alone, says):
+    """benchmarks/devices_speedup.py; whoever has no time left does not begin."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import devices_speedup
+
+    clock = [0.0]
+    found = iter([figures and {"gpus": 3, "interrupted": False, **figures} for figures in (together, alone)])
+
+    def measured(arguments: list, seconds: float) -> dict:
+        figures = next(found)
+        assert seconds > 0 and figures is not None
+        clock[0] += figures["seconds"]
+        return figures
+
+    monkeypatch.setattr(devices_speedup, "measured", measured)
+    monkeypatch.setattr(devices_speedup, "shown", repr)
+    monkeypatch.setattr(devices_speedup, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert says in CliRunner().invoke(devices_speedup.main, ["--seconds", "100"]).output
+    assert "allowed is more than 15" in CliRunner().invoke(devices_speedup.main, ["--seconds", "15"]).output

@@ -1,12 +1,18 @@
-"""Every warp-specialised variant compiles for sm_90 with no GPU present, within the limits, to the instructions it is made of.
-Their numerics need a GPU: tests/gpu/test_specialized.py."""
+"""Every warp-specialised variant compiles for sm_90 with no GPU present, within the limits, to the instructions it is made of:
+by default, as the shipped rows have it, and in the forms that compute-sanitizer is to see. Their numerics need a GPU:
+tests/gpu/test_specialized.py."""
 
 from __future__ import annotations
 
-import inspect
+import io
 import re
 import subprocess
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +20,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from fa2tune import gpus
+from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, sass
 from fa2tune.compiling.compiler import Binary
-from fa2tune.problem import KERNELS, Config, Problem, Specialization
+from fa2tune.problem import KERNELS, Config, Problem, Specialization, padded_head_dim
+from fa2tune.rows import reader
 from fa2tune.variant import WARP_SPECIALIZED, Variant
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import hopper_cases
+import sanitize
 
 H200 = gpus.named("h200")
 bf16 = partial(Specialization, "bf16")
@@ -26,54 +40,123 @@ NAMED = {variant.name: variant for variant in VARIANTS}
 GROUP_WARPS = 4  #: registers are handed to warps four at a time
 #: Four float32 of a thread added to device memory at once.
 WIDE_SUM = "REDG.E.ADD.F32x4"
-#: Variant -> head dim, and config entries beside its default, with which it claims that the exponentials of a group run beside
-#: a product of its own (elsewhere they run beside another group's)
-OVERLAPPING: dict[str, tuple[int, dict[str, Any]]] = {"bwd_fused_hopper": (128, {})}
 
 
 class Case(NamedTuple):
     variant: Variant
     spec: Specialization
+    settings: tuple[tuple[str, Any], ...]  #: of a config: what its binary depends on
+    origin: str  #: who names it
+
+    @property
+    def config(self) -> Config:
+        return dict(self.settings)
 
     def __str__(self) -> str:
         dims = f"{self.spec.head_dim}x{self.spec.head_dim_v}"
-        return f"{self.variant.name}-{self.spec.dtype}-{dims}-{'causal' if self.spec.causal else 'full'}"
+        mask = "causal" if self.spec.causal else "full"
+        return f"{self.variant.name}-{self.spec.dtype}-{dims}-{mask}-{self.origin}"
+
+
+def case_of(variant: Variant, spec: Specialization, config: Config, origin: str) -> Case:
+    return Case(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())), origin)
 
 
 def legal(variant: Variant, spec: Specialization) -> list[dict[str, Any]]:
     return [c for c in variant.space.points() if limits.before_compile(variant, spec, c, H200) is None]
 
 
-def cases() -> Iterator[Case]:
+def defaults() -> Iterator[Case]:
     for number, variant in enumerate(VARIANTS):
         mask = number % 2 == 0
         for spec in (
             *(bf16(dim, dim, causal=mask ^ (dim == 128)) for dim in (64, 128, 256)),
             Specialization("fp16", 64, 64, causal=True, wide=True), bf16(72, 40, causal=True), bf16(72, 72, causal=False),
         ):  # fmt: skip
-            if limits.before_compile(variant, spec, variant.space.default(spec, 90), H200) is None:
-                yield Case(variant, spec)
+            default = variant.space.default(spec, 90)
+            if limits.before_compile(variant, spec, default, H200) is None:
+                yield case_of(variant, spec, default, "default")
 
 
-CASES = list(cases())
+def named_by_rows() -> Iterator[Case]:
+    """Every binary that a shipped row names and that may be launched."""
+    for path in reader.shipped_paths():
+        for row in reader.read(path):
+            if row.variant == WARP_SPECIALIZED and compiler.misfit(row.key.kernel, row.variant, row.config) is None:
+                variant, spec = compiler.variant_of(row.key.kernel, row.config), row.key.specialization()
+                if limits.before_compile(variant, spec, row.config, H200) is None:
+                    yield case_of(variant, spec, row.config, "row")
+
+
+#: Dimensions that say how many tiles are under way in a ring, and nothing else: a divisor in the index of a slot
+RINGS = {"STAGES", "K_STAGES", "V_STAGES", "P_STAGES"}
+
+
+def code_of(case: Case) -> tuple[Any, ...]:
+    """What the structure of its code follows from. Left out are the lengths of rings and the element type, which change
+    operands and opcodes of the same instructions; of head dims what tiles are padded to counts."""
+    dims = padded_head_dim(case.spec.head_dim), padded_head_dim(case.spec.head_dim_v)
+    settings = tuple(entry for entry in case.settings if entry[0] not in RINGS)
+    return case.variant.name, *dims, case.spec.causal, settings
+
+
+def representatives(cases: Iterator[Case]) -> list[Case]:
+    """One of each structure: all 65 binaries that the rows of 2026-11-21 name take 170 s of a core, these half of that. bf16
+    where there is a choice, then what most rows name."""
+    rows = Counter(cases)
+    found: dict[tuple[Any, ...], Case] = {}
+    for case in sorted(rows, key=lambda case: (case.spec.dtype != "bf16", -rows[case], str(case), case.settings)):
+        found.setdefault(code_of(case), case)
+    return list(found.values())
+
+
+def once(cases: list[Case]) -> list[Case]:
+    """Each binary named once, and numbered."""
+    found: dict[tuple[Any, ...], Case] = {}
+    for case in cases:
+        found.setdefault((case.variant, case.spec, case.settings), case)
+    return [case._replace(origin=f"{case.origin}{number}") for number, case in enumerate(found.values())]
+
+
+def of_the_sanitizer() -> Iterator[Case]:
+    """Forms that benchmarks/sanitize.py is to see."""
+    for form in hopper_cases.FORMS:
+        yield case_of(
+            NAMED[form.variant], bf16(form.dim, form.dim, form.causal), form.config(NAMED[form.variant]), "form"
+        )
+
+
+CASES = once([*defaults(), *of_the_sanitizer(), *representatives(named_by_rows())])
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def config_of(case: Case) -> Config:
-    """Its default."""
-    return case.variant.space.default(case.spec, 90)
+@dataclass(frozen=True)
+class Built:
+    binary: Binary
+    said: str  #: by ptxas
+    ttgir: str
+    listing: str  #: of the machine code
 
 
-@cache
-def built(case: Case) -> tuple[Binary, Any]:
-    binary = compiler.build(case.variant, case.spec, config_of(case), 90)
-    return binary, compiler.compile_kernel(case.variant, case.spec, config_of(case), 90)
+@pytest.fixture(scope="module")
+def built() -> Iterator[Callable[[Case], Built]]:
+    """Case -> what becomes of it, compiled once, in a cache of its own: only where Triton does call ptxas, as it calls it, can
+    it be heard."""
+    heard: dict[str, str] = {}  # of head dims that are padded alike, the first
 
+    @cache
+    def build(case: Case) -> Built:
+        with redirect_stdout(io.StringIO()) as said:
+            binary = compiler.build(case.variant, case.spec, case.config, 90)
+        command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ttgir = Path(binary.cubin_path).with_suffix(".ttgir").read_text()
+        return Built(binary, heard.setdefault(binary.cubin_path, said.getvalue()), ttgir, listing)
 
-@cache
-def listing(path: str) -> str:
-    command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", path]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+        yield build
 
 
 # ---- the description
@@ -157,31 +240,117 @@ def test_constants_from_the_space_are_part_of_the_kernel(monkeypatch: pytest.Mon
     assert fingerprint.kernel_hash.__wrapped__(variant) != plain
 
 
+def test_what_rows_name_is_among_the_cases() -> None:
+    """Each structure of code that users are served, of every kernel."""
+    served = list(named_by_rows())
+    assert {case.variant for case in served} == set(VARIANTS)
+    assert {code_of(case) for case in served} <= {code_of(case) for case in CASES}
+
+
+# ---- what compute-sanitizer sees
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: H200)
+
+
+#: What must be among the cases of a variant, beside each value that is compiled in.
+SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
+    "joined groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
+    "dQ behind at head dim 64": lambda v, c, p: c.get("ORDER") == "behind" and p.head_dim == 64,
+    "V in registers": lambda v, c, p: bool(c.get("V_IN_REGISTERS")),
+    "pairs of tiles": lambda v, c, p: bool(c.get("PAIRS")),
+    "several pairs a program": lambda v, c, p: bool(c.get("PAIRS")) and takes_several(v, c, p),
+    "several tiles a program, joined": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),
+    "several tiles a program, apart": lambda v, c, p: "ORDER" in c and c["num_warps"] == GROUP_WARPS and takes_several(v, c, p),
+    "the next tile's Q": lambda v, c, p: c.get("Q_STAGES") == 2 and takes_several(v, c, p),
+}  # fmt: skip
+
+
+def takes_several(variant: Variant, config: Config, problem: Problem) -> bool:
+    """Whether there are more tiles, or pairs of them, than programs."""
+    if not config.get("PERSISTENT"):
+        return False
+    shares = variant.programs(problem, {**config, "PERSISTENT": False}, H200.sm_count)
+    return shares > variant.programs(problem, config, H200.sm_count)
+
+
+@pytest.mark.usefixtures("on_an_h200")
+def test_the_sanitizer_sees_every_form() -> None:
+    cases = hopper_cases.small_cases()
+    for variant, config, problem in cases:
+        assert limits.before_compile(variant, problem.specialization, config, H200) is None
+    assert [name for name, holds in SEEN.items() if not any(holds(*case) for case in cases)] == []
+    for variant in VARIANTS:
+        specs = {problem.specialization for one, _, problem in cases if one is variant}
+        able = {
+            entry
+            for spec in specs
+            for c in legal(variant, spec)
+            for entry in compiler.binary_config(variant, c).items()
+        }
+        assert specs and able <= {entry for one, config, _ in cases if one is variant for entry in config.items()}
+    assert len(cases) == sum(len(hopper_cases.small_cases((kernel,))) for kernel in KERNELS), (
+        "kernel by kernel, as it runs"
+    )
+
+
+@pytest.mark.usefixtures("on_an_h200")
+def test_a_form_that_is_no_longer_legal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = hopper_cases.Form("bwd_fused_hopper", 128, False, {"V_IN_REGISTERS": True})
+    monkeypatch.setattr(hopper_cases, "FORMS", (*hopper_cases.FORMS, lost))
+    with pytest.raises(ValueError, match=r"bwd_fused_hopper.*V_IN_REGISTERS.*registers_hold_v"):
+        hopper_cases.small_cases()
+
+
+@pytest.mark.usefixtures("on_an_h200")
+def test_a_case_that_no_longer_compiles_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_cases, "compilable", lambda cases: cases[1:])
+    with pytest.raises(RuntimeError, match=r"^1 of \d+ cases do not compile: .*BLOCK_M"):
+        hopper_cases.small(("fwd",))
+
+
+def test_the_sanitizer_runs_the_small_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "ran a case\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert sanitize.check("compute-sanitizer", "fwd", sanitize.TOOLS, 60, tmp_path)
+    small = [sys.executable, hopper_cases.__file__, "small", "fwd"]
+    alone, *watched = commands
+    assert alone == small
+    assert [command[-len(small) :] for command in watched] == [small] * len(sanitize.TOOLS)
+    assert [command[:3] for command in watched] == [["compute-sanitizer", "--tool", tool] for tool in sanitize.TOOLS]
+
+
 # ---- the binary
 
 
 @every
-def test_it_compiles_within_the_limits(case: Case) -> None:
-    binary, compiled = built(case)
+def test_it_compiles_within_the_limits(case: Case, built: Callable[[Case], Built]) -> None:
+    binary = built(case).binary
     assert limits.after_compile(binary, H200) is None, binary
     assert limits.blocks_per_sm(binary, H200) >= 1
-    assert binary.num_warps > config_of(case)["num_warps"], "partitions count, not the default one alone"
+    assert binary.num_warps > case.config["num_warps"], "partitions count, not the default one alone"
     assert binary.registers * binary.num_warps * limits.WARP_THREADS <= H200.registers_per_sm
     assert binary.shared_bytes <= H200.shared_per_block
-    assert not compiled.metadata.global_scratch_size
 
 
 @every
-def test_partitions_share_out_no_more_registers_than_there_are(case: Case) -> None:
+def test_partitions_share_out_no_more_registers_than_there_are(case: Case, built: Callable[[Case], Built]) -> None:
     """Warps that ask for more than the block's pool holds wait for ever."""
-    binary, compiled = built(case)
-    found = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", compiled.asm["ttgir"])
-    warps = [int(count) for count in re.findall(r"partition\d+\(.*?\) num_warps\((\d+)\)", compiled.asm["ttgir"])]
+    binary, ttgir = built(case).binary, built(case).ttgir
+    found = re.search(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
+    warps = [int(count) for count in re.findall(r"partition\d+\(.*?\) num_warps\((\d+)\)", ttgir)]
     assert found and warps
     asked = [int(registers) for registers in found[1].split(",")]
     # the workers' warps fill whole groups together; the default partition has what is left
     workers = sum(count * registers for count, registers in zip(warps, asked, strict=True))
-    default = config_of(case)["num_warps"]
+    default = case.config["num_warps"]
     padding = binary.num_warps - default - sum(warps)
     pool = binary.registers * binary.num_warps
     assert 0 <= padding < GROUP_WARPS
@@ -190,14 +359,13 @@ def test_partitions_share_out_no_more_registers_than_there_are(case: Case) -> No
 
 
 @every
-def test_its_instructions_are_those_meant(case: Case) -> None:
-    binary, _ = built(case)
-    text = listing(binary.cubin_path)
+def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Built]) -> None:
+    text = built(case).listing
     assert "HGMMA" in text and not re.search(r"\bHMMA", text)
     assert "UTMALDG" in text and "SYNCS" in text and "USETMAXREG" in text
     assert "LDGSTS" not in text
     assert "UTMASTG" in text, "results leave by TMA"
-    reduce = config_of(case).get("REDUCE")
+    reduce = case.config.get("REDUCE")
     assert ("UTMAREDG" in text) == (reduce == "tma")
     assert (WIDE_SUM in text) == (reduce == "vector")
     assert not re.search(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})", text), (
@@ -206,33 +374,69 @@ def test_its_instructions_are_those_meant(case: Case) -> None:
 
 
 @every
-def test_no_product_waits_for_the_one_before(case: Case, tmp_path: Path) -> None:
+def test_no_product_waits_for_the_one_before(case: Case, built: Callable[[Case], Built]) -> None:
     """ptxas says so (C7510 to C7514) where it has to serialise wgmma: then the kernel is lost."""
-    from triton.backends.nvidia import compiler as backend
-
-    _, compiled = built(case)
-    source = tmp_path / "kernel.ptx"
-    source.write_text(compiled.asm["ptx"])
-    # as Triton calls it: what 3.9 added changes what is serialised
-    level = ["--regAllocOptLevel=2"] if "--regAllocOptLevel=2" in inspect.getsource(backend) else []
-    said = subprocess.run(
-        [backend.get_ptxas(90).path, "-v", *level, "--gpu-name=sm_90a", str(source), "-o", str(tmp_path / "kernel.cubin")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    assert not re.findall(r"C75\d\d", said.stderr + said.stdout)
+    said = built(case).said
+    assert "Compiling entry function" in said, "it was heard"
+    assert not re.findall(r"C75\d\d", said)
 
 
-@pytest.mark.parametrize("name", sorted(OVERLAPPING.keys() & NAMED.keys()))
-def test_exponentials_run_beside_a_product_where_that_is_claimed(name: str) -> None:
-    """Between an HGMMA and the wait for it stand most of the MUFU.EX2 of the main loop."""
-    variant, (dim, changes) = NAMED[name], OVERLAPPING[name]
-    spec = bf16(dim, dim, causal=False)
-    config = {**variant.space.default(spec, 90), **changes}
-    assert limits.before_compile(variant, spec, config, H200) is None
-    binary = compiler.build(variant, spec, config, 90)
-    loops = [loop for loop in sass.counts(binary.cubin_path) if loop.mufu]
-    main = min(loops, key=lambda loop: loop.products)
-    mufu = sass.PHASE.index("mufu")
-    beside = sum(phase[mufu] for phase in main.phases if phase[0] != 0)
-    assert beside >= 0.8 * main.mufu, main.phases
+# ---- exponentials beside products
+
+#: Scores a thread has of the smallest tile, 64 x 64 in a group of four warps: a loop with as many exponentials is a main loop
+SCORES = 64 * 64 // (GROUP_WARPS * limits.WARP_THREADS)
+#: Of a main loop's exponentials, how many run beside the group's own product where that is claimed. ptxas may move a few
+#: behind the wait, for their registers' sake (0.92 to 1.0 over the whole space, Triton 3.6 and 3.9); where it gives an overlap
+#: up, a loop of the kernel is left with next to none.
+BESIDE = 0.8
+
+
+def beside_its_own(case: Case) -> bool:
+    """Whether a config claims that the exponentials of a group run while a product of its own, dP, is in flight.
+
+    The dimension EXPONENTIALS_FIRST claims it ("no waiting for dP before all of them are computed"). Without it, and in the
+    other kernels, ptxas moves the wait above most of them, and what kept it from that was slower (docs/experiments.md). It
+    moves it, whatever is claimed, in the order "together" where dQ is handed to a warp of its own (REDUCE "tma": 0 to 0.9 by
+    loop, head dims 64 and 128, both Tritons), and for one of the groups in the order "behind" with vector reductions at head
+    dim 64 (Triton 3.6)."""
+    config = case.config
+    if not config.get("EXPONENTIALS_FIRST"):
+        return False
+    if config["REDUCE"] == "tma":
+        return bool(config["ORDER"] != "together")
+    return config["ORDER"] != "behind" or max(case.spec.head_dim, case.spec.head_dim_v) > 64
+
+
+def beside_anothers(case: Case) -> bool:
+    """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups joined in
+    one partition, without the overlap above, nothing is claimed.)"""
+    return not beside_its_own(case) and case.config["num_warps"] == GROUP_WARPS
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if beside_its_own(case)], ids=str)
+def test_exponentials_run_beside_a_product_of_the_group(case: Case, built: Callable[[Case], Built]) -> None:
+    """Between an HGMMA and the wait for it stand most of the MUFU.EX2 of each main loop: of either group, masked or not."""
+    rich = [loop for loop in sass.loops(built(case).listing) if loop.mufu >= SCORES]
+    # what holds several main loops is a loop over tiles
+    mains = [loop for loop in rich if loop.products == min(loop.products for loop in rich)]
+    assert len(mains) >= 2
+    pending, mufu = sass.PHASE.index("pending"), sass.PHASE.index("mufu")
+    for loop in mains:
+        assert sum(phase[mufu] for phase in loop.phases if phase[pending] != 0) >= BESIDE * loop.mufu, loop.phases
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if beside_anothers(case)], ids=str)
+def test_no_group_waits_for_another_among_its_exponentials(case: Case, built: Callable[[Case], Built]) -> None:
+    """Each group has exponentials of its own, and between the first and the last of a block no BAR but one of its own warps."""
+    operations = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", built(case).listing, re.MULTILINE)
+    met: list[str] = []
+    stretches = 0
+    for stretch in re.split(r"^HGMMA.*\n?", "\n".join(operations), flags=re.MULTILINE):
+        exponentials = [match.start() for match in re.finditer(r"^MUFU\.EX2", stretch, re.MULTILINE)]
+        if len(exponentials) >= SCORES:
+            stretches += 1
+            met += re.findall(r"^BAR\..*", stretch[exponentials[0] : exponentials[-1]], re.MULTILINE)
+    groups = 1 if case.config.get("OWN") == "products" else case.config.get("GROUPS", 2)  # one of two exponentiates
+    assert stretches >= groups
+    own = rf"BAR\.SYNC\.DEFER_BLOCKING 0x[0-9a-f]+, {GROUP_WARPS * limits.WARP_THREADS:#x}"
+    assert [barrier for barrier in met if not re.fullmatch(own, barrier)] == []

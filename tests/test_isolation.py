@@ -186,6 +186,18 @@ def test_a_spare_stands_by_and_takes_over():
         assert len(crew.children) == 2
 
 
+def test_a_child_that_was_prepared_gets_the_first_job():
+    with Crew(1, spare="isolation_fakes") as crew:
+        crew.prepare()
+        crew.prepare()
+        [child] = crew.children
+        assert crew.load == 0 and outcome(crew, "pid").result == child.process.pid
+        assert crew.started == 2, "and the spare"
+    with Crew(1) as crew:  # nothing is known that it could import
+        crew.prepare()
+        assert not crew.children
+
+
 def test_a_spare_that_cannot_live_is_not_started_for_ever(monkeypatch):
     with Crew(1, spare="isolation_fakes") as crew:
         outcome(crew, "pid")
@@ -227,16 +239,16 @@ TODAY = Toolchain("3.6.0", "NVIDIA H200", "580.1")
 
 def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatch):
     path = tmp_path / "ledger.sqlite"
-    page = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "illegal_access", "CUDA error")
 
     def known(toolchain=TODAY, variant=FWD, spec=SPEC, arch=90):
-        page = Ledger(Storage.of_file(path), toolchain).page(variant, spec, arch)
+        page = Ledger(Storage(None, path), toolchain).page(variant, spec, arch)
         return page.of(DEFAULT) is not None, page.of(OTHER) is not None
 
     assert known() == (True, True)
-    found = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).of(OTHER)
+    found = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).of(OTHER)
     assert (found.stage, found.fate, found.why) == (LAUNCH, "illegal_access", "CUDA error") and found.created
     assert known(replace(TODAY, triton="3.7.0")) == (False, False)
     assert known(replace(TODAY, driver="590.1")) == (True, False)  # a compile needs no driver
@@ -250,7 +262,7 @@ def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatc
 def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
     assert "HEADS_PER_WAVE" in DEFAULT
     values = FWD.space.dimensions["HEADS_PER_WAVE"]
-    page = Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "timeout", "no answer within 5 s")
     assert all(page.of({**DEFAULT, "HEADS_PER_WAVE": value}) for value in values)
@@ -261,7 +273,7 @@ def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
 
 def test_a_compile_that_took_too_long_counts_when_it_happened_in_two_runs(tmp_path):
     def page():
-        return Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
+        return Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
 
     first = page()
     first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
@@ -304,7 +316,7 @@ def test_trouble_of_the_host_is_no_verdict(monkeypatch, error, raised):
 
 
 def test_nobody_is_blamed_for_what_he_did_not_do(tmp_path):
-    page = Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
     for fate in [*sorted(BLAMELESS), "wrong_result", "shared_memory", ""]:
         page.add(LAUNCH, DEFAULT, fate, "why")
     assert page.of(DEFAULT) is None
@@ -316,13 +328,11 @@ def test_what_is_forgotten_is_gone_for_this_toolchain_only(tmp_path):
     path = tmp_path / "ledger.sqlite"
     older = replace(TODAY, driver="570.1")
     for toolchain in (TODAY, older):
-        Ledger(Storage.of_file(path), toolchain).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
-    Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).add(
-        LAUNCH, OTHER, "timeout", "twice the same is one entry"
-    )
-    assert Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).forget() == 1
-    assert Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90).of(OTHER) is None
-    assert Ledger(Storage.of_file(path), older).page(FWD, SPEC, 90).of(OTHER).fate == "crash"
+        Ledger(Storage(None, path), toolchain).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
+    Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "timeout", "twice the same is one entry")
+    assert Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).forget() == 1
+    assert Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).of(OTHER) is None
+    assert Ledger(Storage(None, path), older).page(FWD, SPEC, 90).of(OTHER).fate == "crash"
 
 
 def test_processes_write_the_ledger_at_the_same_time(tmp_path):
@@ -334,13 +344,13 @@ def test_processes_write_the_ledger_at_the_same_time(tmp_path):
         "from fa2tune.tuning.ledger import LAUNCH, Ledger\n"
         "from fa2tune.sharing.storage import Storage\n"
         "from test_isolation import DEFAULT, SPEC, TODAY\n"
-        f"page = Ledger(Storage.of_file(Path({str(path)!r})), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
+        f"page = Ledger(Storage(None, Path({str(path)!r})), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
         "for n in range(30):\n"
         "    page.add(LAUNCH, {**DEFAULT, 'maxnreg': int(sys.argv[1]) + n}, 'crash', 'x')\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(first)]) for first in (1000, 2000, 1015)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    page = Ledger(Storage.of_file(path), TODAY).page(FWD, SPEC, 90)
+    page = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90)
     found = page.failing({**DEFAULT, "maxnreg": n} for n in range(900, 2100))
     assert [config["maxnreg"] for config, _ in found] == [*range(1000, 1045), *range(2000, 2030)]
 
@@ -348,7 +358,7 @@ def test_processes_write_the_ledger_at_the_same_time(tmp_path):
 def test_a_file_that_is_no_ledger_is_named(tmp_path):
     (tmp_path / "ledger.sqlite").write_text("poem, and long enough that SQLite looks at it " * 20)
     with pytest.raises(StorageError, match=r"ledger\.sqlite: .*not a database; move the file away"):
-        Ledger(Storage.of_file(tmp_path / "ledger.sqlite"), TODAY)
+        Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY)
 
 
 # ---- the tuner

@@ -23,19 +23,23 @@ import optuna
 import pytest
 from cache_rows import BARE, FULL, row
 from click.testing import CliRunner
-from fleet_worker import true_time
+from fleet_worker import DIMENSIONS, true_time
 from postgres_server import PASSWORD, Server, server
 
 from fa2tune.cli import main
+from fa2tune.compiling.compiler import variant_named
+from fa2tune.measuring.worker import Job
 from fa2tune.rows import reader
 from fa2tune.rows.row import PREDICTED
 from fa2tune.sharing import leases, storage
 from fa2tune.sharing.leases import Leases, board
 from fa2tune.sharing.shared import TABLE, SharedStore
+from fa2tune.sharing.shelf import Shelf, write
 from fa2tune.sharing.storage import Storage, StorageError, parsed
 from fa2tune.tuning import lots
 from fa2tune.tuning.books import Books, Hands, Report, Watcher
 from fa2tune.tuning.crown import Toolchain
+from fa2tune.tuning.ledger import COMPILE
 from fa2tune.tuning.lots import Lot
 from fa2tune.tuning.plan import TuneRequest, make_plan
 from fa2tune.tuning.tuner import Run
@@ -58,7 +62,7 @@ def url(server: Server) -> str:
 def until(condition: Callable[[], Any], seconds: float = 150.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.05)
     assert found, "took too long"
     return found
 
@@ -105,6 +109,18 @@ class Fleet:
         found: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
         assert not found["error"], found
         return found
+
+    def said(self, name: str) -> str:
+        """The lines of a worker, up to now."""
+        path = self.folder / f"{name}.lines"
+        return path.read_text() if path.exists() else ""
+
+    def gated(self, free: int = 0) -> dict[str, str]:
+        """For a worker's environment: after so many races it waits for ``open``."""
+        return {"FA2TUNE_FAKE_GATE": str(self.folder / "gate"), "FA2TUNE_FAKE_FREE": str(free)}
+
+    def open(self) -> None:
+        (self.folder / "gate").touch()
 
     def did(self, effort: str) -> list[tuple[str, tuple[int, bool, int], list[dict[str, Any]]]]:
         """(worker, key, contenders) of each race."""
@@ -165,14 +181,15 @@ def assert_whole(
 
 def test_workers_that_join_late_and_are_killed_at_any_moment(fleet: Fleet, url: str) -> None:
     chance = random.Random(0)
-    slow = {"FA2TUNE_FAKE_SECONDS": "0.1"}
+    slow = {"FA2TUNE_FAKE_SECONDS": "0.05"}
     fleet.start("w0", url, slow)
     fleet.start("w1", url, slow, place="another host")
     names, before = ["w0", "w1"], {}
     held = Storage(parsed(url))
-    until(lambda: fleet.did("screen"))
     for number in range(2, 7):  # five deaths; each is replaced by one that joins late
-        time.sleep(chance.uniform(0.6, 1.6))
+        more = len(fleet.did("screen")) + chance.randint(1, 3)
+        until(lambda more=more: len(fleet.did("screen")) >= more or any(map(fleet.ended, fleet.pids)))
+        time.sleep(chance.uniform(0.0, 0.1))  # anywhere in a race, or between two
         victim = chance.choice([name for name in names[-2:] if not fleet.ended(name)] or names[-1:])
         fleet.kill(victim)
         late = leases.WORKERS.update().where(leases.WORKERS.c.pid == fleet.pids[victim])
@@ -196,9 +213,11 @@ def test_workers_that_join_late_and_are_killed_at_any_moment(fleet: Fleet, url: 
 
 
 def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, url: str) -> None:
-    slow = {"FA2TUNE_FAKE_SECONDS": "0.15"}  # so that the later one finds something to do
+    held = Storage(parsed(url))
     for name in ("a", "b"):
-        fleet.start(name, url, slow, place=f"host {name}")
+        fleet.start(name, url, fleet.gated(), place=f"host {name}")
+    until(lambda: len({line.worker for line in board(held) if line.lot}) == 2)  # whoever came first has given back some
+    fleet.open()
     tables = [sorted(fleet.report(name)["rows"], key=repr) for name in ("a", "b")]
     assert tables[0] == tables[1] and len(tables[0]) == 2 * len(KEYS)
     proofs = fleet.did("proof")
@@ -207,7 +226,8 @@ def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, u
     timed = Counter((key, dumped(c)) for _, key, configs in fleet.did("screen") for c in configs[1:])
     assert set(timed.values()) == {1}, "no candidate is timed twice"
     assert_whole(url, trials(url))
-    assert board(Storage(parsed(url))) == [], "nobody is left"
+    assert board(held) == [], "nobody is left"
+    held.engine.dispose()
     fleet.start("c", url)  # the same command, later
     again = fleet.report("c")
     assert len(fleet.did("screen")) == len([one for one in fleet.did("screen") if one[0] != "c"])
@@ -217,12 +237,14 @@ def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, u
 def test_two_workers_want_one_key_and_one_gets_it(fleet: Fleet, url: str) -> None:
     little = {"head_dims": [64], "causal": [True], "buckets": [512]}
     for name in ("a", "b"):
-        fleet.start(name, url, {"FA2TUNE_FAKE_SECONDS": "0.1"}, **little)
+        fleet.start(name, url, fleet.gated(), **little)
+    until(lambda: "wait for other workers: fwd 64 causal" in fleet.said("a") + fleet.said("b"))
+    fleet.open()
     reports = [fleet.report(name) for name in ("a", "b")]
     assert len({name for name, _, _ in fleet.did("screen")}) == 1
     tables = [sorted(report["rows"], key=repr) for report in reports]
     assert tables[0] == tables[1] and len(tables[0]) == 2
-    assert sum(any("wait for other workers: fwd 64 causal" in line for line in r["lines"]) for r in reports) == 1
+    assert sum("wait for other workers" in fleet.said(name) for name in ("a", "b")) == 1
 
 
 def test_another_driver_or_kernel_shares_nothing(fleet: Fleet, url: str) -> None:
@@ -260,11 +282,12 @@ def test_what_workers_must_have_in_common(tmp_path: Path) -> None:
 
 def test_a_database_that_is_away_for_seconds_costs_nothing(fleet: Fleet, url: str, server: Server) -> None:
     keys = {key for key in KEYS if key[0] == 64}
-    fleet.start("a", url, {"FA2TUNE_FAKE_SECONDS": "0.05"}, head_dims=[64])
+    fleet.start("a", url, fleet.gated(free=3), head_dims=[64])
     until(lambda: len(fleet.did("screen")) > 2)
     server.stop()
-    time.sleep(2.0)
+    until(lambda: "is away" in fleet.said("a"))
     server.start()
+    fleet.open()
     assert len(fleet.report("a")["rows"]) == 2 * len(keys)
     studies = trials(url)
     assert_whole(url, studies, keys)
@@ -272,9 +295,65 @@ def test_a_database_that_is_away_for_seconds_costs_nothing(fleet: Fleet, url: st
     assert set(timed.values()) == {1}
 
 
+def test_ctrl_c_while_the_database_is_away(fleet: Fleet, url: str, server: Server) -> None:
+    """Its patience is short then, and what was stored stays."""
+    little = {"head_dims": [64], "causal": [True]}
+    fleet.start("a", url, fleet.gated(free=2), **little)
+    until(lambda: len(fleet.did("screen")) > 1)
+    until(lambda: all(map(len, trials(url).values())))
+    before = trials(url)
+    server.stop()
+    until(lambda: "is away" in fleet.said("a"))
+    os.kill(fleet.pids["a"], signal.SIGINT)
+    until(lambda: fleet.ended("a"), 90.0)  # less than the patience without it
+    assert "cannot be reached" in json.loads((fleet.folder / "a.json").read_text())["error"]
+    server.start()
+    assert all(configs <= trials(url)[study] for study, configs in before.items())
+    fleet.open()
+    fleet.start("b", url, **little)
+    fleet.report("b")
+    assert_whole(url, trials(url), {key for key in KEYS if key[:2] == (64, True)})
+
+
+def test_what_is_given_up_in_a_hurry_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg")
+    monkeypatch.setattr(storage, "HURRY_S", 0.2)
+    away = Storage(parsed("postgresql://u:pw@127.0.0.1:1/d"), reached=True)
+    away.hurry = True
+    monkeypatch.setattr(away, "optuna", lambda: None)
+    shelf, told = Shelf(away, 2), list[str]()
+    for number in range(5):
+        shelf.keep(f"study {number}", "attribute", number)
+    assert shelf.left == 5
+    with pytest.raises(StorageError, match=r"stays away, 5 writes are given up"):
+        shelf.close()
+    watcher = Watcher()
+    watcher.line = told.append  # type: ignore[method-assign]
+    run: Any = SimpleNamespace(shelf=shelf, books=SimpleNamespace(unfiled=[("fwd 512", [FULL])], watcher=watcher))
+    Run._tell_left(run)
+    assert told == [
+        "left unwritten: the rows of fwd 512, 5 trials or facts about studies; the next run makes them again"
+    ]
+
+
+def test_a_clerk_that_dies_writes_nothing_twice(tmp_path: Path) -> None:
+    held = Storage.of_studies(tmp_path / "studies.sqlite")
+    shelf = Shelf(held)
+    number = shelf.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
+    batch = [("study", "", optuna.trial.create_trial(value=float(value))) for value in range(20)]
+    [clerk] = shelf.clerks
+    clerk.taken = len(batch)
+    write(held.url, held.file, batch[:3])  # so far it came
+    job = Job("", (), 1.0, notes=[1, 2, 3], failure="process died", died=True)
+    shelf._wrote(clerk, batch, job)
+    shelf.close()
+    assert shelf.left == 0
+    assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [*range(20)]
+
+
 def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: Fleet, url: str) -> None:
     little = {"head_dims": [64], "causal": [True]}
-    fleet.start("a", url, {"FA2TUNE_FAKE_SECONDS": "0.1"}, place="host a", **little)
+    fleet.start("a", url, fleet.gated(free=2), place="host a", **little)
     until(lambda: len(fleet.did("screen")) > 1)
     os.kill(fleet.pids["a"], signal.SIGSTOP)
     held = Storage(parsed(url))
@@ -282,8 +361,9 @@ def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: F
     fleet.start("b", url, place="host b", **little)
     took_over = sorted(fleet.report("b")["rows"], key=repr)
     os.kill(fleet.pids["a"], signal.SIGCONT)
+    fleet.open()
     report = fleet.report("a")
-    assert any("taken for dead" in line for line in report["lines"])
+    assert "taken for dead" in fleet.said("a")
     assert sorted(report["rows"], key=repr) == took_over, "the other one's"
     assert {name for name, _, _ in fleet.did("proof")} == {"b"}
     held.engine.dispose()
@@ -303,6 +383,14 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
 LOT_NAMES = [f"lot {number}" for number in range(6)]
 
 
+def holds(one: Leases, lot: str) -> bool:
+    return lot in one.storage.do(one.holding)
+
+
+def put(store: SharedStore, rows: Sequence[Any]) -> None:
+    store.storage.do(lambda connection: store.write(connection, rows))
+
+
 def expire(held: Storage, one: Leases) -> None:
     held.execute(leases.WORKERS.update().where(leases.WORKERS.c.worker == one.worker).values(until=held.now - 0.1))
 
@@ -315,14 +403,14 @@ def on(held: Storage) -> str:
         f"import os, sys; sys.path[:] = {sys.path!r}\n"
         "import sqlalchemy as sa\nfrom pathlib import Path\n"
         "from fa2tune.sharing.leases import Leases\nfrom fa2tune.sharing.storage import Storage\n"
-        f"held = Storage(sa.make_url({url!r})) if {url!r} else Storage.of_file(Path({file!r}))\n"
+        f"held = Storage(sa.make_url({url!r})) if {url!r} else Storage(None, Path({file!r}))\n"
     )
 
 
 def test_lots_are_shared_by_gpus_and_given_back_to_who_joins(held: Storage) -> None:
     one, two = Leases(held, "campaign", "request", gpus=1), Leases(held, "campaign", "request", gpus=2)
     assert one.meet(LOT_NAMES).held == {*LOT_NAMES} and one.standing.excess == 0
-    assert two.meet(LOT_NAMES).held == frozenset() and two.standing.others == 1
+    assert two.meet(LOT_NAMES).held == frozenset()
     assert one.meet(LOT_NAMES).excess == 4
     for lot in LOT_NAMES[2:]:
         one.give(lot)
@@ -333,12 +421,35 @@ def test_lots_are_shared_by_gpus_and_given_back_to_who_joins(held: Storage) -> N
     assert one.meet(LOT_NAMES).excess == 0 and two.standing.excess == 1
     two.settle("lot 2")
     assert "lot 2" in one.meet(LOT_NAMES).settled and one.standing.held == {*LOT_NAMES[:2]}
-    assert two.holds("lot 3") and not two.holds("lot 2") and not two.holds("lot 0")
+    assert holds(two, "lot 3") and not holds(two, "lot 2") and not holds(two, "lot 0")
     other = Leases(held, "campaign", "another request")
     assert "lot 2" not in other.meet(LOT_NAMES).settled, "it asks for something else"
     assert Leases(held, "another campaign", "request").meet(LOT_NAMES).held == {*LOT_NAMES}
     two.leave()
     assert {*LOT_NAMES[3:]} <= one.meet(LOT_NAMES).held | other.meet(LOT_NAMES).held
+
+
+def test_who_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
+    """Two hosts, each asked for other head dims; and a third that wants what one of them does."""
+    one, two, three = (Leases(held, "campaign", f"request {number}") for number in range(3))
+    for _ in range(3):
+        assert one.meet(LOT_NAMES[:4]).held == {*LOT_NAMES[:4]} and one.standing.excess == 0
+        assert two.meet(LOT_NAMES[4:]).held == {*LOT_NAMES[4:]} and two.standing.excess == 0
+    three.meet(LOT_NAMES[2:4])
+    assert one.meet(LOT_NAMES[:4]).excess == 1, "its part is two, and half of the other two"
+    assert one.standing.sought == {*LOT_NAMES[2:4]}
+    assert two.meet(LOT_NAMES[4:]).excess == 0
+    one.give("lot 3")
+    assert three.meet(LOT_NAMES[2:4]).held == {"lot 3"}
+    three.settle("lot 3")
+    assert one.meet(LOT_NAMES[:4]).held == {*LOT_NAMES[:4]}, "it is not settled for this request"
+    three.leave()
+    assert one.meet(LOT_NAMES[:4]).excess == 0
+    one.leave()
+    four = Leases(held, "campaign", "request 3")
+    for lot in four.meet(LOT_NAMES[2:4]).held:
+        four.give(lot)
+    assert one.meet(LOT_NAMES[2:4] + LOT_NAMES[:2]).held == {"lot 0", "lot 1", "lot 2"}, "what nobody else wants first"
 
 
 def test_an_expired_lease_goes_to_the_next_and_its_holder_notices(
@@ -350,15 +461,15 @@ def test_an_expired_lease_goes_to_the_next_and_its_holder_notices(
     monkeypatch.setattr(leases, "_place", lambda: "host two")
     assert two.meet(LOT_NAMES[:1]).held == frozenset()
     expire(held, one)
-    assert two.meet(LOT_NAMES[:1]).held == {"lot 0"} and two.standing.others == 0
-    assert not one.holds("lot 0")
+    assert two.meet(LOT_NAMES[:1]).held == {"lot 0"}
+    assert not holds(one, "lot 0")
     assert not one.settle("lot 0")  # too late: it is not its own
     assert one.standing.settled == frozenset() and one.standing.held == frozenset() and one.due()
     standing = one.meet(LOT_NAMES[:1])
     assert standing.lost and standing.held == frozenset() and standing.settled == frozenset()
-    assert two.holds("lot 0")
+    assert holds(two, "lot 0")
     expire(held, two)  # late, but nobody came
-    assert not two.meet(LOT_NAMES[:1]).lost and two.holds("lot 0")
+    assert not two.meet(LOT_NAMES[:1]).lost and holds(two, "lot 0")
 
 
 def test_who_was_killed_on_this_host_need_not_expire(held: Storage) -> None:
@@ -455,6 +566,48 @@ def test_rows_of_a_lost_lot_are_not_filed(url: str, monkeypatch: pytest.MonkeyPa
     held.engine.dispose()
 
 
+def test_retry_failed_forgets_once_whoever_has_the_lot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fwd, default = variant_named("fwd"), {name: values[0] for name, values in DIMENSIONS.items()}
+    small = replace(fwd, space=replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))
+    monkeypatch.setattr(lots, "_variants", lambda lot, plan: [small])
+    asked = {
+        "head_dims": (64,),
+        "causal": (True,),
+        "dtypes": ("bf16",),
+        "pass_": "fwd",
+        "gpu": "a100",
+        "buckets": (512,),
+    }
+    request = TuneRequest(**asked, cache=tmp_path / "c.sqlite", sampler="random", trials=8)  # type: ignore[arg-type]
+
+    def working(**change: Any) -> Run:
+        run = Run(make_plan(replace(request, **change)), Watcher(), Hands())
+        run._meet()
+        run._open_next()
+        return run
+
+    def family(run: Run) -> Any:
+        [found] = run.families
+        return found
+
+    earlier = working()
+    for config in family(earlier).legal.configs[:2]:
+        family(earlier).failures.add(COMPILE, config, "crash", "before")
+    earlier.leases.leave()
+    one, two = working(retry_failed=True), working(retry_failed=True)
+    assert not family(one).failed_before and not two.families
+    family(one).failures.add(COMPILE, family(one).legal.configs[2], "crash", "today")
+    one._drop([*one.open])  # given back, and taken again
+    one._open_next()
+    assert {failure.why for failure in family(one).failed_before.values()} == {"today"}
+    one.leases.leave()  # or dead
+    two._meet()
+    two._open_next()
+    assert {failure.why for failure in family(two).failed_before.values()} == {"today"}
+    two.leases.leave()
+    assert not family(working(retry_failed=True)).failed_before, "another day"
+
+
 def test_rows_outlive_a_ctrl_c_in_the_midst_of_filing() -> None:
     tries, filed, told = [KeyboardInterrupt, None], [], []
 
@@ -527,8 +680,8 @@ def test_many_meet_at_once_and_no_lot_has_two_holders(held: Storage) -> None:
 
 def test_the_rows_of_the_database_are_exported_as_a_file(url: str, tmp_path: Path) -> None:
     store = SharedStore(Storage(parsed(url)))
-    store.put([FULL, BARE, row({"bucket": 512})])
-    store.put([row({"bucket": 512}, samples=99)])
+    put(store, [FULL, BARE, row({"bucket": 512})])
+    put(store, [row({"bucket": 512}, samples=99)])
     result = CliRunner().invoke(main, ["cache", "export", "--storage", url, str(tmp_path / "fleet.sqlite"), "--twin"])
     assert result.exit_code == 0 and "3 rows" in result.output and PASSWORD not in result.output, result.output
     assert reader.read(tmp_path / "fleet.sqlite") == store.rows()
@@ -541,7 +694,7 @@ def test_the_rows_of_the_database_are_exported_as_a_file(url: str, tmp_path: Pat
     with pytest.raises(StorageError, match=r"row .*bf16"):
         store.rows()
     with pytest.raises(ValueError, match="gain"):
-        store.put([replace(FULL, gain=float("nan"))])
+        put(store, [replace(FULL, gain=float("nan"))])
     store.storage.engine.dispose()
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,8 +116,8 @@ def test_what_does_not_fit_is_not_loaded_and_the_reason_is_told(
     assert find() == (None, "there is no file of binaries")
     monkeypatch.setenv("FA2TUNE_KERNELS", str(kernels))
     assert find()[0] is not None
-    here = precompiled.triton_version()
-    with otherwise(monkeypatch, precompiled, "triton_version", lambda: "9.9"):
+    here = precompiled.triton_build()
+    with otherwise(monkeypatch, precompiled, "triton_build", lambda: "9.9"):
         assert find() == (None, f"binary made with Triton {here}, here 9.9")
     source = fingerprint.kernel_hash(variant)
     with otherwise(monkeypatch, fingerprint, "kernel_hash", lambda variant: "another"):
@@ -128,6 +129,37 @@ def test_what_does_not_fit_is_not_loaded_and_the_reason_is_told(
     assert find(spec=replace(spec, aligned=False)) == find(spec=replace(spec, dtype="fp16")) == (None, none)
     monkeypatch.setenv("TRITON_ENABLE_ASAN", "1")
     assert find() == (None, "TRITON_ENABLE_ASAN is set")
+
+
+def test_builds_of_one_version_of_triton_do_not_share_binaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each calls itself 3.6.0; the folder that pip leaves beside it tells them apart, wherever that is."""
+
+    def build(*installed: str, path: list[Path] | None = None) -> str:
+        site = tmp_path / repr(installed)
+        for name in ("triton", *installed):
+            (site / name).mkdir(parents=True, exist_ok=True)
+        (site / "triton" / "__init__.py").write_text("__version__ = '3.6.0'")
+        with monkeypatch.context() as patch:
+            patch.setattr(precompiled, "triton_version", lambda: "3.6.0")
+            patch.setattr("sys.path", [str(folder) for folder in path or []])
+            spec = SimpleNamespace(origin=str(site / "triton" / "__init__.py"))
+            patch.setattr("importlib.util.find_spec", lambda name: spec)
+            return precompiled.triton_build.__wrapped__()
+
+    ngc, pytorch = "triton-3.6.0+gitb2684bf3b.nvinternal.dist-info", "pytorch_triton-3.6.0+git9844da95.dist-info"
+    assert build("triton-3.6.0.dist-info", "triton_kernels-3.6.0.dist-info", "tritonclient-3.6.0.dist-info") == "3.6.0"
+    assert build(ngc) == "3.6.0+gitb2684bf3b.nvinternal" and build(pytorch) == "3.6.0+git9844da95"
+    assert build("triton-3.6.0.dist-info", pytorch) == "3.6.0 or 3.6.0+git9844da95"
+    assert build("triton-3.5.0.dist-info") == build() == "3.6.0+unknown"
+    (tmp_path / "editable" / ngc).mkdir(parents=True)
+    assert build(path=[tmp_path / "nowhere", tmp_path / "editable"]) == "3.6.0+gitb2684bf3b.nvinternal"
+    variant = compiler.variant_named("fwd")
+    config = variant.space.default(PROBLEM.specialization, 90)
+    keys = set()
+    for name in ("3.6.0", "3.6.0+git9844da95"):
+        with otherwise(monkeypatch, precompiled, "triton_build", lambda name=name: name):
+            keys.add(precompiled.key_of(variant, PROBLEM.specialization, config, 90))
+    assert len(keys) == 2
 
 
 def test_a_tampered_binary_is_passed_over(
@@ -240,6 +272,26 @@ def test_binaries_are_not_made_while_triton_is_asked_for_others(monkeypatch: pyt
     monkeypatch.setenv(name, "1")
     with pytest.raises(RuntimeError, match=f"not while {name} is set"):
         precompile.compile_all([], 90)
+
+
+def test_rows_of_two_drivers_are_there_for_nodes_of_either(
+    one_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equals, the one that was made with a node's driver serves; so which it is, the building host cannot know."""
+    today = dispatch.toolchain()
+    rows = {row.variant: row for row in reader.read(one_key) if row.key.kernel == "fwd"}
+    fast = replace(rows["descriptor"], triton=today.triton, kernel_hash=today.kernel_hashes["fwd"])
+    other = replace(rows["pointer"], triton=today.triton, kernel_hash=today.kernel_hashes["fwd"], driver="590.1")
+    path = tmp_path / "two.sqlite"
+    Store(path).put([fast, other])
+    for driver in ("", fast.driver, "590.1", "600.1"):  # of the building host
+        here = replace(today, driver=driver)
+        monkeypatch.setattr(dispatch, "toolchain", lambda here=here: here)
+        todo, _ = precompile.jobs(H200, layers(path), precompile.Wanted())
+        assert {dict(point)["LOADS"] for variant, _, point in todo if variant.name == "fwd"} == {
+            "descriptor",
+            "pointer",
+        }
 
 
 def test_views_and_other_head_dims_on_demand(one_key: Path) -> None:

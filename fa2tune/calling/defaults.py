@@ -16,7 +16,7 @@ from dataclasses import replace
 from fa2tune.compiling import limits
 from fa2tune.compiling.compiler import variant_named, variants_of
 from fa2tune.gpus import Gpu
-from fa2tune.problem import Config, Problem, padded_head_dim
+from fa2tune.problem import Config, Problem, Specialization, padded_head_dim
 
 #: Kernel -> the least padded head dim (the larger of both) from which the warp-specialised default serves
 SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 128, "bwd_dq": 64, "bwd_dkdv": 64}
@@ -28,14 +28,22 @@ def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
     return variant_named(kernel).space.default(spec if problem.tma else replace(spec, aligned=False), arch)
 
 
+def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bool) -> Config | None:
+    """The default of a kernel's portable variant, or of its warp-specialised one; None where that cannot run on this GPU."""
+    for variant in variants_of(kernel):
+        if bool(variant.serves) == specialized and variant.min_arch <= gpu.arch <= variant.max_arch:
+            config = variant.space.default(spec, gpu.arch)
+            if limits.before_compile(variant, spec, config, gpu) is None:
+                return config
+    return None
+
+
 def default_config(kernel: str, problem: Problem, gpu: Gpu) -> Config:
     """What serves this problem on this GPU where no row does."""
     spec = problem.specialization
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     if problem.tma and kernel in SPECIALIZED_FROM and width >= SPECIALIZED_FROM[kernel]:
-        for variant in variants_of(kernel):
-            if variant.serves and variant.min_arch <= gpu.arch <= variant.max_arch:
-                config = variant.space.default(spec, gpu.arch)
-                if limits.before_compile(variant, spec, config, gpu) is None:
-                    return config
+        config = variant_default(kernel, spec, gpu, specialized=True)
+        if config is not None:
+            return config
     return portable_default(kernel, problem, gpu.arch)

@@ -8,19 +8,17 @@ config does (``default`` in its search space), and a log line says so once per k
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
-from fa2tune import gpus
+from fa2tune import gpus, uncollected
 from fa2tune.calling.defaults import default_config, portable_default
 from fa2tune.compiling import binaries, limits
 from fa2tune.compiling.compiler import CompileError, misfit, uses_descriptors, variant_of
@@ -159,13 +157,12 @@ def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callab
 
 
 def _found(
-    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None, among: Sequence[reader.Layer] | None = None
-) -> lookup.Answer | None:
+    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None, among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
+) -> lookup.Answer | None:  # fmt: skip
     """The best row of the ladder for one kernel."""
-    why_not = kind_refusal(problem, gpu, specialized)
-    return lookup.find(
-        key_of(problem, kernel, gpu), gpu.silicon, layers() if among is None else among, why_not, toolchain()
-    )
+    why_not, found = kind_refusal(problem, gpu, specialized), layers() if among is None else among
+    return lookup.find(key_of(problem, kernel, gpu), gpu.silicon, found, why_not, node or toolchain())
 
 
 def choose(
@@ -174,12 +171,13 @@ def choose(
     gpu: Gpu,
     specialized: bool | None = None,
     among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
 ) -> Choice:
     """The config for one kernel of this problem: the best row of the ladder, else the default. ``specialized``: whether it
     is to be warp-specialised, where such a row can serve; None: as the rows have it. ``among``: None for the layers of this
-    process."""
+    process; ``node``: what is running where the call will be, None for here."""
     kinds = (True, False) if specialized else (specialized,)
-    answer = next(filter(None, (_found(problem, kernel, gpu, kind, among) for kind in kinds)), None)
+    answer = next(filter(None, (_found(problem, kernel, gpu, kind, among, node) for kind in kinds)), None)
     if answer is None:
         _log_once(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
@@ -189,12 +187,13 @@ def choose(
 
 
 def road_refusal(
-    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None
-) -> Callable[[Row], str | None]:
-    """Why a row for a whole backward cannot serve this problem, or None. ``among``: None for the layers of this process."""
+    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
+) -> Callable[[Row], str | None]:  # fmt: skip
+    """Why a row for a whole backward cannot serve this problem, or None. ``among``, ``node``: as ``choose`` has them."""
 
     def served(kernel: str, specialized: bool) -> bool:
-        return _found(problem, kernel, gpu, specialized, among) is not None
+        return _found(problem, kernel, gpu, specialized, among, node) is not None
 
     return refusal(problem, gpu, deterministic, served)
 
@@ -205,13 +204,14 @@ def kinds_of(row: Row) -> dict[str, bool]:
 
 
 def road_of(
-    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None
-) -> tuple[str, Mapping[str, bool]]:
+    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
+) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
     """(road, kernel -> whether it is to be warp-specialised), by the row for the whole backward; the road is "split" or
     "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
     key = key_of(problem, BACKWARD, gpu)
-    acceptable = road_refusal(problem, gpu, deterministic, among)
-    answer = lookup.find(key, gpu.silicon, layers() if among is None else among, acceptable, toolchain())
+    acceptable = road_refusal(problem, gpu, deterministic, among, node)
+    answer = lookup.find(key, gpu.silicon, layers() if among is None else among, acceptable, node or toolchain())
     if answer is None:
         return SPLIT, {}
     return answer.row.road, kinds_of(answer.row)
@@ -305,20 +305,6 @@ def _plan_in_capture(
     return plan
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile: a full one takes 50 ms once torch is imported, and what a first call reads and
-    imports sets off one or two."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
     if len(memo) >= PLANS_KEPT:
         memo.clear()
@@ -366,7 +352,7 @@ def forward_plan(
             return ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"])
 
         try:
-            with _uncollected():
+            with uncollected():
                 plan = _plan(problem, {"fwd": None}, q.get_device(), make)
         except CaptureMiss as miss:
             return _plan_in_capture(miss, problem, ("fwd",), q.get_device(), make)
@@ -413,7 +399,7 @@ def backward(
             return lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs)
 
         try:
-            with _uncollected():
+            with uncollected():
                 road, kinds = road_of(problem, gpu_of(device_index), deterministic)
                 asked = {kernel: kinds.get(kernel) for kernel in ROADS[road]}
                 plan = _plan(problem, asked, device_index, on(road))

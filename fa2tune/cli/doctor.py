@@ -134,7 +134,7 @@ def kernels() -> Iterator[Finding]:
 
     held = binaries.trusted()
     for place, file in held.files:
-        version = precompiled.triton_version()
+        version = precompiled.triton_build()
         fitting = Counter(
             f"sm_{e.about.get('arch')}" for e in file.entries.values() if e.about.get("triton") == version
         )

@@ -56,10 +56,6 @@ class Attention:
     #: why no kernel of fa2tune computes it, beyond ``longest`` if that is a window's; "": one does
     not_covered: str = ""
 
-    @property
-    def windowed(self) -> bool:
-        return self.kind != FULL
-
 
 def read(path: Path) -> dict[str, Any]:
     """The JSON object of a config file; ModelConfigError."""

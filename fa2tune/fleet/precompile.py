@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from fa2tune.calling import dispatch
@@ -21,9 +22,11 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import launch, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.problem import BUCKETS, DTYPES, ROADS, Problem, Specialization, TuningKey
-from fa2tune.rows.lookup import SIXTEEN_BIT
+from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.variant import Variant
+
+OTHER_DRIVER = "other"  #: stands for any that no row was made with
 
 Point = tuple[tuple[str, object], ...]
 #: One binary: the ``binary_config`` as sorted pairs.
@@ -68,22 +71,31 @@ def _problems(key: TuningKey, views: bool) -> Iterator[Problem]:
         yield replace(problem, tma=False, aligned=False)
 
 
-def _choices(problem: Problem, gpu: Gpu, layers: Sequence[Layer]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """(kernel, config) of everything that the dispatcher would choose for a problem, forward and backward."""
-    yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers).config
+def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
+    """What may be running where the calls will be: Triton and kernels as here, whatever the driver, since a row of that
+    driver goes before others. This host's says nothing: it may have none."""
+    drivers = sorted({row.driver for layer in layers for row in layer.rows} | {"", OTHER_DRIVER})
+    return [replace(dispatch.toolchain(), driver=driver) for driver in drivers]
+
+
+def _choices(
+    problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """(kernel, config) of everything that a node's dispatcher would choose for a problem, forward and backward."""
+    yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
     for deterministic in (False, True):
-        road, kinds = dispatch.road_of(problem, gpu, deterministic, layers)
+        road, kinds = dispatch.road_of(problem, gpu, deterministic, layers, node)
         for kernel in ROADS[road]:
-            yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers).config
+            yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers, node).config
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Job], int]:
-    """Every binary that those calls take, and how many keys (dtype, head dims, mask, bucket) they are."""
+    """Every binary that those calls take, under any driver, and how many keys (dtype, head dims, mask, bucket) they are."""
     found: dict[Job, None] = {}
-    keys = _keys(gpu, layers, wanted)
+    keys, nodes = _keys(gpu, layers, wanted), _nodes(layers)
     for key in keys:
-        for problem in _problems(key, wanted.views):
-            for kernel, config in _choices(problem, gpu, layers):
+        for problem, node in product(_problems(key, wanted.views), nodes):
+            for kernel, config in _choices(problem, gpu, layers, node):
                 for variant, its_config in runs(kernel, problem.specialization, config, gpu.arch):
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, problem.specialization, tuple(sorted(binary.items()))] = None
@@ -177,7 +189,7 @@ def save(path: Path, outcome: Outcome) -> Saved:
                 if key in outcome.entries:
                     continue
                 if (
-                    entry.about.get("triton") == precompiled.triton_version()
+                    entry.about.get("triton") == precompiled.triton_build()
                     and entry.about.get("source") not in made_here
                 ):
                     dropped += 1

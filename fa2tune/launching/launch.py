@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from fa2tune import collected
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import cuda, precompiled
@@ -133,6 +134,7 @@ def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], 
         except CudaError as error:
             found = f"{found}: {error}"
     log.info("compiling %s: %s", variant.name, found)
+    collected()  # takes seconds, or minutes
     compiled = compiler.compile_kernel(variant, spec, binary, arch)
     try:
         return Function(image_of(compiled), wanted, device_index, f"compiled: {found}")
@@ -256,15 +258,3 @@ def bind(
     Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
     make = InterpretedLaunch if device_index < 0 else _bound
     return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
-
-
-def prepare(
-    variant: Variant, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor], softmax_scale: float,
-    device_index: int,
-) -> Callable[[], None]:  # fmt: skip
-    """A closure that launches the kernel on these tensors: what a timer wants."""
-    names = tuple(tensors)
-    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-    bound = bind(variant, problem, config, strides, softmax_scale, names, device_index)
-    values = tuple(tensors.values())
-    return lambda: bound(*values)

@@ -1,15 +1,17 @@
 """Whether a kernel need not be compiled: (variant, specialization, config, arch) -> its image, out of a trusted file.
 
-A binary fits where everything that Triton would compile it from is the same: Triton's version, the kernel's source, its
+A binary fits where everything that Triton would compile it from is the same: Triton's build, the kernel's source, its
 signature, constants, assumptions on its arguments, options, and the architecture. All of it is hashed into the key.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +20,7 @@ from typing import Any
 
 from fa2tune.compiling import binaries, compiler, fingerprint
 from fa2tune.compiling.binaries import BinariesError, Entry
-from fa2tune.compiling.fingerprint import triton_version as triton_version
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching.cuda import Image, MapFormat
 from fa2tune.problem import Config, Specialization
 from fa2tune.variant import Variant
@@ -45,10 +47,33 @@ KNOBS = {
 }
 
 
+#: The folder that an installer leaves beside Triton's own, by which name it ever comes.
+_INSTALLED = re.compile(r"(?:pytorch[-_])?triton(?:[-_]nightly)?-([^-]+)\.dist-info")
+
+
+@cache
+def triton_build() -> str:
+    """Triton's version with what tells its builds apart: PyPI's 3.6.0 and those of NGC and PyTorch (3.6.0+git...) call
+    themselves 3.6.0, and compile differently. By the name of a folder, as importlib.metadata may cost 20 ms. A build that
+    none vouches for (a checkout that is not installed), or several do, is like no other."""
+    version = triton_version()
+    if "+" in version:
+        return version
+    found = importlib.util.find_spec("triton")
+    beside = [os.path.dirname(os.path.dirname(found.origin))] if found is not None and found.origin else []
+    for folder in (*beside, *sys.path):  # an editable install leaves its own elsewhere
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        builds = {match[1] for match in map(_INSTALLED.fullmatch, names) if match}
+        builds = {build for build in builds if re.fullmatch(rf"{re.escape(version)}(\.(post|dev)\d+)?(\+.*)?", build)}
+        if builds:
+            return " or ".join(sorted(builds))
+    return f"{version}+unknown"
+
+
 def about(variant: Variant, spec: Specialization, config: Config, arch: int) -> dict[str, Any]:
     """What a binary is made from, for people. ``config``: a ``compiler.binary_config``."""
     return {
-        "triton": triton_version(), "kernel": variant.name, "source": fingerprint.kernel_hash(variant), "arch": arch,
+        "triton": triton_build(), "kernel": variant.name, "source": fingerprint.kernel_hash(variant), "arch": arch,
         "spec": asdict(spec), "config": dict(config),
     }  # fmt: skip
 
@@ -56,7 +81,7 @@ def about(variant: Variant, spec: Specialization, config: Config, arch: int) -> 
 def key_of(variant: Variant, spec: Specialization, config: Config, arch: int) -> str:
     """sha256 of all that a binary is made from, 64 hexadecimal digits."""
     made_from = [
-        triton_version(), variant.name, fingerprint.kernel_hash(variant), arch,
+        triton_build(), variant.name, fingerprint.kernel_hash(variant), arch,
         compiler.signature(variant, spec, config, layouts=False), repr(compiler.constexprs(variant, spec, config)),
         repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(config).items())),
     ]  # fmt: skip

@@ -287,6 +287,11 @@ class Crew:
         if self.spare and self.children and len(self.children) <= self.size:
             self._start()
 
+    def prepare(self) -> None:
+        """Start a child that imports ``spare`` now, for the first job not to wait for that."""
+        if self.spare and not self.children:
+            self._start()
+
     def _start(self) -> _Child:
         self.started += 1
         child = _Child(self.environment, self.spare)

@@ -16,9 +16,11 @@ import os
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -53,8 +55,15 @@ SETTLED = sa.Table(
     "settled", _META,
     sa.Column("campaign", sa.TEXT, primary_key=True),
     sa.Column("lot", sa.TEXT, primary_key=True),
-    sa.Column("request", sa.TEXT, primary_key=True),  # that it was settled for
+    sa.Column("request", sa.TEXT, primary_key=True),  # that it was settled for; or RETRIED
 )  # fmt: skip
+WANTED = sa.Table(  # lots that a worker has been asked for, and that are not settled for it
+    "wanted", _META,
+    sa.Column("campaign", sa.TEXT, primary_key=True),
+    sa.Column("worker", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, primary_key=True),
+)  # fmt: skip
+RETRIED = "retried"  #: a mark: what had failed before this campaign was struck out
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,8 @@ class Standing:
 
     held: frozenset[str] = frozenset()  #: lots that this worker holds
     settled: frozenset[str] = frozenset()  #: lots that need no more work for this request
-    others: int = 0  #: workers of this campaign beside this one
-    excess: int = 0  #: held lots above this worker's part: it should give back as many
+    excess: int = 0  #: held lots above this worker's part: it should give back as many of those sought
+    sought: frozenset[str] = frozenset()  #: held lots that others want as well
     lost: bool = False  #: this worker had been taken for dead; what it held before is not its own
 
 
@@ -125,14 +134,14 @@ class Leases:
     joined: bool = False  #: the others know of this worker
 
     def __post_init__(self) -> None:
-        self.storage.create(WORKERS, LEASES, SETTLED)
+        self.storage.create(WORKERS, LEASES, SETTLED, WANTED)
 
     def due(self) -> bool:
         return time.monotonic() >= self.met + BEAT_S
 
     def meet(self, wanted: Sequence[str]) -> Standing:
-        """Say that this worker lives, bury who does not, and take what is free, up to this worker's part: by its GPUs, of all
-        that work on this. ``wanted``: every lot of the request, the largest first."""
+        """Say that this worker lives, bury who does not, and take what is free, up to this worker's part: of each lot by its
+        GPUs, of those of all that want it. ``wanted``: every lot of the request, the largest first."""
 
         def meeting(connection: sa.Connection) -> Standing:
             self.storage.alone(connection)
@@ -143,23 +152,36 @@ class Leases:
             held = {row.lot for row in table if row.worker == self.worker}
             done = (SETTLED.c.campaign == self.campaign, SETTLED.c.request == self.request)
             settled = {*connection.execute(sa.select(SETTLED.c.lot).where(*done)).scalars()}
-            free = [lot for lot in wanted if lot not in taken and lot not in settled]
-            living = connection.execute(sa.select(WORKERS.c.gpus).where(WORKERS.c.campaign == self.campaign)).scalars()
-            weights = list(living)
-            open_ = sum(lot not in settled for lot in wanted)
-            part = max(1, -(-open_ * self.gpus // sum(weights)))
+            open_ = [lot for lot in wanted if lot not in settled]
+            rivals = self._want(connection, open_)
+            part = max(1, math.ceil(sum(Fraction(self.gpus, rivals[lot]) for lot in open_)))
+            # what nobody else wants comes first, and is not given back
+            free = sorted((lot for lot in open_ if lot not in taken), key=rivals.__getitem__)
             new = free[: max(0, part - len(held))]
             for lot in new:
                 values = {"campaign": self.campaign, "lot": lot, "worker": self.worker}
                 connection.execute(LEASES.insert().values(**values, since=self.storage.now))
-            return Standing(
-                frozenset(held | {*new}), frozenset(settled), len(weights) - 1, max(0, len(held) - part),
-                self.joined and not present,
-            )  # fmt: skip
+            sought = frozenset(lot for lot in held if rivals[lot] > self.gpus)
+            excess = min(len(sought), max(0, len(held) - part))
+            return Standing(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
 
         self.standing = self.storage.do(meeting)
         self.met, self.joined = time.monotonic(), True
         return self.standing
+
+    def _want(self, connection: sa.Connection, lots: Sequence[str]) -> Counter[str]:
+        """Say what this worker wants by now. Lot -> the GPUs of all workers that want it."""
+        mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker)
+        before = {*connection.execute(sa.select(WANTED.c.lot).where(*mine)).scalars()}
+        if gone := before - {*lots}:
+            connection.execute(WANTED.delete().where(*mine, WANTED.c.lot.in_(gone)))
+        if new := [{"campaign": self.campaign, "worker": self.worker, "lot": lot} for lot in {*lots} - before]:
+            connection.execute(WANTED.insert(), new)
+        found = Counter[str]()
+        of_all = sa.select(WANTED.c.lot, WORKERS.c.gpus).join(WORKERS, WORKERS.c.worker == WANTED.c.worker)
+        for lot, gpus in connection.execute(of_all.where(WANTED.c.campaign == self.campaign)).all():
+            found[lot] += gpus
+        return found
 
     def _bury(self, connection: sa.Connection) -> None:
         """Take out who has said no word for long, and who was killed on this host. Of a campaign that nobody works on, forget
@@ -170,12 +192,12 @@ class Leases:
             late = row.late and (self.storage.shared or not here or not row.born)
             if row.worker != self.worker and (late or (here and _ended(row.pid, row.born))):
                 self._strike(connection, row.worker)
-        for table in (LEASES, SETTLED):
+        for table in (LEASES, SETTLED, WANTED):
             connection.execute(table.delete().where(table.c.campaign.not_in(sa.select(WORKERS.c.campaign))))
 
     @staticmethod
     def _strike(connection: sa.Connection, worker: str) -> None:
-        for table in (LEASES, WORKERS):
+        for table in (LEASES, WANTED, WORKERS):
             connection.execute(table.delete().where(table.c.worker == worker))
 
     def _breathe(self, connection: sa.Connection) -> bool:
@@ -207,8 +229,23 @@ class Leases:
         mine = (LEASES.c.campaign == self.campaign, LEASES.c.worker == self.worker)
         return frozenset(connection.execute(sa.select(LEASES.c.lot).where(*mine)).scalars())
 
-    def holds(self, lot: str) -> bool:
-        return lot in self.storage.do(self.holding)
+    def marked(self, lot: str, what: str) -> bool:
+        """Whether anybody of this campaign has marked a lot."""
+        query = sa.select(SETTLED).where(*self._mark(lot, what))
+        return bool(self.storage.select(query))
+
+    def mark(self, lot: str, what: str) -> None:
+        """Note something about a lot that we hold, for whoever holds it later, until the campaign is over."""
+
+        def marked(connection: sa.Connection) -> None:
+            self.storage.alone(connection)
+            connection.execute(SETTLED.delete().where(*self._mark(lot, what)))
+            connection.execute(SETTLED.insert().values(campaign=self.campaign, lot=lot, request=what))
+
+        self.storage.do(marked)
+
+    def _mark(self, lot: str, what: str) -> tuple[sa.ColumnElement[bool], ...]:
+        return SETTLED.c.campaign == self.campaign, SETTLED.c.lot == lot, SETTLED.c.request == what
 
     def settle(self, lot: str) -> bool:
         """Everything of a lot is done, and stored. False: it had been taken over, so that is for its holder to say."""
@@ -218,6 +255,8 @@ class Leases:
                 return False
             mark = {"campaign": self.campaign, "lot": lot, "request": self.request}
             connection.execute(SETTLED.insert().values(**mark))
+            mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker, WANTED.c.lot == lot)
+            connection.execute(WANTED.delete().where(*mine))
             return True
 
         found = self.storage.do(settled)

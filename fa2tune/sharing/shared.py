@@ -56,13 +56,9 @@ class SharedStore:
             raise StorageError(f"storage: {self.name}: row {identity[:200]}: {error}") from error
         return row
 
-    def put(self, rows: Sequence[Row]) -> None:
-        """Add ``rows``; each takes the place of the one with its key, variant and way of being obtained. ValueError names a
-        value that no cache file may hold; then nothing is written."""
-        self.storage.do(lambda connection: self.write(connection, rows))
-
     def write(self, connection: sa.Connection, rows: Sequence[Row]) -> None:
-        """``put``, as a part of a transaction."""
+        """Add ``rows``, as a part of a transaction; each takes the place of the one with its key, variant and way of being
+        obtained. ValueError names a value that no cache file may hold; then nothing is written."""
         insert = postgresql.insert if self.storage.shared else sqlite.insert
         values: list[dict[str, Any]] = [
             {

@@ -4,6 +4,7 @@ core, which neither the GPUs nor the search should wait for.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ import sqlalchemy as sa
 
 from fa2tune.measuring import worker
 from fa2tune.measuring.worker import Crew, Job
+from fa2tune.sharing import storage as storages
 from fa2tune.sharing.storage import Storage, StorageError
 
 BATCH = 32  #: writes a job
-DEADLINE_S = 600.0  #: of a job: a database may be away for a while
+DEADLINE_S = 600.0  #: of a write: a database may be away for a while
 TRIES = 3  #: of a job whose process dies
 
 T = TypeVar("T")
@@ -39,14 +41,16 @@ def _study(held: optuna.storages.BaseStorage, name: str) -> int:
 
 
 def write(url: sa.URL | None, file: Path | None, writes: Sequence[Write]) -> None:
-    """In a clerk. A write is done twice where the connection is lost on its way back: a study may have a trial twice."""
+    """In a clerk, with a note for each write that is done. One is done twice where the connection is lost on its way back: a
+    study may have a trial twice."""
     storage, held = _optuna(url, file)
-    for study, attribute, value in writes:
+    for done, (study, attribute, value) in enumerate(writes, 1):
         number = storage.patiently(partial(_study, held, study))
         if attribute:
             storage.patiently(partial(held.set_study_user_attr, number, attribute, value))
         else:
             storage.patiently(partial(held.create_new_trial, number, value))
+        worker.report(done)
 
 
 @dataclass(eq=False)
@@ -55,9 +59,15 @@ class Clerk:
 
     crew: Crew = field(default_factory=lambda: Crew(1))
     waiting: deque[Write] = field(default_factory=deque)
+    job: Job | None = None  #: under way
     failures: int = 0  #: in a row
     taken: int = 0  #: writes, ever
-    stored: int = 0  #: of them
+    stored: int = 0  #: of them, by jobs that ended
+
+    @property
+    def left(self) -> int:
+        """Writes that are not stored."""
+        return self.taken - self.stored - (len(self.job.notes) if self.job else 0)
 
 
 class Shelf:
@@ -103,19 +113,18 @@ class Shelf:
             return
         batch = [clerk.waiting.popleft() for _ in range(min(BATCH, len(clerk.waiting)))]
         arguments = (self.storage.url, self.storage.file, batch)
-        clerk.crew.submit(
-            Job("fa2tune.sharing.shelf:write", arguments, DEADLINE_S, tag=partial(self._wrote, clerk, batch))
-        )
+        clerk.job = Job("fa2tune.sharing.shelf:write", arguments, DEADLINE_S, tag=partial(self._wrote, clerk, batch))
+        clerk.crew.submit(clerk.job)
 
     def _wrote(self, clerk: Clerk, batch: Sequence[Write], job: Job) -> None:
+        clerk.job, done = None, len(job.notes)
+        clerk.stored += done
         clerk.failures = 0 if job.failure is None else clerk.failures + 1
         if job.failure is not None:
             if not job.died or clerk.failures >= TRIES:
                 clerk.waiting.clear()  # the run ends here, and need not try once more
                 raise StorageError(f"storage: {self.storage.name}: studies cannot be written: {job.failure}")
-            clerk.waiting.extendleft(reversed(batch))
-        else:
-            clerk.stored += len(batch)
+            clerk.waiting.extendleft(reversed(batch[done:]))
         self._send(clerk)
 
     def mark(self) -> tuple[int, ...]:
@@ -126,9 +135,16 @@ class Shelf:
         """Whether all of it is in the storage."""
         return all(clerk.stored >= taken for clerk, taken in zip(self.clerks, mark, strict=True))
 
+    @property
+    def left(self) -> int:
+        """Trials, and facts about studies, that are not stored."""
+        return sum(clerk.left for clerk in self.clerks)
+
     def flush(self) -> None:
-        """Wait until everything is stored. StorageError, after the other clerks have stored what they can."""
+        """Wait until everything is stored; in a hurry, as long as anything is. StorageError, after the other clerks have stored
+        what they can."""
         failed: StorageError | None = None
+        left, since = self.left, time.monotonic()
         while any(clerk.waiting or clerk.crew.load for clerk in self.clerks):
             for clerk in self.clerks:  # one that failed has nothing under way
                 self._send(clerk)
@@ -137,6 +153,13 @@ class Shelf:
                     job.tag(job)
                 except StorageError as error:
                     failed = failed or error
+            if self.left < left:
+                left, since = self.left, time.monotonic()
+            elif self.storage.shared and self.storage.hurry and time.monotonic() > since + storages.HURRY_S:
+                failed = StorageError(f"storage: {self.storage.name}: it stays away, {left} writes are given up")
+                for clerk in self.clerks:
+                    clerk.crew.close()
+                    clerk.waiting.clear()
         if failed is not None:
             raise failed
 

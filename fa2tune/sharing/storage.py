@@ -105,11 +105,6 @@ class Storage:
         return cls.of_studies(Path(url.database or ""))
 
     @classmethod
-    def of_file(cls, path: Path) -> Storage:
-        """Our own tables alone, in an SQLite file."""
-        return cls(None, path)
-
-    @classmethod
     def of_studies(cls, path: Path) -> Storage:
         """An SQLite file with studies, and beside it one with our own tables."""
         return cls(sa.URL.create("sqlite", database=str(path)), path.with_name(OWN_FILE))

@@ -36,6 +36,7 @@ class Family:
     shelf: Shelf
     stamp: str  #: see KeyStudy; kernel and space hashes are added here
     ledger: Ledger
+    retry: bool = False  #: strike out what failed before
     neighbours: list[Family] = field(default_factory=list)  #: same variant, other mask or other 16-bit dtype
     leader: Family | None = None  #: waits for it, and starts from its winners
     ready: list[tuple[Config, Verdict]] = field(default_factory=list)  #: compiled and waiting to be timed
@@ -47,7 +48,7 @@ class Family:
         self.kernel = self.variant.filed_under
         gpu = self.plan.target.gpu
         self.failures = self.ledger.page(self.variant, self.spec, gpu.arch)
-        if self.plan.request.retry_failed:
+        if self.retry:
             self.failures.forget()
         allowed = legal(self.variant, self.spec, gpu)
         self.failed_before: dict[Point, Failure] = {point(c): f for c, f in self.failures.failing(allowed.configs)}

@@ -151,13 +151,14 @@ class OpenLot:
 
 
 def opened(lot: Lot, plan: Plan, shelf: Shelf, stamp: str, ledger: Ledger, known: Sequence[Row],
-           say: Callable[[str], None]) -> OpenLot:  # fmt: skip
-    """The families of a lot, with every trial there is of them. ``known``: rows whose configs are tried early."""
+           say: Callable[[str], None], retry: bool = False) -> OpenLot:  # fmt: skip
+    """The families of a lot, with every trial there is of them. ``known``: rows whose configs are tried early; ``retry``:
+    strike out what failed before."""
     families = []
     gpu = plan.target.gpu
     for spec in filter(lot.covers, plan.specializations()):
         for variant in _variants(lot, plan):
-            family = Family(variant, spec, plan, shelf, stamp, ledger)
+            family = Family(variant, spec, plan, shelf, stamp, ledger, retry)
             own = [row for row in known if row.variant in variant.ways]
             family.search.seeds.extend(winners(own, family.kernel, spec, gpu.arch))
             if family.legal.configs:

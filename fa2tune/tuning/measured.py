@@ -49,6 +49,7 @@ class Measured:
         self.crews = [
             Crew(1, {"CUDA_VISIBLE_DEVICES": device} if device else None, spare=module) for device in books.plan.devices
         ]
+        self.working = [*self.crews]  #: those whose GPU works
         self.anchors: dict[Family, Config] = {}
         self.heats = Counter[Family]()  #: under way
 
@@ -72,7 +73,7 @@ class Measured:
             return None
         family = max(waiting, key=lambda f: len(f.ready))
         # no more than its part, where other GPUs have nothing to do
-        idle = sum(not crew.load for crew in self.crews)
+        idle = sum(not crew.load for crew in self.working)
         size = min(HEAT, -(-sum(len(f.ready) for f in waiting) // max(1, idle)))
         family.ready.sort(key=lambda entry: entry[0] != family.default)  # the first heat must hold the default
         batch, family.ready = family.ready[:size], family.ready[size:]

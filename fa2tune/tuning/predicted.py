@@ -32,7 +32,7 @@ class Predicted:
     def __init__(self, books: Books) -> None:
         self.books = books
         interpreter = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.crews = [Crew(books.plan.workers, interpreter)]
+        self.crews = self.working = [Crew(books.plan.workers, interpreter)]
 
     def reserve(self, open_families: int) -> float:
         """Seconds to leave for the checks of so many families."""

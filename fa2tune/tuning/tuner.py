@@ -24,7 +24,7 @@ from fa2tune.problem import Config
 from fa2tune.rows import reader
 from fa2tune.rows.row import PREDICTED, Row, hashed_as
 from fa2tune.rows.store import Store
-from fa2tune.sharing.leases import Leases
+from fa2tune.sharing.leases import RETRIED, Leases
 from fa2tune.sharing.shared import SharedStore
 from fa2tune.sharing.shelf import Shelf
 from fa2tune.tuning import crown, ledger, lots
@@ -93,7 +93,7 @@ class Run:
         self.compilers = Crew(plan.workers, {"OMP_NUM_THREADS": "1"}, memory=COMPILE_MEMORY)
         self.slowest_compile = 0.0
         self.way = Predicted(self.books) if obtained == PREDICTED else Measured(self.books)
-        self.crews = list(self.way.crews)  #: of them, those whose GPU works
+        self.crews = self.way.working
         self.failures = Counter[Crew]()  #: in a row, before anything was launched
         self.works: list[Work] = []
         self.ready: deque[tuple[OpenLot, Task]] = deque()  #: finals that wait for a crew
@@ -109,6 +109,7 @@ class Run:
         self.books.watcher.planned(self.plan, [*self.lots.values()])
         with ExitStack() as end:  # in the reverse order, each whatever becomes of the others
             end.callback(self.leases.leave)
+            end.callback(self._tell_left)
             end.callback(self.shelf.close)
             end.callback(self.books.file, at_once=True)
             for crew in (self.compilers, *self.way.crews):
@@ -132,11 +133,32 @@ class Run:
         report.bookkeeping = (time.process_time() - self.cpu) / report.seconds
         return report
 
+    def _tell_left(self) -> None:
+        """What did not get into the storage, where it stays away."""
+        left = [f"the rows of {title}" for title, _ in self.books.unfiled]
+        if self.shelf.left:
+            left.append(f"{self.shelf.left} trials or facts about studies")
+        if left:
+            self.books.watcher.line(f"left unwritten: {', '.join(left)}; the next run makes them again")
+
     def _busy(self) -> bool:
         """Hand out what can be done; whether anything is, or will be, under way here."""
         if self.leases.due():
             self._meet()
-        self._open_next()
+        if not self.open:
+            self._open_next()
+        self._hand_out()
+        if self._open_next():  # only now, as it takes seconds: what was there to do is under way
+            self._hand_out()
+        self._settle()
+        if self.compilers.load or self.works or self.returning:
+            return True
+        if self._budget_is_over() or not self._unsettled():
+            return False
+        return bool(self._unopened()) or self._wait_for_others()
+
+    def _hand_out(self) -> None:
+        """To the compilers, and to whoever launches."""
         self._propose()
         for crew in self.crews:
             while sum(work.crew is crew for work in self.works) < self.way.tasks_at_once and (
@@ -144,12 +166,6 @@ class Run:
             ):
                 self.works.append(work := Work(found[1], found[0], crew))
                 self._advance(work, None)
-        self._settle()
-        if self.compilers.load or self.works or self.returning:
-            return True
-        if self._budget_is_over() or not self._unsettled():
-            return False
-        return bool(self._unopened()) or self._wait_for_others()
 
     def _progress(self) -> None:
         if time.monotonic() < self.looked + PROGRESS_S:
@@ -185,18 +201,26 @@ class Run:
             return
         idle = {name: sum(len(f.tried()) for f in o.families) for name, o in self.open.items() if o.idle}
         excess = max(0, standing.excess - len(self.returning))
-        back = [*reversed(self._unopened()), *sorted(idle, key=idle.__getitem__)][:excess]
+        back = [*reversed(self._unopened()), *sorted(idle, key=idle.__getitem__)]
+        back = [name for name in back if name in standing.sought][:excess]
         self._drop([name for name in back if name in self.open])
         self.returning += [(name, self.shelf.mark(), self.leases.give) for name in back]
 
-    def _open_next(self) -> None:
-        """One lot at a time: this takes seconds, and others are under way."""
-        for name in [] if self._budget_is_over() else self._unopened()[:1]:
+    def _open_next(self) -> bool:
+        """One lot at a time; False: there is none."""
+        names = [] if self._budget_is_over() else self._unopened()[:1]
+        for name in names:
             self.waits = False
+            for crew in self.crews:  # what they import takes as long as the first compiles
+                crew.prepare()
             known = [*self.known, *self.books.store.rows()]
+            # once: what has crashed since, here or where this lot was before, is not tried again
+            retry = self.plan.request.retry_failed and not self.leases.marked(name, RETRIED)
             opened = lots.opened(
-                self.lots[name], self.plan, self.shelf, self.stamp, self.ledger, known, self.books.watcher.line
+                self.lots[name], self.plan, self.shelf, self.stamp, self.ledger, known, self.books.watcher.line, retry
             )
+            if retry:
+                self.leases.mark(name, RETRIED)
             self.open[name] = opened
             self.families = [
                 family for family in self.families if not opened.lot.covers_family(family)
@@ -204,6 +228,7 @@ class Run:
             lots.acquaint(self.families)
             self.books.watcher.opened(opened)
             self._tell_left_out(opened)
+        return bool(names)
 
     def _tell_left_out(self, opened: OpenLot) -> None:
         left_out = Counter[str]()

@@ -1,7 +1,7 @@
 """What the tests of warp-specialised variants run: problems, configs, one check by the error rule. Also a program of its own:
 
 python tests/gpu/hopper_cases.py stress 300 [seed] [kernel ...]    random shapes and configs for so many seconds
-python tests/gpu/hopper_cases.py small [kernel ...]                a few small shapes of each variant, for compute-sanitizer
+python tests/gpu/hopper_cases.py small [kernel ...]                what benchmarks/sanitize.py runs: see small_cases
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
-from typing import Any
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +23,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, limits
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import KERNELS, Config, Problem, Specialization
+from fa2tune.problem import KERNELS, ROADS, Config, Problem, Specialization
 from fa2tune.variant import Variant
 
 Tensors = Mapping[str, torch.Tensor]
@@ -58,34 +60,52 @@ def config_for(variant: Variant, asked: Problem) -> Config:
     return default if limits.before_compile(variant, spec, default, gpu) is None else legal(variant, asked)[0]
 
 
-def spread(variant: Variant, asked: Problem, seed: int = 0) -> list[dict[str, Any]]:
-    """A few legal configs, in which every dimension takes each of its values that is legal somewhere."""
+def spread(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
+    """Legal configs, in which every dimension takes each of its values that is legal somewhere, and few binaries: whichever
+    brings most values comes next, of those one whose binary is there already, and of the rest any, drawn by the problem."""
     found = legal(variant, asked)
+    random.Random(f"{variant.name} {asked.head_dim} {asked.causal}").shuffle(found)
     missing = {entry for config in found for entry in config.items()}
-    picked = []
-    for config in random.Random(seed).sample(found, len(found)):
-        if missing & set(config.items()):
-            picked.append(config)
-            missing -= set(config.items())
+    picked: list[dict[str, Any]] = []
+    binaries: list[dict[str, Any]] = []
+    compiled_in = [compiler.binary_config(variant, config) for config in found]
+    while missing:
+        # what only a launch chooses is left for later, when any binary will do
+        gains = [
+            (len(missing & set(binary.items())), len(missing & set(config.items())), binary in binaries)
+            for config, binary in zip(found, compiled_in, strict=True)
+        ]
+        best = gains.index(max(gains))
+        picked.append(found[best])
+        binaries.append(compiled_in[best])
+        missing -= set(found[best].items())
     return picked
 
 
+def road_of(variant: Variant, config: Config, asked: Problem, portable: bool = True) -> tuple[str, dict[str, Config]]:
+    """The road of the backward that a variant is on ("": it is a forward), and a config of each kernel that runs with it: of
+    the others the portable default, or the warp-specialised one where that can serve. The forward comes first."""
+    road = next((road for road, kernels in ROADS.items() if variant.filed_under in kernels), "")
+    configs = {}
+    for kernel in ("fwd", *ROADS.get(road, ())):
+        others = [] if portable else [one for one in specialized((kernel,)) if not refusal(one, asked)]
+        other = others[0] if others else compiler.variant_named(kernel)
+        configs[kernel] = config if kernel == variant.filed_under else config_for(other, asked)
+    return road, configs
+
+
 def run(
-    variant: Variant, config: Config, asked: Problem, inputs: Tensors, softmax_scale: float | None = None
-) -> dict[str, torch.Tensor]:
-    """What a config of one kernel makes of these tensors, the other kernels being portable by default: o and lse, or the three
+    variant: Variant, config: Config, asked: Problem, inputs: Tensors, softmax_scale: float | None = None,
+    portable: bool = True,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What a config of one kernel makes of these tensors, with the other kernels as road_of says: o and lse, or the three
     gradients. Uninitialised memory holds NaN."""
-    kernel, arch = variant.filed_under, dispatch.gpu_of(0).arch
     scale = asked.head_dim**-0.5 if softmax_scale is None else softmax_scale
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    road = next((road for road, kernels in passes.ROADS.items() if kernel in kernels), "")
-    configs = {
-        name: compiler.variant_named(name).space.default(asked.specialization, arch)
-        for name in ("fwd", *passes.ROADS.get(road, ()))
-    } | {kernel: config}  # fmt: skip
+    road, configs = road_of(variant, config, asked, portable)
     with verify._strict("ieee"):
         o, lse = passes.forward(q, k, v, causal=asked.causal, softmax_scale=scale, config=configs["fwd"])
-        if kernel == "fwd":
+        if not road:
             return {"o": o, "lse": lse}
         gradients = passes.backward(
             inputs["do"], inputs.get("dlse"), q, k, v, o, lse, causal=asked.causal, softmax_scale=scale, road=road,
@@ -114,19 +134,26 @@ def inside_a_wider_one(tensor: torch.Tensor) -> torch.Tensor:
 VIEWS = (as_they_are, sequence_first, inside_a_wider_one)
 
 
+@lru_cache(maxsize=1)
+def answers(
+    asked: Problem, with_dlse: bool, gradients: bool, softmax_scale: float | None, inputs: tuple[tuple[str, Any], ...]
+) -> tuple[reference.Inputs, Tensors, Tensors]:
+    """Inputs, oracle, reference: once for all configs that are checked on a problem one after the other."""
+    made = reference.make_inputs(asked, "cuda", with_dlse=with_dlse, **dict(inputs))
+    found = reference.oracle_and_reference(made, causal=asked.causal, softmax_scale=softmax_scale, gradients=gradients)
+    return made, *found
+
+
 def check(
     variant: Variant, config: Config, asked: Problem, view: Callable[[torch.Tensor], torch.Tensor] = as_they_are,
-    softmax_scale: float | None = None, with_dlse: bool = True, **inputs: Any,
+    softmax_scale: float | None = None, with_dlse: bool = True, portable: bool = True, **inputs: Any,
 ) -> verify.Errors:  # fmt: skip
-    """Raises WrongResult where a result breaks the error rule."""
+    """Raises WrongResult where a result breaks the error rule. portable: see road_of."""
     backward = variant.filed_under != "fwd"
-    made = reference.make_inputs(asked, "cuda", with_dlse=with_dlse and backward, **inputs)
-    oracle, same = reference.oracle_and_reference(
-        made, causal=asked.causal, softmax_scale=softmax_scale, gradients=backward
-    )
+    made, oracle, same = answers(asked, with_dlse and backward, backward, softmax_scale, tuple(sorted(inputs.items())))
     tensors = {f.name: getattr(made, f.name) for f in fields(made) if isinstance(getattr(made, f.name), torch.Tensor)}
     viewed = {name: view(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
-    return verify.compare(run(variant, config, asked, viewed, softmax_scale), oracle, same)
+    return verify.compare(run(variant, config, asked, viewed, softmax_scale, portable), oracle, same)
 
 
 # ---- a program of its own
@@ -136,13 +163,13 @@ def check(
 Fixed = tuple[Variant, dict[str, Any], Problem]
 
 
-def _binaries(variant: Variant, config: Config, asked: Problem) -> list[tuple[Variant, Config]]:
+def binaries_of(
+    variant: Variant, config: Config, asked: Problem, portable: bool = True
+) -> list[tuple[Variant, Config]]:
     """What a check of a config launches, all of it."""
     spec, arch = asked.specialization, dispatch.gpu_of(0).arch
-    road = next((kernels for kernels in passes.ROADS.values() if variant.filed_under in kernels), ())
-    others = [compiler.variant_named(name) for name in ("fwd", *road) if name != variant.filed_under]
-    before, after = compiler.around(variant, spec, config, arch)
-    return [(variant, config), *before, *after, *((one, one.space.default(spec, arch)) for one in others)]
+    _, configs = road_of(variant, config, asked, portable)
+    return [launch for kernel, its in configs.items() for launch in passes.runs(kernel, spec, its, arch)]
 
 
 def _compile(name: str, spec: Specialization, config: Config, arch: int) -> str:
@@ -175,7 +202,7 @@ def compilable(cases: Sequence[Fixed]) -> list[Fixed]:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = [
             (fixed, pool.submit(_compile, one.name, fixed[2].specialization, config, arch))
-            for fixed in cases for one, config in _binaries(*fixed)
+            for fixed in cases for one, config in binaries_of(*fixed)
         ]  # fmt: skip
         refused = [fixed for fixed, job in jobs if job.result()]
     return [fixed for fixed in cases if fixed not in refused]
@@ -230,17 +257,62 @@ def stress(seconds: float, seed: int = 0, kernels: Sequence[str] = KERNELS, bina
     return done
 
 
+class Form(NamedTuple):
+    """A form of a kernel that compute-sanitizer is to see, whatever default and spread are."""
+
+    variant: str
+    dim: int
+    causal: bool
+    changes: dict[str, Any]  #: beside the default of its head dim and mask, which is PERSISTENT
+
+    def config(self, variant: Variant) -> dict[str, Any]:
+        spec = Specialization("bf16", self.dim, self.dim, self.causal)
+        return {**variant.space.default(spec, 90), **self.changes, "PERSISTENT": True}
+
+
+#: Each on more tiles than there are programs, so that a program takes a second one.
+FORMS = (
+    Form("fwd_hopper", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
+    Form("bwd_fused_hopper", 128, False, {"num_warps": 8, "REDUCE": "tma"}),  # groups joined, dQ handed to its own warp
+    Form("bwd_fused_hopper", 64, False, {"V_IN_REGISTERS": True}),
+    Form("bwd_fused_hopper", 64, True, {"ORDER": "behind", "PAIRS": True}),
+)
+
+
+def small_cases(kernels: Sequence[str] = KERNELS) -> list[Fixed]:
+    """What benchmarks/sanitize.py runs of these kernels: each variant's default, and of its spread each other binary, on a few
+    tiles, as compute-sanitizer is a thousand times as slow as the GPU; and FORMS. ValueError names a form that is no longer
+    legal."""
+    gpu = dispatch.gpu_of(0)
+    variants = {variant.name: variant for variant in specialized(kernels)}
+    cases: list[Fixed] = []
+    for variant, dim, causal in product(variants.values(), (64, 128), (False, True)):
+        problem = Problem("bf16", 1, 2, 1, 150, 277, dim, dim, causal)
+        if not refusal(variant, problem):
+            binaries: list[dict[str, Any]] = []
+            for config in (config_for(variant, problem), *spread(variant, problem)):
+                if (binary := compiler.binary_config(variant, config)) not in binaries:
+                    binaries.append(binary)
+                    cases.append((variant, dict(config), problem))
+    heads_kv = gpu.sm_count // 2 + 4  # two query heads each, of one tile of queries, and three of keys
+    for form in FORMS:
+        if form.variant in variants:
+            variant, config = variants[form.variant], form.config(variants[form.variant])
+            problem = Problem("bf16", 1, 2 * heads_kv, heads_kv, 150, 277, form.dim, form.dim, form.causal)
+            refused = limits.before_compile(variant, problem.specialization, config, gpu)
+            if refused is not None:
+                raise ValueError(f"{form}: not legal any more, {refused.name}: {refused.why}")
+            cases.append((variant, config, problem))
+    return cases
+
+
 def small(kernels: Sequence[str] = KERNELS) -> None:
-    """Each variant on a few problems of a few tiles: compute-sanitizer is a thousand times as slow as the GPU."""
-    asked = [
-        Problem("bf16", 1, 2, 1, 150, 277, *dims, causal) for dims in ((64, 64), (128, 128)) for causal in (False, True)
-    ]
-    cases = [
-        (variant, config, problem)
-        for variant in specialized(kernels) for problem in asked if not refusal(variant, problem)
-        for config in (config_for(variant, problem), *spread(variant, problem)[:2])
-    ]  # fmt: skip
-    for variant, config, problem in compilable(cases):
+    """Runs small_cases. RuntimeError: one of them does not compile."""
+    cases = small_cases(kernels)
+    able = compilable(cases)
+    if lost := [case for case in cases if case not in able]:
+        raise RuntimeError(f"{len(lost)} of {len(cases)} cases do not compile: {lost}")
+    for variant, config, problem in cases:
         inputs = reference.make_inputs(problem, "cuda")
         run(variant, config, problem, {"q": inputs.q, "k": inputs.k, "v": inputs.v, "do": inputs.do})
         torch.cuda.synchronize()

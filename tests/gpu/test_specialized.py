@@ -12,14 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper_cases import VIEWS, Tensors, check, config_for, inside_a_wider_one, refusal, run, specialized, spread
+from hopper_cases import (
+    VIEWS,
+    Tensors,
+    check,
+    config_for,
+    inside_a_wider_one,
+    refusal,
+    road_of,
+    run,
+    specialized,
+    spread,
+)
 
 import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling.compiler import variant_named, variants_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
-from fa2tune.problem import KERNELS, Problem
+from fa2tune.problem import KERNELS, ROADS, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
 from fa2tune.rows.store import Store
 from fa2tune.variant import WARP_SPECIALIZED, Variant
@@ -27,24 +38,49 @@ from fa2tune.variant import WARP_SPECIALIZED, Variant
 VARIANTS = specialized() if torch.cuda.is_available() else [v for k in KERNELS for v in variants_of(k) if v.serves]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no warp-specialised variant for this GPU")
 every = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+ROADS_AND_FORWARD = {"forward": ("fwd",), **ROADS}
+roads = pytest.mark.parametrize("road", ROADS_AND_FORWARD)
 masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 STRESS_SECONDS = float(os.environ.get("FA2TUNE_STRESS_SECONDS", "10"))
 HERE = Path(__file__).parent
 
 
-def asked_for(variant: Variant, *lengths: int, dims: tuple[int, int] = (128, 128), causal: bool = False, dtype: str = "bf16",
-              heads: tuple[int, int] = (4, 2), batch: int = 2) -> Problem:  # fmt: skip
+def posed(*lengths: int, dims: tuple[int, int] = (128, 128), causal: bool = False, dtype: str = "bf16",
+          heads: tuple[int, int] = (4, 2), batch: int = 2) -> Problem:  # fmt: skip
+    return Problem(dtype, batch, *heads, *lengths, *dims, causal)
+
+
+def asked_for(variant: Variant, *lengths: int, **more: object) -> Problem:
     """A problem; skips where the variant has a reason not to serve it."""
-    asked = Problem(dtype, batch, *heads, *lengths, *dims, causal)
+    asked = posed(*lengths, **more)  # type: ignore[arg-type]
     if why := refusal(variant, asked):
         pytest.skip(why)
     return asked
 
 
+def split(more: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """What poses the problem, and what else a check is told."""
+    posing = {"dims", "causal", "dtype", "heads", "batch"} & more.keys()
+    return {name: more[name] for name in posing}, {name: more[name] for name in more.keys() - posing}
+
+
 def checked(variant: Variant, *lengths: int, **more: object) -> None:
-    problem = {name: more.pop(name) for name in ("dims", "causal", "dtype", "heads", "batch") if name in more}
-    asked = asked_for(variant, *lengths, **problem)  # type: ignore[arg-type]
-    check(variant, config_for(variant, asked), asked, **more)  # type: ignore[arg-type]
+    posing, rest = split(more)
+    asked = asked_for(variant, *lengths, **posing)
+    check(variant, config_for(variant, asked), asked, **rest)  # type: ignore[arg-type]
+
+
+def checked_road(road: str, *lengths: int, **more: object) -> None:
+    """The forward, or all kernels of a road of the backward at once, warp-specialised where they can serve."""
+    posing, rest = split(more)
+    asked = posed(*lengths, **posing)  # type: ignore[arg-type]
+    refused = {
+        variant: refusal(variant, asked) for variant in VARIANTS if variant.filed_under in ROADS_AND_FORWARD[road]
+    }
+    able = [variant for variant, why in refused.items() if not why]
+    if not able:
+        pytest.skip("; ".join(refused.values()))
+    check(able[0], config_for(able[0], asked), asked, portable=False, **rest)  # type: ignore[arg-type]
 
 
 def tensors_of(asked: Problem, seed: int = 0) -> Tensors:
@@ -52,19 +88,55 @@ def tensors_of(asked: Problem, seed: int = 0) -> Tensors:
     return {"q": made.q, "k": made.k, "v": made.v, "do": made.do}
 
 
+# Most of the time goes to compiles. What compiles most comes first, so that several processes end together (pytest -n).
+
+
 @every
 @masks
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_value_of_every_dimension(variant: Variant, dim: int, causal: bool) -> None:
+    asked = asked_for(variant, 391, 517, dims=(dim, dim), causal=causal)
+    for config in spread(variant, asked):
+        check(variant, config, asked)
+
+
+def test_random_shapes_and_configs_for_a_while() -> None:
+    """In a process of its own, which may hang: its last line says where."""
+    seed = os.environ.get("FA2TUNE_STRESS_SEED", "0")
+    done = subprocess.run(
+        [sys.executable, str(HERE / "hopper_cases.py"), "stress", str(STRESS_SECONDS), seed],
+        capture_output=True, text=True, timeout=STRESS_SECONDS + 300, cwd=HERE.parent.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+# Where many head dims are swept, the kernels of a road are warp-specialised all together: nothing is compiled for the sake of
+# others, and the split road's two are checked at once. (The other tests have portable kernels beside the one they mean.)
+# Neighbours among the cases, which one process takes, share binaries.
+
+
+@roads
 @pytest.mark.parametrize("dim", [16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
-def test_head_dims_at_odd_lengths(variant: Variant, dim: int, dtype: str, causal: bool) -> None:
-    checked(variant, 113, 203, dims=(dim, dim), dtype=dtype, causal=causal)
-    checked(variant, 1003, 517, dims=(dim, dim), dtype=dtype, causal=causal)
+@masks
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_head_dims_at_odd_lengths(road: str, dim: int, dtype: str, causal: bool) -> None:
+    checked_road(road, 113, 203, dims=(dim, dim), dtype=dtype, causal=causal)
+    checked_road(road, 1003, 517, dims=(dim, dim), dtype=dtype, causal=causal)
 
 
-@every
+@roads
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128), (40, 96), (72, 80), (256, 64)])
-def test_value_head_dim_apart(variant: Variant, dims: tuple[int, int]) -> None:
-    checked(variant, 333, 444, dims=dims, causal=True)
+def test_value_head_dim_apart(road: str, dims: tuple[int, int]) -> None:
+    checked_road(road, 333, 444, dims=dims, causal=True)
+
+
+@roads
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("scale", "outlier"), [(10.0, False), (1.0, True)])
+def test_hard_inputs(road: str, dim: int, dtype: str, scale: float, outlier: bool) -> None:
+    checked_road(road, 500, 700, dims=(dim, dim), dtype=dtype, causal=True, scale=scale, outlier=outlier)
 
 
 @every
@@ -94,23 +166,6 @@ def test_views(variant: Variant, view: object, dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0])
 def test_softmax_scale(variant: Variant, softmax_scale: float) -> None:
     checked(variant, 333, 444, dims=(64, 64), dtype="fp16", causal=True, softmax_scale=softmax_scale)
-
-
-@every
-@pytest.mark.parametrize(("scale", "outlier"), [(10.0, False), (1.0, True)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_hard_inputs(variant: Variant, dim: int, dtype: str, scale: float, outlier: bool) -> None:
-    checked(variant, 500, 700, dims=(dim, dim), dtype=dtype, causal=True, scale=scale, outlier=outlier)
-
-
-@every
-@masks
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_every_value_of_every_dimension(variant: Variant, dim: int, causal: bool) -> None:
-    asked = asked_for(variant, 391, 517, dims=(dim, dim), causal=causal)
-    for config in spread(variant, asked):
-        check(variant, config, asked)
 
 
 @every
@@ -166,11 +221,7 @@ def test_graphs_and_streams(variant: Variant, causal: bool) -> None:
         def call():
             return plan(*(tensors[n] for n in ("q", "k", "v")))
     else:
-        road = next(road for road, kernels in passes.ROADS.items() if variant.filed_under in kernels)
-        configs = {
-            name: config if name == variant.filed_under else variant_named(name).space.default(asked.specialization, 90)
-            for name in passes.ROADS[road]
-        }
+        road, configs = road_of(variant, config, asked)
         whole = passes.BackwardPlan(asked, tensors["do"], None, *arguments.values(), 0.1, road, configs)
 
         def call():
@@ -219,7 +270,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for variant in VARIANTS:
             if not refusal(variant, problem):
                 file(variant.filed_under, WARP_SPECIALIZED, dict(config_for(variant, problem)), 1.0)
-        for road, kernels in passes.ROADS.items():
+        for road, kernels in ROADS.items():
             if {row.key.kernel for row in rows} >= set(kernels):
                 ways = dict.fromkeys(kernels, WARP_SPECIALIZED)
                 file("bwd", f"{road}_{WARP_SPECIALIZED}", ways, {"split": 2.0, "fused": 1.0}[road])
@@ -269,14 +320,3 @@ def test_what_tma_cannot_address_goes_another_way() -> None:
     }
     unaligned = replace(asked, aligned=False, tma=False)
     assert dispatch.choose(unaligned, "fwd", gpu).config["LOADS"] == "pointer"
-
-
-def test_random_shapes_and_configs_for_a_while() -> None:
-    """In a process of its own, which may hang: its last line says where."""
-    seed = os.environ.get("FA2TUNE_STRESS_SEED", "0")
-    done = subprocess.run(
-        [sys.executable, str(HERE / "hopper_cases.py"), "stress", str(STRESS_SECONDS), seed],
-        capture_output=True, text=True, timeout=STRESS_SECONDS + 300, cwd=HERE.parent.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -73,7 +73,7 @@ def precompile(
             )
         tensors = "any tensors" if views else "tensors that are aligned to 16 bytes and not expanded"
         click.echo(
-            f"{len(todo)} binaries for {keys} keys on {target.name} (sm_{target.arch}), Triton {precompiled.triton_version()}: "
+            f"{len(todo)} binaries for {keys} keys on {target.name} (sm_{target.arch}), Triton {precompiled.triton_build()}: "
             f"every length, layout, batch and number of heads up to 2^31 elements a tensor; {tensors}; softmax_scale >= 0"
         )
         if dry_run:
