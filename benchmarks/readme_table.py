@@ -31,8 +31,8 @@ def merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             what = tuple(value for name, value in sorted(record.items()) if name not in ("peers", "run"))
             cells[what] = {**record, "run": len(runs) + record["run"]}
         runs += data["runs"]
-    used = sorted({record["run"] for record in comparison.values()})
-    kept = [{**record, "run": used.index(record["run"])} for record in comparison.values()]
+    used = sorted({record["run"] for record in cells.values()})
+    kept = [{**record, "run": used.index(record["run"])} for record in cells.values()]
     complete = all(data["complete"] for data in files)
     return {"schema": files[0]["schema"], "complete": complete, "runs": [runs[run] for run in used], "cells": kept}
 
