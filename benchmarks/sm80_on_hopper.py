@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 from fa2tune.compiling import compiler
-from fa2tune.launching import cuda, launch, passes
+from fa2tune.launching import cuda, launch
 from fa2tune.measuring import verify
-from fa2tune.problem import BACKWARD, Specialization
+from fa2tune.problem import BACKWARD, ROADS, Specialization
 from fa2tune.rows import reader
 from fa2tune.rows.row import SIBLING
 from fa2tune.rows.store import Store
@@ -76,7 +76,7 @@ def main(predicted: Path, proved: Path) -> None:
     proved_keys = {row.key for row in kept}
     for row in rows:
         if row.key.kernel == BACKWARD and all(
-            row.key.with_(kernel=kernel) in proved_keys for kernel in passes.ROADS[row.variant]
+            row.key.with_(kernel=kernel) in proved_keys for kernel in ROADS[row.variant]
         ):
             kept.append(replace(row, proof=SIBLING))
     Store(proved).put(kept)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +59,8 @@ def uncollected() -> Iterator[None]:
     found = gc.get_threshold()
     ours = found[0] != 0  # else nothing is collected as it is, by the program's will or for another thread's first call
     if ours:
-        gc.set_threshold(0, *found[1:])
         _thresholds = found
+        gc.set_threshold(0, *found[1:])
     try:
         yield
     finally:
@@ -73,6 +74,10 @@ def collected() -> None:
     found, _thresholds = _thresholds, None
     if found is not None and gc.get_threshold() == (0, *found[1:]):  # else the program has set its own meanwhile
         gc.set_threshold(*found)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=collected)  # a child has no thread that would end it
 
 
 def __getattr__(name: str) -> Any:

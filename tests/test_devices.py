@@ -92,15 +92,19 @@ def test_nobody_waits_for_an_import_or_for_a_lot_to_be_opened(tmp_path, used, mo
     run, did = Run(asked(monkeypatch, tmp_path, (0, 1)), Watcher(), FAKES), []
     monkeypatch.setattr(Crew, "prepare", lambda crew: did.append(("prepare", crew)))
     monkeypatch.setattr(lots, "opened", lambda lot, *rest: did.append("open") or OpenLot(lot, []))
-    monkeypatch.setattr(run, "_propose", lambda: None)
+    compiles = [Job("f", (), 1.0)]
+    monkeypatch.setattr(run, "_propose", lambda: run.compilers.queue.extend(compiles))
     monkeypatch.setattr(OpenLot, "settled", False)
     tasks = [(job for job in ()), (job for job in ())]
     monkeypatch.setattr(
         run, "_next_task", lambda: did.append("task") or (next(iter(run.open.values())), tasks.pop()) if tasks else None
     )
     run._busy()
-    assert did[:2] == [("prepare", crew) for crew in run.way.crews]
+    assert did[:3] == ["open", *(("prepare", crew) for crew in run.way.crews)]
     assert [what for what in did if isinstance(what, str)] == ["open", "task", "task", "open"]
+    did.clear(), compiles.clear(), run.compilers.queue.clear()
+    run._hand_out()
+    assert not did, "nothing is compiled, so nothing will be launched"
 
 
 def test_a_gpu_that_does_no_more_has_no_part_in_anything(tmp_path, used, monkeypatch):

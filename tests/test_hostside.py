@@ -107,11 +107,11 @@ from fa2tune import gpus
 from fa2tune.calling import dispatch
 from fa2tune.launching import passes, precompiled
 from fa2tune.compiling import compiler
-from fa2tune.problem import Problem
+from fa2tune.problem import ROADS, Problem
 problem, gpu = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, True), gpus.named("h200")
 found = []
 road, kinds = dispatch.road_of(problem, gpu, False)
-for kernel in ("fwd", *passes.ROADS[road]):
+for kernel in ("fwd", *ROADS[road]):
     config = dispatch.choose(problem, kernel, gpu, kinds.get(kernel)).config
     for variant, its_config in passes.runs(kernel, problem.specialization, config, 90):
         binary = compiler.binary_config(variant, its_config)

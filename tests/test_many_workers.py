@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -344,10 +345,13 @@ def test_a_clerk_that_dies_writes_nothing_twice(tmp_path: Path) -> None:
     [clerk] = shelf.clerks
     clerk.taken = len(batch)
     write(held.url, held.file, batch[:3])  # so far it came
-    job = Job("", (), 1.0, notes=[1, 2, 3], failure="process died", died=True)
-    shelf._wrote(clerk, batch, job)
+    job = Job("", (), 1.0, notes=[1, 2, 3], failure="process died", died=True, tag=partial(shelf._wrote, clerk, batch))
+    clerk.job = job  # who was to look at it was interrupted
+    assert shelf.left == 17
     shelf.close()
     assert shelf.left == 0
+    shelf._wrote(clerk, batch, job)
+    assert shelf.left == 0, "it counts once"
     assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [*range(20)]
 
 
@@ -450,6 +454,20 @@ def test_who_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
     for lot in four.meet(LOT_NAMES[2:4]).held:
         four.give(lot)
     assert one.meet(LOT_NAMES[2:4] + LOT_NAMES[:2]).held == {"lot 0", "lot 1", "lot 2"}, "what nobody else wants first"
+
+
+def test_nobody_idles_beside_one_who_holds_several(held: Storage) -> None:
+    """Rounded up, the part of the larger one is all there is."""
+    many, few = Leases(held, "campaign", "request", gpus=8), Leases(held, "campaign", "request", gpus=1)
+    lots = LOT_NAMES[:4]
+    assert many.meet(lots).held == {*lots} and few.meet(lots).held == frozenset()
+    assert many.meet(lots).excess == 1
+    many.give(lots[0])
+    assert few.meet(lots).held == {lots[0]} and many.meet(lots).excess == 0
+    for lot in lots[1:3]:
+        many.settle(lot)
+    few.settle(lots[0])
+    assert few.meet(lots).held == frozenset() and many.meet(lots).excess == 0, "the last lot stays where it is"
 
 
 def test_an_expired_lease_goes_to_the_next_and_its_holder_notices(

@@ -23,7 +23,7 @@ from fa2tune.compiling.binaries import File
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.fleet import manifests, precompile
 from fa2tune.launching import launch, passes, precompiled
-from fa2tune.problem import Problem
+from fa2tune.problem import ROADS, Problem
 from fa2tune.rows import reader
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.store import Store
@@ -63,7 +63,7 @@ def asked(problem: Problem, layers: list[Layer]) -> Iterator[tuple[Any, Any, Map
     chosen = {"fwd": dispatch.choose(problem, "fwd", H200, among=layers).config}
     for deterministic in (False, True):
         road, kinds = dispatch.road_of(problem, H200, deterministic, layers)
-        for kernel in passes.ROADS[road]:
+        for kernel in ROADS[road]:
             chosen[kernel] = dispatch.choose(problem, kernel, H200, kinds.get(kernel), layers).config
     for kernel, config in chosen.items():
         for variant, its_config in passes.runs(kernel, problem.specialization, config, H200.arch):
@@ -141,7 +141,7 @@ def test_builds_of_one_version_of_triton_do_not_share_binaries(tmp_path: Path, m
         (site / "triton" / "__init__.py").write_text("__version__ = '3.6.0'")
         with monkeypatch.context() as patch:
             patch.setattr(precompiled, "triton_version", lambda: "3.6.0")
-            patch.setattr("sys.path", [str(folder) for folder in path or []])
+            patch.setattr("sys.path", [None, *(str(folder) for folder in path or [])])
             spec = SimpleNamespace(origin=str(site / "triton" / "__init__.py"))
             patch.setattr("importlib.util.find_spec", lambda name: spec)
             return precompiled.triton_build.__wrapped__()
@@ -150,9 +150,16 @@ def test_builds_of_one_version_of_triton_do_not_share_binaries(tmp_path: Path, m
     assert build("triton-3.6.0.dist-info", "triton_kernels-3.6.0.dist-info", "tritonclient-3.6.0.dist-info") == "3.6.0"
     assert build(ngc) == "3.6.0+gitb2684bf3b.nvinternal" and build(pytorch) == "3.6.0+git9844da95"
     assert build("triton-3.6.0.dist-info", pytorch) == "3.6.0 or 3.6.0+git9844da95"
-    assert build("triton-3.5.0.dist-info") == build() == "3.6.0+unknown"
+    assert build("triton-3.5.0.dist-info") == build() == "", "nothing vouches for it"
     (tmp_path / "editable" / ngc).mkdir(parents=True)
-    assert build(path=[tmp_path / "nowhere", tmp_path / "editable"]) == "3.6.0+gitb2684bf3b.nvinternal"
+    a_file = tmp_path / "a file"
+    a_file.touch()
+    odd: Any = [tmp_path / "nowhere", a_file, tmp_path / "editable"]
+    assert build(path=odd) == "3.6.0+gitb2684bf3b.nvinternal"
+    (tmp_path / "editable" / "triton").mkdir()
+    assert build(path=odd) == "", "that one speaks for its own neighbour"
+    with otherwise(monkeypatch, precompiled, "triton_build", lambda: ""):
+        assert precompiled.overruled() == "nothing says which build of Triton this is"
     variant = compiler.variant_named("fwd")
     config = variant.space.default(PROBLEM.specialization, 90)
     keys = set()

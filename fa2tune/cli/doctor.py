@@ -139,7 +139,7 @@ def kernels() -> Iterator[Finding]:
             f"sm_{e.about.get('arch')}" for e in file.entries.values() if e.about.get("triton") == version
         )
         fits = ", ".join(f"{count} for {arch}" for arch, count in sorted(fitting.items())) or "none"
-        found = f"{file.path}, {len(file.entries)} binaries; for Triton {version}: {fits}"
+        found = f"{file.path}, {len(file.entries)} binaries; for Triton {version or 'of no known build'}: {fits}"
         yield Finding(
             f"{place.layer} kernels", found, "" if fitting else "fa2tune cache precompile; until then calls compile",
             needed=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 
 from fa2tune import gpus
@@ -63,7 +62,7 @@ def card_here() -> Card | None:
 def toolchain_here(card: Card | None) -> lookup.Toolchain:
     """What is installed here; without a GPU no driver is compared."""
     driver = card.driver if card else ""
-    return lookup.Toolchain(importlib.metadata.version("triton"), driver, fingerprint.kernel_hashes())
+    return lookup.Toolchain(fingerprint.triton_version(), driver, fingerprint.kernel_hashes())
 
 
 def variant_of(row: Row) -> Variant:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -54,20 +55,24 @@ _INSTALLED = re.compile(r"(?:pytorch[-_])?triton(?:[-_]nightly)?-([^-]+)\.dist-i
 @cache
 def triton_build() -> str:
     """Triton's version with what tells its builds apart: PyPI's 3.6.0 and those of NGC and PyTorch (3.6.0+git...) call
-    themselves 3.6.0, and compile differently. By the name of a folder, as importlib.metadata may cost 20 ms. A build that
-    none vouches for (a checkout that is not installed), or several do, is like no other."""
+    themselves 3.6.0, and compile differently. By the name of a folder, as importlib.metadata may cost 20 ms. "": nothing
+    vouches for this build, say a checkout that is not installed."""
     version = triton_version()
     if "+" in version:
         return version
     found = importlib.util.find_spec("triton")
     beside = [os.path.dirname(os.path.dirname(found.origin))] if found is not None and found.origin else []
     for folder in (*beside, *sys.path):  # an editable install leaves its own elsewhere
-        names = os.listdir(folder) if os.path.isdir(folder) else []
+        names = list[str]()
+        with suppress(OSError, TypeError):  # as Python's own importer passes by what it cannot read
+            names = os.listdir(folder)
+        if "triton" in names and folder not in beside:
+            continue  # speaks for that one
         builds = {match[1] for match in map(_INSTALLED.fullmatch, names) if match}
         builds = {build for build in builds if re.fullmatch(rf"{re.escape(version)}(\.(post|dev)\d+)?(\+.*)?", build)}
         if builds:
             return " or ".join(sorted(builds))
-    return f"{version}+unknown"
+    return ""
 
 
 def about(variant: Variant, spec: Specialization, config: Config, arch: int) -> dict[str, Any]:
@@ -117,8 +122,10 @@ def image_of(launch: Mapping[str, Any], cubin: bytes) -> Image:
 
 
 def overruled() -> str | None:
-    """Why binaries are left aside, where Triton is asked for something out of the ordinary. By the names of its variables,
-    since it may not be imported yet: one that is not known here counts."""
+    """Why binaries are left aside, where Triton is not known or asked for something out of the ordinary. By the names of its
+    variables, since it may not be imported yet: one that is not known here counts."""
+    if not triton_build():
+        return "nothing says which build of Triton this is"
     named = [name for name in os.environ if name.startswith(TRITONS) and name not in HARMLESS]
     found = [f"{name} is set" for name in sorted(named) if os.environ[name] not in ("", "0")]
     knobs = sys.modules.get("triton.knobs")

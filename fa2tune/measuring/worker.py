@@ -288,8 +288,8 @@ class Crew:
             self._start()
 
     def prepare(self) -> None:
-        """Start a child that imports ``spare`` now, for the first job not to wait for that."""
-        if self.spare and not self.children:
+        """Start the first child, which imports ``spare``, before there is a job for it."""
+        if self.spare and not self.started:
             self._start()
 
     def _start(self) -> _Child:

@@ -63,7 +63,7 @@ WANTED = sa.Table(  # lots that a worker has been asked for, and that are not se
     sa.Column("worker", sa.TEXT, primary_key=True),
     sa.Column("lot", sa.TEXT, primary_key=True),
 )  # fmt: skip
-RETRIED = "retried"  #: a mark: what had failed before this campaign was struck out
+RETRIED = "retried"  #: a mark: what had failed before was struck out, once
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,10 @@ class Leases:
                 values = {"campaign": self.campaign, "lot": lot, "worker": self.worker}
                 connection.execute(LEASES.insert().values(**values, since=self.storage.now))
             sought = frozenset(lot for lot in held if rivals[lot] > self.gpus)
-            excess = min(len(sought), max(0, len(held) - part))
+            excess = max(0, len(held) - part)
+            if len(held) > 1 and self._without(connection, sought):
+                excess = max(1, excess)  # parts are rounded up: who came first would keep all
+            excess = min(len(sought), excess)
             return Standing(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
 
         self.standing = self.storage.do(meeting)
@@ -182,6 +185,14 @@ class Leases:
         for lot, gpus in connection.execute(of_all.where(WANTED.c.campaign == self.campaign)).all():
             found[lot] += gpus
         return found
+
+    def _without(self, connection: sa.Connection, lots: frozenset[str]) -> bool:
+        """Whether anybody who wants one of ``lots`` has nothing to do."""
+        holders = sa.select(LEASES.c.worker).where(LEASES.c.campaign == self.campaign)
+        query = sa.select(WANTED.c.worker).where(
+            WANTED.c.campaign == self.campaign, WANTED.c.lot.in_(lots), WANTED.c.worker.not_in(holders)
+        )
+        return connection.execute(query).first() is not None
 
     def _bury(self, connection: sa.Connection) -> None:
         """Take out who has said no word for long, and who was killed on this host. Of a campaign that nobody works on, forget

@@ -109,6 +109,10 @@ class Shelf:
         self._send(clerk)
 
     def _send(self, clerk: Clerk) -> None:
+        if clerk.crew.load:
+            return
+        if clerk.job is not None:  # it has ended, and whoever was to look at it has not yet, or was interrupted
+            clerk.job.tag(clerk.job)
         if clerk.crew.load or not clerk.waiting:
             return
         batch = [clerk.waiting.popleft() for _ in range(min(BATCH, len(clerk.waiting)))]
@@ -117,6 +121,8 @@ class Shelf:
         clerk.crew.submit(clerk.job)
 
     def _wrote(self, clerk: Clerk, batch: Sequence[Write], job: Job) -> None:
+        if clerk.job is not job:
+            return
         clerk.job, done = None, len(job.notes)
         clerk.stored += done
         clerk.failures = 0 if job.failure is None else clerk.failures + 1
@@ -144,15 +150,20 @@ class Shelf:
         """Wait until everything is stored; in a hurry, as long as anything is. StorageError, after the other clerks have stored
         what they can."""
         failed: StorageError | None = None
+
+        def go_on(step: Callable[[T], None], with_: T) -> None:
+            nonlocal failed
+            try:
+                step(with_)
+            except StorageError as error:
+                failed = failed or error
+
         left, since = self.left, time.monotonic()
-        while any(clerk.waiting or clerk.crew.load for clerk in self.clerks):
-            for clerk in self.clerks:  # one that failed has nothing under way
-                self._send(clerk)
+        while any(clerk.waiting or clerk.job for clerk in self.clerks):
+            for clerk in self.clerks:
+                go_on(self._send, clerk)
             for job in worker.wait(self.crews, 1.0):
-                try:
-                    job.tag(job)
-                except StorageError as error:
-                    failed = failed or error
+                go_on(job.tag, job)
             if self.left < left:
                 left, since = self.left, time.monotonic()
             elif self.storage.shared and self.storage.hurry and time.monotonic() > since + storages.HURRY_S:
@@ -160,6 +171,7 @@ class Shelf:
                 for clerk in self.clerks:
                     clerk.crew.close()
                     clerk.waiting.clear()
+                    clerk.stored, clerk.job = clerk.taken - clerk.left, None
         if failed is not None:
             raise failed
 

@@ -34,7 +34,7 @@ class Toolchain:
     def stamp(self) -> dict[str, Any]:
         return {
             "obtained": self.obtained, "proof": PROOF[self.obtained], "obtained_on": self.obtained_on, "driver": self.driver,
-            "triton": importlib.metadata.version("triton"), "torch": importlib.metadata.version("torch"),
+            "triton": fingerprint.triton_version(), "torch": importlib.metadata.version("torch"),
             "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }  # fmt: skip
 

@@ -32,7 +32,7 @@ MODEL_FILES = (
     "predicting/model.py", "predicting/prior.py", "predicting/tiles.py", "compiling/limits.py", "compiling/sass.py", "gpus.py",
 )  # fmt: skip
 #: Of a request, what makes a settled lot another's: the rest says where to put things, and how fast.
-ASKED = ("dtypes", "kernels", "buckets", "trials", "portable_trials", "time_budget_s", "sampler")
+ASKED = ("retry_failed", "dtypes", "kernels", "buckets", "trials", "portable_trials", "time_budget_s", "sampler")
 
 
 @dataclass(frozen=True)

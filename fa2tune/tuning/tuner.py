@@ -116,7 +116,7 @@ class Run:
                 end.callback(crew.close)
             try:
                 while self._busy():
-                    pause = 0.0 if self._unopened() else 0.5
+                    pause = 0.0 if self._unopened() and not self._budget_is_over() else 0.5
                     for job in worker.wait([self.compilers, *self.crews, *self.shelf.crews], pause):
                         job.tag(job)
                     self.books.file()
@@ -160,6 +160,9 @@ class Run:
     def _hand_out(self) -> None:
         """To the compilers, and to whoever launches."""
         self._propose()
+        if self.compilers.load:
+            for crew in self.crews:  # what they import takes as long as the first compiles
+                crew.prepare()
         for crew in self.crews:
             while sum(work.crew is crew for work in self.works) < self.way.tasks_at_once and (
                 found := self._next_task()
@@ -211,8 +214,6 @@ class Run:
         names = [] if self._budget_is_over() else self._unopened()[:1]
         for name in names:
             self.waits = False
-            for crew in self.crews:  # what they import takes as long as the first compiles
-                crew.prepare()
             known = [*self.known, *self.books.store.rows()]
             # once: what has crashed since, here or where this lot was before, is not tried again
             retry = self.plan.request.retry_failed and not self.leases.marked(name, RETRIED)

@@ -13,9 +13,8 @@ import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling import limits
 from fa2tune.compiling.compiler import CompileError, variant_named
-from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import Problem, Specialization
+from fa2tune.problem import ROADS, Problem, Specialization
 from fa2tune.variant import DESCRIPTOR, POINTER
 
 ARCH = (
@@ -137,7 +136,7 @@ def test_roads(road, loads):
     if loads == DESCRIPTOR and ARCH < 90:
         pytest.skip("descriptors need compute capability 9.0")
     spec = Specialization("bf16", 128, 128, True, aligned=loads == DESCRIPTOR)
-    configs = {name: variant_named(name).space.default(spec, ARCH) for name in ("fwd", *passes.ROADS[road])}
+    configs = {name: variant_named(name).space.default(spec, ARCH) for name in ("fwd", *ROADS[road])}
     assert all(config["LOADS"] == loads or ARCH < 90 for config in configs.values())
     verify.check_backward(configs, Specialization("bf16", 128, 128, True), road, device="cuda")
 

@@ -11,7 +11,7 @@ import fa2tune
 from fa2tune.compiling.compiler import variant_named
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import Problem, Specialization
+from fa2tune.problem import ROADS, Problem, Specialization
 from fa2tune.variant import DESCRIPTOR, POINTER
 
 DTYPES = ("fp16", "bf16", "fp32")
@@ -108,7 +108,7 @@ def test_every_variant(road, loads, masked):
     asked = problem("fp16", 133, 150, 48, 64, causal=True, heads=(6, 2))
     spec = asked.specialization
     choice = {"LOADS": loads, "MASKED": masked, "HEADS_PER_WAVE": 4}
-    configs = {name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *passes.ROADS[road])}
+    configs = {name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *ROADS[road])}
     inputs = reference.make_inputs(asked, "cpu", with_dlse=True)
     oracle, same = reference.oracle_and_reference(inputs, causal=True)
     q, k, v = inputs.q, inputs.k, inputs.v
