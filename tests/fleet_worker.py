@@ -105,7 +105,7 @@ def prepare() -> Any:
     fingerprint.driver_version = lambda: os.environ.get("FA2TUNE_FAKE_DRIVER", "580.1")
     compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)
     reader.shipped_paths = list
-    leases.BEAT_S, storage.SILENT_S, storage.HURRY_S = 0.5, 2.0, 1.0
+    leases.BEAT_S, storage.HURRY_S = 0.5, 1.0
     fwd = compiler.variant_named("fwd")
     default = {name: values[0] for name, values in DIMENSIONS.items()}
     object.__setattr__(fwd, "space", replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))

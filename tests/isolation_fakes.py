@@ -76,6 +76,7 @@ def spawn(kind, path):
     with open(path + ".tmp", "w") as file:
         file.write(f"{process.pid} {os.getpid()}")
     os.rename(path + ".tmp", path)
+    worker.report("started", 3.0 if kind == "stall" else None)
     process.wait()
 
 

@@ -240,6 +240,16 @@ def test_constants_from_the_space_are_part_of_the_kernel(monkeypatch: pytest.Mon
     assert fingerprint.kernel_hash.__wrapped__(variant) != plain
 
 
+def test_what_rows_name_may_be_launched() -> None:
+    """All of them, those too that share the structure of another and are not compiled here."""
+    rows = [row for path in reader.shipped_paths() for row in reader.read(path) if row.variant == WARP_SPECIALIZED]
+    assert rows
+    for row in rows:
+        assert compiler.misfit(row.key.kernel, row.variant, row.config) is None, row
+        variant = compiler.variant_of(row.key.kernel, row.config)
+        assert limits.before_compile(variant, row.key.specialization(), row.config, H200) is None, row
+
+
 def test_what_rows_name_is_among_the_cases() -> None:
     """Each structure of code that users are served, of every kernel."""
     served = list(named_by_rows())
@@ -411,6 +421,11 @@ def beside_anothers(case: Case) -> bool:
     """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups joined in
     one partition, without the overlap above, nothing is claimed.)"""
     return not beside_its_own(case) and case.config["num_warps"] == GROUP_WARPS
+
+
+def test_some_configs_claim_each_kind_of_overlap() -> None:
+    for claim in (beside_its_own, beside_anothers):
+        assert "bwd_fused_hopper" in {case.variant.name for case in CASES if claim(case)}, claim
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if beside_its_own(case)], ids=str)

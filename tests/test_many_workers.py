@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -281,13 +281,21 @@ def test_what_workers_must_have_in_common(tmp_path: Path) -> None:
     assert asked(pass_="fwd")[0] == campaign and asked(pass_="fwd")[1] != token
 
 
+@contextmanager
+def away(server: Server) -> Iterator[None]:
+    server.stop()
+    try:
+        yield
+    finally:
+        server.start()
+
+
 def test_a_database_that_is_away_for_seconds_costs_nothing(fleet: Fleet, url: str, server: Server) -> None:
     keys = {key for key in KEYS if key[0] == 64}
     fleet.start("a", url, fleet.gated(free=3), head_dims=[64])
     until(lambda: len(fleet.did("screen")) > 2)
-    server.stop()
-    until(lambda: "is away" in fleet.said("a"))
-    server.start()
+    with away(server):
+        until(lambda: "is away" in fleet.said("a"))
     fleet.open()
     assert len(fleet.report("a")["rows"]) == 2 * len(keys)
     studies = trials(url)
@@ -301,15 +309,15 @@ def test_ctrl_c_while_the_database_is_away(fleet: Fleet, url: str, server: Serve
     little = {"head_dims": [64], "causal": [True]}
     fleet.start("a", url, fleet.gated(free=2), **little)
     until(lambda: len(fleet.did("screen")) > 1)
-    until(lambda: all(map(len, trials(url).values())))
+    until(lambda: (found := trials(url)) and all(map(len, found.values())))
     before = trials(url)
-    server.stop()
-    until(lambda: "is away" in fleet.said("a"))
-    os.kill(fleet.pids["a"], signal.SIGINT)
-    until(lambda: fleet.ended("a"), 90.0)  # less than the patience without it
+    with away(server):
+        until(lambda: "is away" in fleet.said("a"))
+        os.kill(fleet.pids["a"], signal.SIGINT)
+        until(lambda: fleet.ended("a"), 90.0)  # less than the patience without it
     assert "cannot be reached" in json.loads((fleet.folder / "a.json").read_text())["error"]
-    server.start()
-    assert all(configs <= trials(url)[study] for study, configs in before.items())
+    after = trials(url)
+    assert before and all(configs <= after[study] for study, configs in before.items())
     fleet.open()
     fleet.start("b", url, **little)
     fleet.report("b")
@@ -669,9 +677,9 @@ def test_many_meet_at_once_and_no_lot_has_two_holders(held: Storage) -> None:
     code = (
         "one = Leases(held, 'campaign', 'request')\n"
         "lots = [f'lot {n}' for n in range(12)]\n"
-        "for _ in range(15):\n"
-        "    back = sorted(one.meet(lots).held)[:one.standing.excess]\n"
-        "    [one.give(lot) for lot in back]\n"
+        "print('ready', flush=True), input()\n"
+        "while len(one.meet(lots).settled) < 12:\n"
+        "    [one.give(lot) for lot in sorted(one.standing.held)[:one.standing.excess]]\n"
         "    for lot in sorted(one.standing.held)[:1]:\n"
         "        print(lot, flush=True)\n"
         "        one.settle(lot)\n"
@@ -686,9 +694,18 @@ def test_many_meet_at_once_and_no_lot_has_two_holders(held: Storage) -> None:
         for _ in range(3)
     ]
     try:
-        until(lambda: len(keeper.meet([f"lot {n}" for n in range(12)][:0]).settled) == 12)
+        for process in running:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+        for process in running:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+        until(lambda: len(keeper.meet([]).settled) == 12)
+        said = [process.communicate("\n", timeout=60)[0].split("\n") for process in running]
     finally:
-        said = [process.communicate("\n")[0].split("\n") for process in running]
+        for process in running:
+            process.kill()
+            process.wait()
     settled = [line for lines in said for line in lines if line]
     assert sorted(settled) == sorted(f"lot {n}" for n in range(12)), "each once"
 

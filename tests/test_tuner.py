@@ -148,7 +148,7 @@ def test_a_new_length_takes_the_trials_of_the_others(bench):
 
 
 def test_crashes_hangs_and_lies_cost_candidates_not_the_run(bench, monkeypatch):
-    monkeypatch.setattr(measured, "DEADLINE", 2.5)
+    monkeypatch.setattr(measured, "DEADLINE", 6.0)
     monkeypatch.setenv("FA2TUNE_FAKE_POISON", "crash hang wrong")
     report = bench.tune(HERE, trials=26, buckets=(512,), sampler="random", seed=2)
     compiled = bench.tried()
@@ -319,7 +319,7 @@ def test_ctrl_c_keeps_what_was_done(bench):
 
 def test_time_budget_ends_the_search_and_still_crowns(bench):
     report = bench.tune(Target(A100, PREDICTED, None), trials=1000, buckets=(512,), time_budget_s=9.0, workers=1)
-    assert report.rows and report.seconds < 40 and report.compiled < 1000
+    assert report.rows and report.seconds < 120 and report.compiled < 1000
 
 
 def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatch):

@@ -42,8 +42,10 @@ def hangs(config):
 
 def _meet(device):
     """A GPU that has raced three times waits for each of ``FA2TUNE_FAKE_TOGETHER`` to begin: all take part."""
-    wanted = set(os.environ.get("FA2TUNE_FAKE_TOGETHER", "").split())
+    wanted, end = set(os.environ.get("FA2TUNE_FAKE_TOGETHER", "").split()), time.monotonic() + 120
     while wanted:
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of GPUs {wanted} came to race")
         on = [entry[1] for entry in _logged("on")]
         if on.count(device) < 3 or wanted <= {*on}:
             return
