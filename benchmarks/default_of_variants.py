@@ -21,11 +21,10 @@ from fa2tune.calling.defaults import variant_default
 from fa2tune.compiling import compiler
 from fa2tune.gpus import Gpu
 from fa2tune.measuring.samples import gain_over
-from fa2tune.problem import BACKWARD, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, SPLIT, TuningKey
 
 DIMS = ((16, 16), (32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 LENGTHS = (512, 2048, 8192)
-SPLIT_KERNELS = ("bwd_dq", "bwd_dkdv")
 
 
 def pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:
@@ -38,10 +37,8 @@ def pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:
                 both = [variant_default("fwd", spec, gpu, kind) for kind in (False, True)]
                 if both[1] is not None:
                     yield key, both[0], both[1]
-                roads = [
-                    {one: variant_default(one, spec, gpu, kind) for one in SPLIT_KERNELS} for kind in (False, True)
-                ]
-                for kernel in SPLIT_KERNELS:  # one may be able where the other is not
+                roads = [{one: variant_default(one, spec, gpu, kind) for one in ROADS[SPLIT]} for kind in (False, True)]
+                for kernel in ROADS[SPLIT]:  # one may be able where the other is not
                     if roads[1][kernel] is None:
                         roads[1][kernel] = roads[0][kernel]
                 if roads[0] != roads[1]:

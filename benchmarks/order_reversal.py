@@ -10,7 +10,6 @@ Needs a GPU. Exit status 1: a pair of winners was more than 1 % apart.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import click
 
+from fa2tune.compiling import fingerprint
 from fa2tune.compiling.compiler import variant_named
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, median_interval, ratios
@@ -79,7 +79,7 @@ def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path)
 
 
 def family_of(kernel: str, plan: Plan) -> Family:
-    failures = Ledger(Storage(), Toolchain(importlib.metadata.version("triton")))
+    failures = Ledger(Storage(), Toolchain(fingerprint.triton_version()))
     return Family(variant_named(kernel), plan.specializations()[0], plan, Shelf(Storage()), "order reversal", failures)
 
 
@@ -198,7 +198,6 @@ def main(out: Path) -> None:
     """Tune five keys from candidates in both orders; table on screen, figures into OUT (JSON)."""
     import torch
 
-    from fa2tune.compiling import fingerprint
     from fa2tune.rows.row import MEASURED
 
     if not torch.cuda.is_available():

@@ -23,7 +23,7 @@ import click
 
 from fa2tune.fleet import regret
 from fa2tune.measuring.samples import ratios
-from fa2tune.problem import BACKWARD, TuningKey
+from fa2tune.problem import BACKWARD, ROADS, SPLIT, TuningKey
 from fa2tune.rows import lookup
 from fa2tune.rows.reader import CacheFileError, Layer, read
 from fa2tune.rows.row import MEASURED, Row
@@ -67,7 +67,6 @@ def _of(key: TuningKey, rows: Sequence[Row]) -> list[Row]:
 def default(key: TuningKey) -> Served:
     from fa2tune import gpus
     from fa2tune.calling.defaults import default_config
-    from fa2tune.problem import ROADS, SPLIT
 
     problem, gpu = key.workload(), gpus.named(key.gpu)
     if key.kernel != BACKWARD:

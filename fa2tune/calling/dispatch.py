@@ -20,9 +20,8 @@ import torch
 
 from fa2tune import gpus, uncollected
 from fa2tune.calling.defaults import default_config, portable_default
-from fa2tune.compiling import binaries, limits
+from fa2tune.compiling import binaries, fingerprint, limits
 from fa2tune.compiling.compiler import CompileError, misfit, uses_descriptors, variant_of
-from fa2tune.compiling.fingerprint import driver_version, kernel_hashes, triton_version
 from fa2tune.gpus import Gpu
 from fa2tune.launching.cuda import relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
@@ -89,8 +88,8 @@ def reload() -> None:
 
 @cache
 def toolchain() -> lookup.Toolchain:
-    """What is running here: a row made with another Triton, driver or kernel source is stale."""
-    return lookup.Toolchain(triton_version(), driver_version(), kernel_hashes())
+    """What is running here, for the life of this process."""
+    return fingerprint.toolchain()
 
 
 @cache

@@ -10,7 +10,7 @@ import click
 
 from fa2tune.cli.cache.common import describe, gpu_asked
 from fa2tune.fleet import regret
-from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, Problem
+from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, ROADS, SPLIT, Problem
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import over_portable
 
@@ -82,7 +82,6 @@ def _backward(
 ) -> Mapping[str, bool | None]:
     """Explain the road of the backward; returns the kernels on it, and whether each is to be warp-specialised."""
     from fa2tune.calling import dispatch
-    from fa2tune.problem import ROADS, SPLIT
 
     if deterministic:
         click.echo(f"{SPLIT} is the deterministic road")
@@ -142,7 +141,7 @@ def _explain(
         for line in _binaries(kernel, problem, config, gpu):
             click.echo(f"  loads     {line}")
     if not answer:
-        default = "split" if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))
+        default = SPLIT if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))
         click.echo(f"  default   {default}")
         if cost := regret.told(key, regret.DEFAULT):
             click.echo(f"  costs     {cost}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from fa2tune.compiling import binaries
 from fa2tune.compiling.compiler import variant_named, variants, variants_of
 from fa2tune.problem import BACKWARD, FUSED, ROADS
+from fa2tune.rows import lookup
 from fa2tune.rows.row import backward_way, hashed_as
 from fa2tune.variant import WARP_SPECIALIZED, Variant
 
@@ -210,6 +211,12 @@ def driver_version() -> str:
         return _driver_version_by_nvml()
     match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
     return match[1] if match else ""
+
+
+def toolchain(driver: str | None = None) -> lookup.Toolchain:
+    """What is running here: a row made with another Triton, driver or kernel source is stale. ``driver``: "" for none to be
+    compared; None for this host's."""
+    return lookup.Toolchain(triton_version(), driver_version() if driver is None else driver, kernel_hashes())
 
 
 def _driver_version_by_nvml() -> str:

@@ -61,8 +61,7 @@ def card_here() -> Card | None:
 
 def toolchain_here(card: Card | None) -> lookup.Toolchain:
     """What is installed here; without a GPU no driver is compared."""
-    driver = card.driver if card else ""
-    return lookup.Toolchain(fingerprint.triton_version(), driver, fingerprint.kernel_hashes())
+    return fingerprint.toolchain(card.driver if card else "")
 
 
 def variant_of(row: Row) -> Variant:

@@ -96,13 +96,6 @@ def manifest() -> Manifest:
     return of(dispatch.layers(), dispatch.toolchain(), trusted_binaries())
 
 
-def toolchain() -> lookup.Toolchain:
-    """What ``dispatch.toolchain`` gives a process that calls attention, without torch."""
-    from fa2tune.compiling.fingerprint import driver_version, kernel_hashes, triton_version
-
-    return lookup.Toolchain(triton_version(), driver_version(), kernel_hashes())
-
-
 def trusted_binaries() -> list[Kernels]:
     """The files of binaries that this process may load from."""
     return [_kernels(file) for _, file in binaries.trusted().files]

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa2tune.problem import BACKWARD, TuningKey
-from fa2tune.variant import WARP_SPECIALIZED
+from fa2tune.problem import BACKWARD, FUSED, TuningKey
+from fa2tune.variant import POINTER, WARP_SPECIALIZED
 
 #: How a row was obtained, best evidence first.
 MEASURED, SIBLING, PREDICTED = "measured", "sibling", "predicted"
@@ -20,7 +20,7 @@ OBTAINED = (MEASURED, SIBLING, PREDICTED)
 PROOFS = ("target", "sibling", "interpreter")
 #: Variants that must be faster than the others of their key by ``MARGIN`` to be taken where both can serve: the default
 #: takes neither, and two times that are closer may be told apart by nothing but noise.
-SECOND_CHOICE, MARGIN = ("pointer", "fused", f"fused_{WARP_SPECIALIZED}"), 0.005
+SECOND_CHOICE, MARGIN = (POINTER, FUSED, f"{FUSED}_{WARP_SPECIALIZED}"), 0.005
 
 
 @dataclass(frozen=True)

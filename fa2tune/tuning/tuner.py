@@ -116,7 +116,7 @@ class Run:
                 end.callback(crew.close)
             try:
                 while self._busy():
-                    pause = 0.0 if self._unopened() and not self._budget_is_over() else 0.5
+                    pause = 0.5 if self._next_lot() is None else 0.0
                     for job in worker.wait([self.compilers, *self.crews, *self.shelf.crews], pause):
                         job.tag(job)
                     self.books.file()
@@ -209,27 +209,30 @@ class Run:
         self._drop([name for name in back if name in self.open])
         self.returning += [(name, self.shelf.mark(), self.leases.give) for name in back]
 
+    def _next_lot(self) -> str | None:
+        """The lot to be begun, if one is."""
+        return None if self._budget_is_over() else next(iter(self._unopened()), None)
+
     def _open_next(self) -> bool:
         """One lot at a time; False: there is none."""
-        names = [] if self._budget_is_over() else self._unopened()[:1]
-        for name in names:
-            self.waits = False
-            known = [*self.known, *self.books.store.rows()]
-            # once: what has crashed since, here or where this lot was before, is not tried again
-            retry = self.plan.request.retry_failed and not self.leases.marked(name, RETRIED)
-            opened = lots.opened(
-                self.lots[name], self.plan, self.shelf, self.stamp, self.ledger, known, self.books.watcher.line, retry
-            )
-            if retry:
-                self.leases.mark(name, RETRIED)
-            self.open[name] = opened
-            self.families = [
-                family for family in self.families if not opened.lot.covers_family(family)
-            ] + opened.families
-            lots.acquaint(self.families)
-            self.books.watcher.opened(opened)
-            self._tell_left_out(opened)
-        return bool(names)
+        name = self._next_lot()
+        if name is None:
+            return False
+        self.waits = False
+        known = [*self.known, *self.books.store.rows()]
+        # once: what has crashed since, here or where this lot was before, is not tried again
+        retry = self.plan.request.retry_failed and not self.leases.marked(name, RETRIED)
+        opened = lots.opened(
+            self.lots[name], self.plan, self.shelf, self.stamp, self.ledger, known, self.books.watcher.line, retry
+        )
+        if retry:
+            self.leases.mark(name, RETRIED)
+        self.open[name] = opened
+        self.families = [family for family in self.families if not opened.lot.covers_family(family)] + opened.families
+        lots.acquaint(self.families)
+        self.books.watcher.opened(opened)
+        self._tell_left_out(opened)
+        return True
 
     def _tell_left_out(self, opened: OpenLot) -> None:
         left_out = Counter[str]()

@@ -22,15 +22,15 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
     Without FILES: of all that serves here, the user's file and the driver included; printed, unless --out is given.
     """
     with told():
+        from fa2tune.compiling import fingerprint
         from fa2tune.fleet import manifests
-        from fa2tune.rows import lookup, store
+        from fa2tune.rows import store
 
-        here = manifests.toolchain()
         if files:
-            made = manifests.shipment(files, lookup.Toolchain(here.triton, "", here.kernel_hashes))
+            made = manifests.shipment(files, fingerprint.toolchain(driver=""))
             out = out or files[0].with_suffix(".manifest.json")
         else:
-            made = manifests.of(reader.layers(), here, manifests.trusted_binaries())
+            made = manifests.of(reader.layers(), fingerprint.toolchain(), manifests.trusted_binaries())
         if out is None:
             click.echo(made.to_json(), nl=False)
             return
@@ -48,10 +48,11 @@ def check(manifest: Path) -> None:
     The last line is this node's own hash, as fa2tune.manifest().hash gives it to programs: equal on nodes that decide alike.
     """
     with told():
+        from fa2tune.compiling import fingerprint
         from fa2tune.fleet import manifests
 
         signed = manifests.read(manifest)
-        here = manifests.of(reader.layers(), manifests.toolchain(), manifests.trusted_binaries())
+        here = manifests.of(reader.layers(), fingerprint.toolchain(), manifests.trusted_binaries())
     found = manifests.differences(signed, here)
     for line in found:
         click.echo(line)
