@@ -10,7 +10,8 @@ any warp reads where another writes between the same two meetings.
 To show that, the control flow of each role (default partition, each partition of the table, warps of no partition) is walked.
 The intervals of an access are the counts of whole-block barriers that a path may have behind it there. All warps take part in
 each of these barriers, so accesses without a common interval are ordered. Taken for granted: a worker's first read of its byte
-finds what the role says, its second "exit". Checked, or else Unproven is raised: one LDS.U8, one BRX, one branch that parts
+finds what the role says, its second "exit"; and a barrier of so many threads whose number is worked out (one a stage of a ring)
+is a kernel's own, never number 1. Checked, or else Unproven is raised: one LDS.U8, one BRX, one branch that parts
 workers from the default partition, and every path of every role has passed as many whole-block barriers at its EXIT.
 """
 
@@ -58,8 +59,8 @@ class _Instruction:
     @property
     def meets(self) -> bool:
         """Whether all warps of the block must get here. Unproven: a barrier that cannot be told from this one."""
-        if not self.opcode.startswith("BAR") or re.match(r"0x(?!1\b)", self.operands):
-            return False  # that of one partition orders nothing here
+        if not self.opcode.startswith("BAR") or re.match(r"0x(?!1\b)|R\d+, 0x", self.operands):
+            return False  # that of one partition, or of some of the warps, orders nothing here
         if not self.opcode.startswith("BAR.SYNC") or self.operands != "0x1":
             raise Unproven(f"{self.address:#x}: {self.opcode} {self.operands}")
         return True

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- rows: begin, written by benchmarks/specialized_table.py -->",
 PASSES = (("forward", "fwd"), ("backward", BACKWARD))
 
 
-def best(rows: Sequence[Row], kernel: str, dim: int, causal: bool, bucket: int) -> Row:
+def best(rows: Sequence[Row], kernel: str, dim: int, causal: bool, bucket: int) -> Row | None:
     own = [
         row
         for row in rows
@@ -29,15 +29,17 @@ def best(rows: Sequence[Row], kernel: str, dim: int, causal: bool, bucket: int) 
         == (kernel, dim, dim, causal, bucket)
         and row.key.dtype == "bf16"
     ]
-    return min(own, key=lambda row: row.rank_us)
+    return min(own, key=lambda row: row.rank_us, default=None)
 
 
-def cell(row: Row, rows: Sequence[Row]) -> tuple[str, float | None]:
-    """TFLOP/s and how many times the portable winner; (s) or (f): the road of a backward."""
+def cell(row: Row | None, rows: Sequence[Row]) -> tuple[str, float | None]:
+    """TFLOP/s and how many times the portable winner, 1 where that is the best row; (s) or (f): the road of a backward."""
+    if row is None:
+        return "-", None
     assert row.tflops is not None
     road = f" ({row.road[0]})" if row.key.kernel == BACKWARD else ""
     ratio = over_portable(row, rows)
-    return f"{row.tflops:.0f}{road}, {'portable' if ratio is None else f'{ratio:.2f} x'}", ratio
+    return f"{row.tflops:.0f}{road}, {'portable' if ratio is None else f'{ratio:.2f} x'}", ratio or 1.0
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -48,7 +50,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         for causal in (False, True):
             for name, kernel in PASSES:
                 cells = [cell(best(rows, kernel, dim, causal, bucket), rows) for bucket in BUCKETS]
-                ratios[name] += [ratio or 1.0 for _, ratio in cells]
+                ratios[name] += [ratio for _, ratio in cells if ratio]
                 mask = "causal" if causal else "full"
                 lines.append(f"| {dim} | {mask} | {name} | " + " | ".join(text for text, _ in cells) + " |")
     means = ", ".join(f"{name} {statistics.geometric_mean(found):.2f} x" for name, found in ratios.items())

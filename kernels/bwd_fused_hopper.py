@@ -29,12 +29,15 @@ from fa2tune.kernels.hopper_fused import (
     come,
     hand_over,
     issue_dq,
+    make_barriers,
+    make_tiles_told,
     meet,
     opaque,
     probabilities,
     produce,
     reduce_dq,
     share,
+    taken_for,
     work,
 )
 from fa2tune.problem import Config, Problem
@@ -48,7 +51,8 @@ def _over_queries(
     b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, MASK: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
     limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
@@ -82,8 +86,9 @@ def _over_queries(
         if not SCORES_AHEAD:
             s = warpgroup_mma_wait(1, deps=[s_next])
         p = probabilities(
-            s, lse_smem, stage, j * BLOCK_M, key, offset, seqlen_k, qk_scale, KEYS, BLOCK_M, IS_CAUSAL, MASK, s_layout
-        )
+            s, lse_smem, stage, j * BLOCK_M, key, offset, seqlen_k, qk_scale,
+            KEYS, BLOCK_M, IS_CAUSAL, MASK, POLYNOMIAL, s_layout,
+        )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -155,12 +160,12 @@ def _over_queries(
 
 @gluon.jit
 def _consume(
-    sums, words, dk, dv, smem, barriers,
+    sums, words, dk, dv, smem, barriers, tiles_told,
     batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, qk_scale, softmax_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, PAIRS: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -171,13 +176,15 @@ def _consume(
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     offset = seqlen_k - seqlen_q
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     k_tile = k_smem.index(CONSUMER).reshape([KEYS, BLOCK_D])
+    taken = gl.program_id(0)
+    lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
-    for lap in range(laps):
+    while lap < laps:
         alive, b, h_kv, start_n, first, full, end = work(
-            lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
         )
         if alive:
             key = start_n + CONSUMER * KEYS
@@ -208,7 +215,7 @@ def _consume(
                         done, base, base + total, sums, words, smem, barriers,
                         b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
                         CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, V_IN_REGISTERS, part == 0,
+                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
@@ -240,6 +247,9 @@ def _consume(
             tma_store(dk, [b, h_kv, key, 0], stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
+        if DYNAMIC:
+            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 4)
+        lap += 1
     tma_store_wait(0)
 
 
@@ -277,20 +287,9 @@ def _joined_over_queries(
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         p = probabilities(
-            s,
-            lse_smem,
-            stage,
-            j * BLOCK_M,
-            start_n,
-            offset,
-            seqlen_k,
-            qk_scale,
-            BLOCK_N,
-            BLOCK_M,
-            IS_CAUSAL,
-            MASK,
-            s_layout,
-        )
+            s, lse_smem, stage, j * BLOCK_M, start_n, offset, seqlen_k, qk_scale,
+            BLOCK_N, BLOCK_M, IS_CAUSAL, MASK, False, s_layout,
+        )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -320,10 +319,10 @@ def _joined_over_queries(
 
 @gluon.jit
 def _consume_joined(
-    words, dk, dv, smem, barriers, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave,
-    qk_scale, softmax_scale,
+    words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+    heads_per_wave, qk_scale, softmax_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -331,12 +330,14 @@ def _consume_joined(
     dtype: gl.constexpr = q_smem.dtype
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
     offset = seqlen_k - seqlen_q
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    taken = gl.program_id(0)
+    lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
-    for lap in range(laps):
+    while lap < laps:
         alive, b, h_kv, start_n, first, full, end = work(
-            lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
         )
         if alive:
             n_blocks = end - first
@@ -372,21 +373,25 @@ def _consume_joined(
             tma_store(dk, [b, h_kv, start_n, 0], stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
+        if DYNAMIC:
+            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 8)
+        lap += 1
     tma_store_wait(0)
 
 
 @gluon.jit
 def bwd_fused_hopper_kernel(
     q, k, v, do, stats, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
-    rows_padded, HEADS_PER_WAVE,
+    rows_padded, HEADS_PER_WAVE, counter,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, PAIRS: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr,
+    DYNAMIC: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; stats [2, B, Hq, rows_padded] float32:
     lse * log2(e), +inf where p is to be zero, and delta -> dk, dv, and dS K added to a float32 workspace [B, Hq, rows_padded,
-    BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words (REDUCE "vector", in register order)."""
+    BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"), both in register order.
+    counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's first."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
@@ -405,64 +410,48 @@ def bwd_fused_hopper_kernel(
     OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or JOINED else 2
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     if REDUCE == "tma":
-        if JOINED:
-            dq_smem = gl.allocate_shared_memory(gl.float32, [1, 1, 1, BLOCK_M, BLOCK_D], sums.layout)
-        else:
-            dq_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, 1, 1, 64, BLOCK_M * BLOCK_D // 128], sums.layout)
+        piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
+        dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
         out_smem = dq_smem
     else:
         dq_smem = lse_smem  # there is none
         out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], dk.layout)
-    once = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ds_ready = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
-    k_ready = once.index(0)
-    v_ready = once.index(1)
-    kv_empty = once.index(2)
-    for i in gl.static_range(3):
-        mbarrier.init(once.index(i), count=PARTS if i == 2 else 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_ready.index(i), count=GROUPS)
+    ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
+    barriers = make_barriers(STAGES, DS_STAGES, PARTS, DQ_BEHIND)
+    tiles_told = make_tiles_told(PARTS + 1 if ADDS else PARTS, DYNAMIC)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
-    barriers = (k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready)
     if JOINED:
         gl.warp_specialize([
             (_consume_joined, (
-                words, dk, dv, smem, barriers, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+                words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
                 HEADS_PER_WAVE, qk_scale, softmax_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS)),
+                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC)),
             (produce, (
-                q, k, v, do, stats, smem, barriers, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DQ_BEHIND, TILE_ROWS)),
+                q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS)),
             (add, (
-                sums, smem, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, JOINED, REDUCE == "tma" and not DQ_BEHIND)),
+                sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
-                sums, words, dk, dv, smem, barriers,
+                sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, PAIRS)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (_consume, (
-                sums, words, dk, dv, smem, barriers,
+                sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, PAIRS)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (produce, (
-                q, k, v, do, stats, smem, barriers, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DQ_BEHIND, TILE_ROWS)),
+                q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS)),
             (add, (
-                sums, smem, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, JOINED, REDUCE == "tma" and not DQ_BEHIND)),
+                sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
@@ -475,7 +464,8 @@ def _grid(problem: Problem, config: Config, sm_count: int) -> int:
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     words = ((*rows, space.columns(problem.specialization)), "fp32")
-    return {"stats": ((2, *rows), "fp32"), "words": words, "sums": "words"}
+    counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
+    return {"stats": ((2, *rows), "fp32"), "words": words, "sums": "words", "counter": counter}
 
 
 VARIANT = Variant(
@@ -483,10 +473,11 @@ VARIANT = Variant(
     serves="bwd_fused",
     kernel=bwd_fused_hopper_kernel,
     space=space.SPACE,
-    tensors={"q": "", "k": "", "v": "", "do": "", "stats": "fp32", "sums": "fp32", "words": "fp32", "dk": "", "dv": ""},
+    tensors={"q": "", "k": "", "v": "", "do": "", "stats": "fp32", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
+             "counter": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_D"), "k": ("TILE_ROWS", "BLOCK_D"),
                  "v": ("TILE_ROWS", "BLOCK_D"), "dk": ("TILE_ROWS", "BLOCK_D"), "dv": ("TILE_ROWS", "BLOCK_D"),
-                 "stats": (1, "BLOCK_M"), "sums": ("PIECE_ROWS", "PIECE_COLUMNS")},
+                 "stats": (1, "BLOCK_M"), "sums": ("PIECE_ROWS", "BLOCK_D")},
     grid=_grid,
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
@@ -496,5 +487,5 @@ VARIANT = Variant(
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config)},
     workspaces=_workspaces,
-    scalars=lambda problem, config: {"rows_padded": space.padded_rows(problem)},
+    scalars=lambda problem, config: {"rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"])},
 )  # fmt: skip

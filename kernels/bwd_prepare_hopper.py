@@ -14,16 +14,18 @@ from fa2tune.variant import Variant
 @triton.jit
 def bwd_prepare_hopper_kernel(
     o, do, lse, dlse, stats, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
-    stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse,
+    stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> stats [2, B, Hq, rows_padded]:
     lse * log2(e), +inf where p is to be zero (rows past the end, rows that see no key), and rowsum(dO * O) - dlse; words
-    [B, Hq, rows_padded, SUM_COLUMNS] float32: zeros. rows_padded is a multiple of BLOCK_R."""
+    [B, Hq, rows_padded, SUM_COLUMNS] float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of
+    BLOCK_R."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
+    tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
     b = head // heads_q
     h = head % heads_q
     rows = start_m + tl.arange(0, BLOCK_R)
@@ -51,7 +53,7 @@ VARIANT = Variant(
     name="bwd_prepare_hopper",
     kernel=bwd_prepare_hopper_kernel,
     space=SPACE,
-    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "stats": "fp32", "words": "fp32"},
+    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "stats": "fp32", "words": "fp32", "counter": "i32"},
     descriptors={},
     grid=lambda problem, config: padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q,
 )

@@ -49,6 +49,45 @@ def come(number, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def make_barriers(STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, DQ_BEHIND: gl.constexpr):
+    """mbarriers, initialised: (k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready). None that nobody waits on: its
+    memory would be given to what the partitions capture (docs/hopper.md)."""
+    once = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(3):
+        mbarrier.init(once.index(i), count=PARTS if i == 2 else 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+    empty = q_ready  # never used: barriers by number
+    ds_ready = q_ready
+    if DQ_BEHIND:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        ds_ready = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(empty.index(i), count=GROUPS)
+        for i in gl.static_range(DS_STAGES):
+            mbarrier.init(ds_ready.index(i), count=GROUPS)
+    return once.index(0), once.index(1), once.index(2), q_ready, empty, do_ready, ds_ready
+
+
+@gluon.jit
+def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """How the producer tells LISTENERS partitions which tile it took: (numbers, told, heard), two each; () without DYNAMIC."""
+    if DYNAMIC:
+        tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(told.index(i), count=1)
+            mbarrier.init(heard.index(i), count=LISTENERS)
+        return tile_smem, told, heard
+    else:
+        return ()
+
+
+@gluon.jit
 def query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
     end = gl.cdiv(seqlen_q, BLOCK_M)
@@ -77,28 +116,33 @@ def as_block_of(stage, descriptor):
 
 
 @gluon.jit
-def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr):
-    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program)."""
+def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program as far as it
+    knows)."""
     tiles = gl.cdiv(seqlen_k, BLOCK_N)
     together = 2 if PAIRS else 1
     shares = gl.cdiv(tiles, together)
-    return tiles, together, shares, gl.cdiv(shares * batch * heads_kv, gl.num_programs(0)) * together
+    laps = gl.cdiv(shares * batch * heads_kv, gl.num_programs(0)) * together
+    if DYNAMIC:
+        laps = 1
+    return tiles, together, shares, laps
 
 
 @gluon.jit
 def work(
-    lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr,
+    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
     tile_and_head of kernels/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
-    their order forth and back, which evens the lengths out, or (PAIRS) take the n-th tile of a head and the n-th last."""
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    their order forth and back, which evens the lengths out, or (PAIRS) take the n-th tile of a head and the n-th last, or
+    (DYNAMIC) the tile of the number taken, the next that no program had."""
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     programs = gl.num_programs(0)
     lane = gl.program_id(0)
     if IS_CAUSAL and not PAIRS:
         lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
-    index = lap // together * programs + lane
+    index = taken if DYNAMIC else lap // together * programs + lane
     heads = batch * heads_kv
     band = index // (shares * heads_per_wave)
     first_head = band * heads_per_wave
@@ -117,20 +161,53 @@ def work(
 
 
 @gluon.jit
+def _laps_with(lap, taken, batch, heads_kv, seqlen_k):
+    """Laps of this program, once the number of its next tile is known: one more than this, or no more."""
+    return gl.where(taken < gl.cdiv(seqlen_k, BLOCK_N) * batch * heads_kv, lap + 2, 0)
+
+
+@gluon.jit
+def take(lap, counter, tiles_told, batch, heads_kv, seqlen_k):
+    """The producer takes this program's tile of the next lap and tells the other warps: (its number, laps)."""
+    tile_smem, told, heard = tiles_told
+    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    slot = lap % 2
+    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
+    mbarrier.arrive(told.index(slot), count=1)
+    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
+
+
+@gluon.jit
+def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
+    """What the producer took after this lap."""
+    tile_smem, told, heard = tiles_told
+    slot = lap % 2
+    mbarrier.wait(told.index(slot), (lap // 2) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    taken = gl.max(tile_smem.index(slot).load(layout), 0)
+    mbarrier.arrive(heard.index(slot), count=1)
+    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
+
+
+@gluon.jit
 def produce(
-    q, k, v, do, stats, smem, barriers, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    TILE_ROWS: gl.constexpr,
+    q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with lse and dO with delta through rings."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    taken = gl.program_id(0)
+    lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
-    for lap in range(laps):
+    while lap < laps:
         alive, b, h_kv, start_n, first, full, end = work(
-            lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
         )
         n_blocks = end - first
         total = gl.where(alive, group * n_blocks, 0)
@@ -159,6 +236,9 @@ def produce(
             tma_load(stats, [1, b, h, row], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
+        if DYNAMIC:
+            taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
+        lap += 1
     if not DQ_BEHIND:
         for turn in range(gl.maximum(base, STAGES), base + STAGES):  # the last stages: nobody is left at a barrier
             meet(EMPTY + turn % STAGES, 288)
@@ -166,18 +246,20 @@ def produce(
 
 @gluon.jit
 def add(
-    sums, smem, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, JOINED: gl.constexpr,
-    ADDS: gl.constexpr,
+    sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    JOINED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums. Without ADDS it has
     nothing to do."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS)
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     if ADDS:
-        for lap in range(laps):
+        taken = gl.program_id(0)
+        lap = 0
+        while lap < laps:
             alive, b, h_kv, start_n, first, full, end = work(
-                lap, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
             )
             n_blocks = end - first
             total = gl.where(alive, group * n_blocks, 0)
@@ -192,19 +274,57 @@ def add(
                 else:
                     for c in gl.static_range(GROUPS):
                         meet(PIECE_READY + c, 160)
-                        add_piece(sums, dq_smem, b, h, row, c, BLOCK_M, BLOCK_D)
+                        add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
                         tma_store_wait(0)
                         come(PIECE_GONE + c, 160)
+            if DYNAMIC:
+                taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
+            lap += 1
+
+
+#: exp2 of four numbers, the last by a polynomial of degree 4 on the FMA units, within 3e-6: 2^(x - n) (1 + 0.69312 f + ...) for
+#: the n nearest x, times 2^n, whose bits are n + 127 shifted. Below -126.5 it is 0, as ex2 has it far down; NaN stays NaN. P is
+#: at most 1: x is far below 128, where this ends.
+_EXP2_OF_FOUR = gl.constexpr("""{
+    .reg .f32 x, n, f, y, scale;
+    .reg .b32 bits;
+    ex2.approx.ftz.f32 $0, $4;
+    ex2.approx.ftz.f32 $1, $5;
+    ex2.approx.ftz.f32 $2, $6;
+    max.NaN.f32 x, $7, 0fC2FE0000;
+    add.rn.f32 n, x, 0f4B40007F;
+    add.rn.f32 f, n, 0fCB40007F;
+    sub.rn.f32 f, x, f;
+    fma.rn.f32 y, f, 0f3C1D0170, 0f3D64FE2D;
+    fma.rn.f32 y, y, f, 0f3E7601BC;
+    fma.rn.f32 y, y, f, 0f3F317096;
+    fma.rn.f32 y, y, f, 0f3F800000;
+    mov.b32 bits, n;
+    shl.b32 bits, bits, 23;
+    mov.b32 scale, bits;
+    mul.rn.f32 $3, y, scale;
+}""")
+
+
+@gluon.jit
+def _exponentials(x, POLYNOMIAL: gl.constexpr):
+    """exp2, of every fourth number without the special function unit (POLYNOMIAL)."""
+    if POLYNOMIAL:
+        p = gl.inline_asm_elementwise(_EXP2_OF_FOUR, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
+    else:
+        p = gl.exp2(x)
+    return p
 
 
 @gluon.jit
 def probabilities(
     s, lse_smem, stage, row, key, offset, seqlen_k, qk_scale,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """P^T [ROWS, M] of scores S^T, whose first row is that of a key."""
     lse = lse_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
-    p = gl.exp2(s * qk_scale - lse[None, :])
+    p = _exponentials(s * qk_scale - lse[None, :], POLYNOMIAL)
     if MASK:
         # how far into the block the first query lies that sees the key: two numbers a thread
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -253,12 +373,9 @@ _VECTOR_REDUCTION = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $
 
 
 @gluon.jit
-def add_piece(sums, dq_smem, b, h, row, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    """A group's piece of dQ from shared memory to its sums."""
-    if BLOCK_M == 64:
-        tma_reduce_add(sums, [b, h, row, CONSUMER * (BLOCK_M * BLOCK_D // 128)], dq_smem.index(CONSUMER))
-    else:
-        tma_reduce_add(sums, [b, h, row + CONSUMER * 64, 0], dq_smem.index(CONSUMER))
+def add_piece(sums, dq_smem, b, h, row, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A group's piece of dQ from shared memory to its sums: of as many words as half of the block's rows."""
+    tma_reduce_add(sums, [b, h, row + CONSUMER * (BLOCK_M // 2), 0], dq_smem.index(CONSUMER))
 
 
 #: Rows and columns of a piece of dQ whose sums lie together, in register order.
@@ -282,6 +399,17 @@ def add_from_registers(words, first_word, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl
 
 
 @gluon.jit
+def stage_dq(dq, dq_smem, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """dQ of a block, or a group's piece of it, to shared memory in the order of add_from_registers, where a warp stores 512
+    bytes side by side. In row order two of its threads at a time would want the same bank."""
+    WIDTH: gl.constexpr = COLUMNS if COLUMNS < PIECE else PIECE
+    parts = dq.reshape([ROWS // PIECE, PIECE // 16, 2, 8, COLUMNS // WIDTH, WIDTH // 8, 4, 2])
+    staged = parts.permute((0, 4, 5, 1, 3, 6, 2, 7)).reshape([dq_smem.shape[3], dq_smem.shape[4]])
+    dq_smem.index(number).reshape([dq_smem.shape[3], dq_smem.shape[4]]).store(staged)
+    fence_async_shared()
+
+
+@gluon.jit
 def reduce_dq(
     sums, tile, dq_smem, words, b, h, row, heads_q, rows_padded,
     CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
@@ -290,9 +418,8 @@ def reduce_dq(
     COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
     if REDUCE == "tma":
         tma_store_wait(0)
-        dq_smem.index(CONSUMER).reshape([64, COLUMNS]).store(tile)
-        fence_async_shared()
-        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M, BLOCK_D)
+        stage_dq(tile, dq_smem, CONSUMER, 64, COLUMNS)
+        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M)
     else:
         first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
         add_from_registers(words, first, tile, 64, COLUMNS)
@@ -306,6 +433,5 @@ def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.c
         thread_barrier()
     else:
         meet(PIECE_GONE + number, THREADS)
-    dq_smem.index(number).reshape([ROWS, COLUMNS]).store(tile)
-    fence_async_shared()
+    stage_dq(tile, dq_smem, number, ROWS, COLUMNS)
     come(PIECE_READY + number, THREADS)

@@ -8,15 +8,15 @@ from fa2tune.variant import Constraint, SearchSpace
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
-PIECE = 64  #: rows and columns of a piece of dQ whose sums lie together, where they are in register order
+PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
-#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, PERSISTENT, PAIRS, num_warps) by (columns, causal), from the sweeps in
+#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
 #: docs/experiments.md
 BEST = {
-    (64, False): (128, "tma", "together", True, True, False, 4),
-    (64, True): (128, "tma", "together", True, True, True, 4),
-    (128, False): (64, "vector", "together", True, True, False, 8),
-    (128, True): (64, "vector", "together", True, True, True, 8),
+    (64, False): (128, "tma", "together", True, False, 1, 4),
+    (64, True): (128, "tma", "behind", True, True, 4, 4),
+    (128, False): (64, "vector", "together", False, False, 1, 8),
+    (128, True): (64, "vector", "together", False, True, 8, 8),
 }
 
 
@@ -42,27 +42,24 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     return {
         "BLOCK_D": d,
         "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
-        "PIECE_ROWS": block_m if one else 64,  # of dQ that one TMA adds, and its columns
-        "PIECE_COLUMNS": d if one else block_m * d // 128,
+        "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
         "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
         "CONSUMER_REGISTERS": REGISTERS,
     }  # fmt: skip
 
 
 def permuted_columns(spec: Specialization, config: Config) -> int:
-    """Columns of a piece of sums in register order; 0: they are in row order."""
-    if config["REDUCE"] == "tma":
-        return 0
+    """Columns of a piece of sums in register order."""
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
 
 
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
-    block_m, reduce, order, first, persistent, pairs, warps = BEST[min(128, columns(spec)), spec.causal]
+    block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first,
-        "V_IN_REGISTERS": False, "STAGES": 2,
-        "PERSISTENT": persistent, "PAIRS": pairs, "HEADS_PER_WAVE": 1, "num_warps": warps,
+        "V_IN_REGISTERS": False, "POLYNOMIAL": False, "STAGES": 2,
+        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "HEADS_PER_WAVE": heads, "num_warps": warps,
     }  # fmt: skip
 
 
@@ -86,12 +83,14 @@ SPACE = SearchSpace(
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # no waiting for dP before all of them are computed
         "V_IN_REGISTERS": (False, True),  # for the whole tile, instead of read from shared memory for every block
+        "POLYNOMIAL": (False, True),  # every fourth exponential on the FMA units; in its present form not yet raced
         "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (
             False,
             True,
         ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
+        "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
         "HEADS_PER_WAVE": (1, 4, 8, 32),
         "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
     },
@@ -139,9 +138,27 @@ SPACE = SearchSpace(
             lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
         ),
         Constraint(
-            "pairs_are_for_causal_masks",
-            "without a mask all tiles are alike, and a program a tile has nothing to pair",
-            lambda config, spec, arch: not config["PAIRS"] or (spec.causal and config["PERSISTENT"]),
+            "orders_are_for_uneven_tiles",
+            "without a mask all tiles are alike, and a program a tile has nothing to pair or to take next",
+            lambda config, spec, arch: (
+                config["PAIRS"] + config["DYNAMIC"] <= (1 if spec.causal and config["PERSISTENT"] else 0)
+            ),
+        ),
+        Constraint(
+            "polynomials_spare_a_busy_unit",
+            "exponentials take the special function units 1024 of a block's 2560 cycles at 64 columns, half of that at 128; "
+            "with a mask's code they spill",
+            lambda config, spec, arch: (
+                not config["POLYNOMIAL"]
+                or (
+                    columns(spec) == 64
+                    and not spec.causal
+                    and (config["REDUCE"], config["BLOCK_M"]) == ("tma", 128)
+                    and config["ORDER"] != "ahead"
+                    and config["EXPONENTIALS_FIRST"]
+                    and not config["V_IN_REGISTERS"]
+                )
+            ),
         ),
         Constraint(
             "tiles_fit_shared_memory",

@@ -1,18 +1,41 @@
 """Search space of kernels/fwd_hopper.py."""
 
 from fa2tune.problem import Config, Specialization, padded_head_dim
-from fa2tune.search_spaces.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
+from fa2tune.search_spaces.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
 from fa2tune.variant import Constraint, SearchSpace
 
-#: Registers a thread of a consumer group gets, by groups: what 64 Ki leave beside a producer of 24.
-REGISTERS = {2: 240, 3: 160}
+ROWS = 64  #: query rows of a consumer group
+#: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
+PROGRAMS = {0: 1, 128: 2, 80: 3}
+#: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
+SHARED_BYTES_SM = 228 * 1024
+PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {
-    64: {"BLOCK_M": 192, "BLOCK_N": 128, "GROUPS": 3, "Q_STAGES": 2, "PINGPONG": True, "RESCALE": "late"},
-    128: {"BLOCK_M": 128, "BLOCK_N": 128, "GROUPS": 2, "Q_STAGES": 2, "PINGPONG": False, "RESCALE": "now"},
-    256: {"BLOCK_M": 128, "BLOCK_N": 64, "GROUPS": 2, "Q_STAGES": 1, "PINGPONG": False, "RESCALE": "lazy"},
+    64: {"BLOCK_M": 192, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": False},
+    128: {"BLOCK_M": 128, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True},
+    256: {"BLOCK_M": 128, "BLOCK_N": 64, "Q_STAGES": 1, "PINGPONG": False, "NUMBERED": False},
 }  # fmt: skip
+#: What suits a causal mask better: tiles of uneven lengths have little use for a second Q.
+BEST_CAUSAL = {64: {"Q_STAGES": 1, "NUMBERED": True}, 128: {"Q_STAGES": 1}, 256: {}}
+
+
+def programs(config: Config) -> int:
+    """Programs a multiprocessor holds at once."""
+    return PROGRAMS[config["maxnreg"]]
+
+
+def registers(config: Config) -> int:
+    """Registers a thread of a consumer group gets: what the groups' share of the launch leaves beside the producer."""
+    groups = config["BLOCK_M"] // ROWS
+    launch = config["maxnreg"] or 65536 // (128 * (groups + 1)) // 8 * 8
+    return int(((groups + 1) * launch - PRODUCER_REGISTERS) // groups // 8 * 8)
+
+
+def _shared_limit(config: Config) -> int:
+    """Bytes of shared memory a program may have."""
+    return SHARED_BYTES_SM // programs(config) - 1024
 
 
 def _dims(spec: Specialization) -> tuple[int, int]:
@@ -20,19 +43,22 @@ def _dims(spec: Specialization) -> tuple[int, int]:
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    """Where the search starts: the best tile, and what of O and of a third stage fits beside it."""
+    """Where the search starts: the best tile, and what of O and a third stage fits beside it."""
+    widest = max(64, *_dims(spec))
     best = {
-        **BEST[max(64, *_dims(spec))],
+        **BEST[widest],
+        **(BEST_CAUSAL[widest] if spec.causal else {}),
+        "RESCALE": "lazy",
         "Q_IN_REGISTERS": False,
-        "PERSISTENT": True,
         "HEADS_PER_WAVE": 0,
+        "maxnreg": 0,
         "num_warps": 4,
     }
     fitting = (
         {**best, "O_THROUGH": o, "STAGES": stages}
         for o in ("own", "halves")
         for stages in (3, 2)
-        if _shared_bytes(best, spec, stages, o) <= SHARED_BYTES
+        if _shared_bytes(best, spec, stages, o) <= _shared_limit(best)
     )
     return next(fitting)
 
@@ -60,50 +86,63 @@ def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> 
 def _stages_used(config: Config, spec: Specialization) -> bool:
     """Whether no more stages would fit, up to 3."""
     o = config["O_THROUGH"]
-    return config["STAGES"] >= 3 or _shared_bytes(config, spec, config["STAGES"] + 1, o) > SHARED_BYTES
+    return config["STAGES"] >= 3 or _shared_bytes(config, spec, config["STAGES"] + 1, o) > _shared_limit(config)
 
 
 SPACE = SearchSpace(
     name="fwd_hopper",
     dimensions={
-        "BLOCK_M": (128, 192),
+        "BLOCK_M": (64, 128, 192),  # one, two or three consumer groups, of four warps and 64 rows each
         "BLOCK_N": (64, 128),
-        "GROUPS": (2, 3),  # of consumers: four warps and 64 rows each
-        "STAGES": (2, 3, 4),  # K and V tiles under way
+        "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
         "PINGPONG": (False, True),  # groups issue their products in turn
-        "RESCALE": ("now", "late", "lazy"),  # O: before the next Q K^T, under it, or only where a maximum grew by 2^8
-        "Q_IN_REGISTERS": (False, True),
+        "RESCALE": ("now", "lazy"),  # O: after every block, or only where a maximum grew by 2^8
+        "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
         "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
-        "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
-        "HEADS_PER_WAVE": (0, 4, 16, 64),  # 0: as many as suit the length
+        "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait
+        "HEADS_PER_WAVE": (0, 4, 22, 64),  # 0: as many as suit the length; 22: a sixth of an H200's multiprocessors
+        "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
         "num_warps": (4,),
     },
     constraints=(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
         Constraint(
-            "rows_per_group",
-            "a Hopper product has 64 rows, a group holds as many; with 128 the scores and O of a group spill, or leave the "
-            "other groups nothing to hide behind (two thirds of the speed at head dims 64 and 128)",
-            lambda config, spec, arch: config["BLOCK_M"] == 64 * config["GROUPS"],
+            "one_group_shares",
+            "one consumer group leaves the tensor cores idle while it exponentiates, unless another program has them then; two "
+            "groups have too few registers to share a multiprocessor",
+            lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
+        ),
+        Constraint(
+            "turns_take_groups",
+            "groups take turns inside a program: one alone would wait for itself",
+            lambda config, spec, arch: not (config["PINGPONG"] and config["BLOCK_M"] == ROWS),
         ),
         Constraint(
             "registers_hold_tiles",
             "scores, output, probabilities of the block before (and Q) live in registers at once; with fewer than 32 beside "
             "them ptxas spills and runs the products one by one (C7512)",
-            lambda config, spec, arch: _live_registers(config, spec) <= REGISTERS[config["GROUPS"]] - 32,
+            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - 32,
+        ),
+        Constraint(
+            "launch_registers_hold_a_product",
+            "ptxas refuses a wgmma (C7602) whose scores or output, half their columns, leave fewer than 30 of the registers a "
+            "thread has at launch, whatever the group gets later",
+            lambda config, spec, arch: (
+                config["maxnreg"] == 0 or max(config["BLOCK_N"], _dims(spec)[1]) // 2 + 30 <= config["maxnreg"]
+            ),
         ),
         Constraint(
             "tiles_fit_shared_memory",
-            "Q, O and the stages of K and V exceed 227 KiB, the most a Hopper GPU gives a block",
+            "Q, O and the stages of K and V exceed a program's share of 228 KiB, of which each program costs 1 beside its own",
             lambda config, spec, arch: (
-                _shared_bytes(config, spec, config["STAGES"], config["O_THROUGH"]) <= SHARED_BYTES
+                _shared_bytes(config, spec, config["STAGES"], config["O_THROUGH"]) <= _shared_limit(config)
             ),
         ),
         Constraint(
             "stages_use_shared_memory",
-            "a program has its multiprocessor alone, so what a third stage would take is of no other use",
+            "a program's share of its multiprocessor is set, so what another stage would take is of no other use",
             lambda config, spec, arch: _stages_used(config, spec),
         ),
         Constraint(
@@ -113,13 +152,8 @@ SPACE = SearchSpace(
             lambda config, spec, arch: (
                 not spec.causal
                 or config["Q_STAGES"] == 1
-                or -(-(config["BLOCK_M"] - 64) // config["BLOCK_N"]) < config["STAGES"]
+                or -(-(config["BLOCK_M"] - ROWS) // config["BLOCK_N"]) < config["STAGES"]
             ),
-        ),
-        Constraint(
-            "next_tile_exists",
-            "a program that takes one tile has no next one whose Q it could fetch",
-            lambda config, spec, arch: config["Q_STAGES"] == 1 or config["PERSISTENT"],
         ),
         Constraint(
             "o_through_q_alone",
@@ -132,7 +166,7 @@ SPACE = SearchSpace(
             "o_has_room_of_its_own",
             "O in halves or by Q's place waits for its own stores; where two stages of K and V leave O room, it need not",
             lambda config, spec, arch: (
-                config["O_THROUGH"] == "own" or _shared_bytes(config, spec, 2, "own") > SHARED_BYTES
+                config["O_THROUGH"] == "own" or _shared_bytes(config, spec, 2, "own") > _shared_limit(config)
             ),
         ),
     ),

@@ -8,6 +8,8 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,23 @@ from fa2tune import gpus
 from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, variant_named
-from fa2tune.launching import cuda, launch, precompiled
-from fa2tune.launching.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
+from fa2tune.launching import cuda, launch, passes, precompiled
+from fa2tune.launching.cuda import Chain, CudaError, Function, Image, MapFormat, Maps
 from fa2tune.problem import ROADS, SPLIT, Problem, Specialization
 
 PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, True)
 HANDLE = 0xF00D
 OPTIN = 232448  #: bytes of shared memory a block of an H100 may have
+
+
+class Everything:
+    """A set that whatever is asked for is in."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def clear(self) -> None:
+        pass
 
 
 class Driver:
@@ -124,12 +136,12 @@ class Driver:
             if self.during is not None:
                 during, self.during = self.during, None
                 during()
-            config = cuda._LaunchConfig.from_address(config_at.value)
+            config = config_at._obj
             attributes = (cuda._Attribute * config.count).from_address(config.attributes)
             self.launched.append(
-                {"config": config_at.value, "grid": (config.grid_x, config.grid_y, config.grid_z), "block": config.block_x,
-                 "shared": config.shared, "stream": config.stream, "handle": handle.value, "pointers": pointers_at.value,
-                 "attributes": [(a.id, *a.value[:3]) for a in attributes]}
+                {"config": ctypes.addressof(config), "grid": (config.grid_x, config.grid_y, config.grid_z),
+                 "block": config.block_x, "shared": config.shared, "stream": config.stream, "handle": handle.value,
+                 "pointers": pointers_at.value, "attributes": [(a.id, *a.value[:3]) for a in attributes]}
             )  # fmt: skip
             return self.codes.pop(0) if self.codes else 0
 
@@ -155,6 +167,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0xCAFE, raising=False)
     monkeypatch.setattr(launch, "arch_of", lambda index: 90)
     monkeypatch.setattr(launch, "sm_count", lambda index: 132)
+    monkeypatch.setattr(Chain, "MEMO", {})
+    monkeypatch.setattr(Chain, "SEEN", Everything())  # what is looked at after a launch has to be kept
     launch.load.cache_clear()
     yield found
     launch.load.cache_clear()
@@ -170,8 +184,8 @@ def image(variant: Any, config: Any, **changes: Any) -> Image:
 
 def bound(
     monkeypatch: pytest.MonkeyPatch, name: str = "fwd_hopper", **changes: Any
-) -> tuple[Launch, list[torch.Tensor], list[str]]:
-    """A forward's launch, tensors for it, and the kinds of its parameters, scratch included."""
+) -> tuple[Chain, list[torch.Tensor], list[str]]:
+    """A forward's launch, as a chain of one, tensors for it, and the kinds of its parameters, scratch included."""
     variant = variant_named(name)
     spec = PROBLEM.specialization
     config = variant.space.default(spec, 90)
@@ -182,14 +196,15 @@ def bound(
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": torch.zeros(2, 4, 300)}
     strides = {n: launch.strides_of(t) for n, t in tensors.items() if t.dim() == 4}
     made_launch = launch.bind(variant, PROBLEM, config, strides, 0.125, tuple(tensors), 0)
-    assert isinstance(made_launch, Launch)
+    chain = launch.chain([(made_launch, range(len(tensors)))], 0)
+    assert isinstance(chain, Chain)
     binary = compiler.binary_config(variant, config)
-    return made_launch, list(tensors.values()), [*launch.kinds(variant, spec, binary), "pointer", "pointer"]
+    return chain, list(tensors.values()), [*launch.kinds(variant, spec, binary), "pointer", "pointer"]
 
 
 def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, kinds = bound(monkeypatch)
-    call(*tensors)
+    call(tensors)
     launched = driver.launched[-1]
     assert (launched["handle"], launched["stream"], launched["block"]) == (HANDLE, 0xCAFE, 12 * 32)
     assert launched["shared"] == 100_000 and launched["attributes"] == []
@@ -207,21 +222,22 @@ def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch:
 def test_a_descriptor_is_encoded_once_per_address(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, kinds = bound(monkeypatch)
     before = len(driver.encoded)  # those that tried whether TMA can take such tensors
-    call(*tensors)
-    call(*tensors)
+    call(tensors)
+    call(tensors)
     assert len(driver.encoded) - before == 4
     assert driver.encoded[before + 1] == {
         "address": tensors[1].data_ptr(), "type": 9, "shape": [64, 500, 2, 2], "block": [64, 64, 1, 1], "steps": [1] * 4,
         "strides": [256, 128, 128000], "swizzle": 3, "promotion": 2,
     }  # fmt: skip
     fresh = [torch.zeros_like(t) for t in tensors]
-    call(*fresh)
+    call(fresh)
     assert len(driver.encoded) - before == 8 and driver.arguments(kinds)[0] == fresh[0].data_ptr()
 
 
 def test_descriptors_outlive_the_launch_that_passes_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, kinds = bound(monkeypatch)
-    maps = [maps for _, maps in call.slots if maps is not None]
+    slots = call.launches[0][0].slots
+    maps = [maps for _, maps in slots if maps is not None]
 
     def meanwhile() -> None:  # as other threads would
         for one in maps:
@@ -230,10 +246,10 @@ def test_descriptors_outlive_the_launch_that_passes_them(driver: Driver, monkeyp
         gc.collect()
 
     driver.during = meanwhile
-    call(*tensors)
+    call(tensors)
     assert all(tensor.data_ptr() not in one for tensor, one in zip(tensors, maps, strict=False))
     found = driver.arguments(kinds)
-    assert [found[index] for index, one in call.slots if one is not None] == [t.data_ptr() for t in tensors[:4]]
+    assert [found[index] for index, one in slots if one is not None] == [t.data_ptr() for t in tensors[:4]]
 
 
 def test_what_tma_cannot_take_is_said_when_planning(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,22 +261,113 @@ def test_what_tma_cannot_take_is_said_when_planning(driver: Driver, monkeypatch:
 def test_launches_at_once_share_no_memory(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, kinds = bound(monkeypatch)
     others = [torch.zeros_like(t) for t in tensors]
-    driver.during = lambda: call(*others)  # as another thread would, which runs while the driver is called
-    call(*tensors)
+    driver.during = lambda: call(others)  # as another thread would, which runs while the driver is called
+    call(tensors)
     inner, outer = driver.launched
     assert inner["config"] != outer["config"] and inner["pointers"] != outer["pointers"]
     assert driver.arguments(kinds, 0)[0] == others[0].data_ptr()
     assert driver.arguments(kinds, 1)[0] == tensors[0].data_ptr()
-    call(*tensors)
-    assert driver.launched[-1]["pointers"] in (inner["pointers"], outer["pointers"])  # given back
+
+
+def test_arguments_are_packed_once_for_addresses_and_stream(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they have come a second time."""
+    monkeypatch.setattr(Chain, "SEEN", set())
+    call, tensors, _ = bound(monkeypatch)
+    call(tensors)
+    assert not Chain.MEMO, "they may never come again"
+    call(tensors)
+    call(tensors)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0xBEEF)
+    call(tensors)
+    call(tensors)
+    _, first, again, _, elsewhere = driver.launched
+    assert again == first and elsewhere == {
+        **first, "stream": 0xBEEF, "config": elsewhere["config"], "pointers": elsewhere["pointers"]
+    }  # fmt: skip
+    assert elsewhere["config"] != first["config"] and len(Chain.MEMO) == 2
+
+
+def test_packed_arguments_are_forgotten_before_they_are_too_many(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Chain, "KEPT", 3)
+    monkeypatch.setattr(Chain, "SEEN", set())
+    call, tensors, _ = bound(monkeypatch)
+    held = [[torch.zeros_like(t) for t in tensors] for _ in range(5)]
+    sizes = set()
+    for these in 12 * held:
+        call(these)
+        sizes.add(len(Chain.MEMO))
+        assert len(Chain.SEEN) <= 4 * Chain.KEPT
+        for (_, _, addresses), [(_, [_, memory, *_])] in Chain.MEMO.items():
+            assert [*memory][-len(addresses) :] == [*addresses]
+    assert sizes == {0, 1, 2, 3}, "filled, and once in a while emptied"
+    assert len(driver.launched) == 12 * len(held)
+    dispatch.reload()
+    assert not Chain.MEMO and not Chain.SEEN
+
+
+def test_two_chains_at_the_same_addresses_share_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, _ = bound(monkeypatch)
+    launch.load.cache_clear()
+    other, _, _ = bound(monkeypatch, "fwd", shared=50_000)
+    for _ in range(3):
+        call(tensors)
+        other(tensors)
+    assert [one["shared"] for one in driver.launched] == 3 * [100_000, 50_000] and len(Chain.MEMO) == 2
+
+
+def test_packed_arguments_outlive_the_launch_that_passes_them(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, kinds = bound(monkeypatch)
+    call(tensors)
+    call(tensors)
+    expected, found = driver.arguments(kinds), list[list[Any]]()
+
+    def meanwhile() -> None:  # another thread fills the memo
+        Chain.MEMO.clear()
+        gc.collect()
+        found.append(driver.arguments(kinds))  # of the launch before, which passed the same memory
+
+    driver.during = meanwhile
+    call(tensors)
+    assert found == [expected] and not Chain.MEMO
+
+
+def test_a_chain_places_tensors_and_workspaces(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches on two of three tensors each, and on one that lies within the last."""
+    seen: list[list[int]] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.function: Any = SimpleNamespace(image=SimpleNamespace(name=name))
+            self.code = 0
+
+        def packed(self, addresses: list[int], stream: int) -> cuda.Packed:
+            return lambda: seen.append([stream, *addresses]) or self.code, [self]
+
+    block = torch.empty(1000, dtype=torch.uint8)
+    tensors = [torch.empty(3), torch.empty(5), block]
+    within = launch.Workspace((2, 5), torch.float32, 512)
+    places: list[list[launch.Place]] = [[0, within], [within, 1]]
+    recorders = [Recorder("first"), Recorder("second")]
+    chain = launch.chain(list(zip(recorders, places, strict=True)), 0)
+    for _ in range(2):
+        chain(tensors)
+    one, two, inside = tensors[0].data_ptr(), tensors[1].data_ptr(), block.data_ptr() + 512
+    assert seen == 2 * [[0xCAFE, one, inside], [0xCAFE, inside, two]]
+    view = within.within(block)
+    assert (view.data_ptr(), view.shape, view.dtype) == (inside, (2, 5), torch.float32)
+    recorders[1].code = 700
+    with pytest.raises(cuda.CudaError, match="launching second: "):
+        chain(tensors)
 
 
 def test_attributes_of_clusters_cooperation_and_early_starts(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tensors, _ = bound(monkeypatch)
-    plain(*tensors)
+    plain(tensors)
     launch.load.cache_clear()
     call, tensors, _ = bound(monkeypatch, ctas=2, cooperative=True, programmatic=True)
-    call(*tensors)
+    call(tensors)
     one, two = driver.launched
     assert two["grid"] == (2 * one["grid"][0], 1, 1)
     assert two["attributes"] == [(6, 1, 0, 0), (2, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
@@ -269,7 +376,7 @@ def test_attributes_of_clusters_cooperation_and_early_starts(driver: Driver, mon
 def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, _ = bound(monkeypatch)
     driver.codes, before = [201], driver.contexts
-    call(*tensors)
+    call(tensors)
     assert len(driver.launched) == 2 and driver.contexts == before + 1
 
 
@@ -277,7 +384,7 @@ def test_a_refused_launch_is_told_in_the_drivers_words(driver: Driver, monkeypat
     call, tensors, _ = bound(monkeypatch)
     driver.codes = [700]
     with pytest.raises(CudaError, match="CUDA error 700 while launching k: no luck"):
-        call(*tensors)
+        call(tensors)
 
 
 def test_parameters_of_another_layout_are_refused(driver: Driver) -> None:
@@ -323,14 +430,57 @@ def test_a_binary_that_the_driver_refuses_is_compiled_after_all(
 def test_nothing_is_loaded_in_a_capture_unless_allowed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tensors, _ = bound(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    bound(monkeypatch)[0](*tensors)  # it is there already
+    bound(monkeypatch)[0](tensors)  # it is there already
     launch.load.cache_clear()
     with pytest.raises(launch.CaptureMiss, match="fwd_hopper"):
         bound(monkeypatch)
     driver.modes.clear()
     with cuda.relaxed_capture():
-        bound(monkeypatch)[0](*tensors)
+        bound(monkeypatch)[0](tensors)
     assert driver.modes == [2, 0] and not cuda.may_load()  # relaxed, and then as it was
+
+
+# ---- memory
+
+
+def test_fresh_tensors_are_like_those_it_was_made_with() -> None:
+    like = torch.zeros(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(2, 3)
+    fresh = passes.Fresh(torch.device("cpu"), *(tensor.to("meta") for tensor in like))
+    first, second = fresh(), fresh()
+    for one, other, wanted in zip(first, second, like, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in (one, other, wanted)}) == 3
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(tensor.isnan().all() for tensor in fresh())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_short_way_to_memory_is_for_the_current_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(passes, "ALLOCATE", lambda *layout: taken.append(layout))
+    fresh = passes.Fresh(torch.device("cpu"), torch.zeros(2, 3))
+    assert len(fresh()) == 1 and not taken  # on a CPU
+    fresh.index = 1  # as a tensor of a second GPU has it
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    fresh()
+    assert taken == [((2, 3), (3, 1), torch.float32)]
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    assert fresh()[0].device == fresh.device and len(taken) == 1
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(passes, "ALLOCATE", None)  # a torch that has no such thing
+    assert fresh()[0].shape == (2, 3)
+
+
+def test_workspaces_lie_apart_in_one_block() -> None:
+    asked = {"stats": ((2, 3, 100), "fp32"), "sums": "words", "words": ((3, 7), "i32"), "tiles": ((5, 5), "")}
+    found, size = passes._placed(asked, torch.bfloat16, 1024)
+    assert found["sums"] is found["words"] and found["words"].dtype == torch.int32
+    assert found["tiles"].dtype == torch.bfloat16 and found["tiles"].end - found["tiles"].start == 50
+    apart = [found[name] for name in ("stats", "words", "tiles")]
+    assert all(one.start % passes.ALIGNMENT == 0 for one in apart) and apart[0].start == 1024
+    assert all(one.end <= other.start for one, other in pairwise(apart)) and apart[-1].end <= size
 
 
 # ---- a first call while a graph is captured

@@ -236,7 +236,7 @@ def test_constants_from_the_space_are_part_of_the_kernel(monkeypatch: pytest.Mon
 
     variant = NAMED["fwd_hopper"]
     plain = fingerprint.kernel_hash.__wrapped__(variant)
-    monkeypatch.setattr(space, "REGISTERS", {1: 232, 2: 232, 3: 160})
+    monkeypatch.setattr(space, "PRODUCER_REGISTERS", 32)
     assert fingerprint.kernel_hash.__wrapped__(variant) != plain
 
 
@@ -270,20 +270,43 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     "joined groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
     "dQ behind at head dim 64": lambda v, c, p: c.get("ORDER") == "behind" and p.head_dim == 64,
     "V in registers": lambda v, c, p: bool(c.get("V_IN_REGISTERS")),
+    **{
+        f"dQ by TMA, {order}": lambda v, c, p, order=order: c.get("REDUCE") == "tma" and c["ORDER"] == order
+        for order in ("together", "behind")
+    },
+    **{
+        f"tiles from a counter, {name}": lambda v, c, p, warps=warps, order=order: (
+            c.get("DYNAMIC") and (c["num_warps"], c["ORDER"]) == (warps, order) and takes_several(v, c, p)
+        )
+        for name, warps, order in (("an adder beside", GROUP_WARPS, "together"), ("none", GROUP_WARPS, "behind"),
+                                   ("joined", 2 * GROUP_WARPS, "together"))
+    },
     "pairs of tiles": lambda v, c, p: bool(c.get("PAIRS")),
     "several pairs a program": lambda v, c, p: bool(c.get("PAIRS")) and takes_several(v, c, p),
     "several tiles a program, joined": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),
     "several tiles a program, apart": lambda v, c, p: "ORDER" in c and c["num_warps"] == GROUP_WARPS and takes_several(v, c, p),
     "the next tile's Q": lambda v, c, p: c.get("Q_STAGES") == 2 and takes_several(v, c, p),
+    "two programs a multiprocessor": lambda v, c, p: v.name == "fwd_hopper" and c["maxnreg"] == 128 and takes_several(v, c, p),
+    "three programs a multiprocessor": lambda v, c, p: v.name == "fwd_hopper" and c["maxnreg"] == 80 and takes_several(v, c, p),
+    **{
+        f"numbered barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
+            c.get("NUMBERED") and c["maxnreg"] == registers and takes_several(v, c, p)
+        )
+        for count, registers in (("two", 128), ("three", 80))
+    },
+    **{
+        f"K and V at numbered barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
+            lambda v, c, p, turns=turns, causal=causal: (
+                c.get("NUMBERED") and c["PINGPONG"] == turns and p.causal == causal and takes_several(v, c, p)
+            )
+        for turns in (False, True) for causal in (False, True)
+    },
 }  # fmt: skip
 
 
 def takes_several(variant: Variant, config: Config, problem: Problem) -> bool:
     """Whether there are more tiles, or pairs of them, than programs."""
-    if not config.get("PERSISTENT"):
-        return False
-    shares = variant.programs(problem, {**config, "PERSISTENT": False}, H200.sm_count)
-    return shares > variant.programs(problem, config, H200.sm_count)
+    return variant.programs(problem, config, limits.MANY_SMS) > variant.programs(problem, config, H200.sm_count)
 
 
 @pytest.mark.usefixtures("on_an_h200")
@@ -378,9 +401,10 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
     reduce = case.config.get("REDUCE")
     assert ("UTMAREDG" in text) == (reduce == "tma")
     assert (WIDE_SUM in text) == (reduce == "vector")
-    assert not re.search(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})", text), (
-        "nothing is summed a word at a time"
-    )
+    if reduce == "tma":
+        assert "STS.128" in text, "dQ is staged without bank conflicts"
+    narrow = re.findall(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})\S+", text)
+    assert len(narrow) == bool(case.config.get("DYNAMIC")), "only tiles are counted, nothing is summed a word at a time"
 
 
 @every
@@ -406,7 +430,7 @@ def beside_its_own(case: Case) -> bool:
 
     The dimension EXPONENTIALS_FIRST claims it ("no waiting for dP before all of them are computed"). Without it, and in the
     other kernels, ptxas moves the wait above most of them, and what kept it from that was slower (docs/experiments.md). It
-    moves it, whatever is claimed, in the order "together" where dQ is handed to a warp of its own (REDUCE "tma": 0 to 0.9 by
+    moves it, whatever is claimed, in the order "together" where dQ is handed to a warp of its own (by TMA: 0 to 0.9 by
     loop, head dims 64 and 128, both Tritons), and for one of the groups in the order "behind" with vector reductions at head
     dim 64 (Triton 3.6)."""
     config = case.config
@@ -421,6 +445,12 @@ def beside_anothers(case: Case) -> bool:
     """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups joined in
     one partition, without the overlap above, nothing is claimed.)"""
     return not beside_its_own(case) and case.config["num_warps"] == GROUP_WARPS
+
+
+def groups_that_exponentiate(case: Case) -> int:
+    if case.variant.filed_under == "fwd":
+        return int(case.config["BLOCK_M"]) // 64
+    return 1 if case.config.get("OWN") == "products" else 2
 
 
 def test_some_configs_claim_each_kind_of_overlap() -> None:
@@ -450,8 +480,7 @@ def test_no_group_waits_for_another_among_its_exponentials(case: Case, built: Ca
         exponentials = [match.start() for match in re.finditer(r"^MUFU\.EX2", stretch, re.MULTILINE)]
         if len(exponentials) >= SCORES:
             stretches += 1
-            met += re.findall(r"^BAR\..*", stretch[exponentials[0] : exponentials[-1]], re.MULTILINE)
-    groups = 1 if case.config.get("OWN") == "products" else case.config.get("GROUPS", 2)  # one of two exponentiates
-    assert stretches >= groups
+            met += re.findall(r"^BAR\.(?!ARV).*", stretch[exponentials[0] : exponentials[-1]], re.MULTILINE)
+    assert stretches >= groups_that_exponentiate(case)
     own = rf"BAR\.SYNC\.DEFER_BLOCKING 0x[0-9a-f]+, {GROUP_WARPS * limits.WARP_THREADS:#x}"
     assert [barrier for barrier in met if not re.fullmatch(own, barrier)] == []

@@ -30,6 +30,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.variant",
     "fa2tune.kernels.common",
     "fa2tune.kernels.hopper",
+    "fa2tune.kernels.hopper_forward",
     "fa2tune.kernels.hopper_fused",
 }
 

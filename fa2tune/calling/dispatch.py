@@ -23,7 +23,7 @@ from fa2tune.calling.defaults import default_config, portable_default
 from fa2tune.compiling import binaries, fingerprint, limits
 from fa2tune.compiling.compiler import CompileError, misfit, uses_descriptors, variant_of
 from fa2tune.gpus import Gpu
-from fa2tune.launching.cuda import relaxed_capture
+from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
@@ -84,6 +84,7 @@ def reload() -> None:
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
+    forget_packed()
 
 
 @cache
@@ -269,7 +270,7 @@ def _plan(
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            failure = error
+            failure = error.with_traceback(None)  # its frames hold tensors
             continue
         SERVED.update(choice.rung for choice in choices.values())
         return plan
@@ -379,16 +380,20 @@ def backward(
             dlse = dlse.contiguous()
     if do is None:
         do = torch.zeros_like(o)
-    elif do.stride(3) != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
+    steps, dtype = do.stride(), q.dtype
+    if steps[3] != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
         do = do.contiguous()
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), do.stride(),
-        None if dlse is None else dlse.stride(), q.dtype, q.get_device(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15, causal, softmax_scale, deterministic,
-        float32_precision() if q.dtype is torch.float32 else "",
+        steps = do.stride()
+    key = (  # nothing of it is taken from the forward: hooks on saved tensors may change shapes and strides
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), steps,
+        None if dlse is None else dlse.stride(), dtype,
+        q.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
+        causal, softmax_scale, deterministic, float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:
+        if dlse is not None:
+            dlse.data_ptr()  # raises for one that batches others, as do's above
         problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
         if _is_empty(problem):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

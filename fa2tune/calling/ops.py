@@ -212,13 +212,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if _batched(do) or _batched(dlse):  # is_grads_batched, or jacobian(vectorize=True)
-            raise NotImplementedError(_NO_VMAP)
         q, k, v, o, lse = ctx.saved_tensors
-        call = (ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
-        if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
-            return (*_Gradients.apply(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
-        return (*dispatch.backward(do, dlse, q, k, v, o, lse, *call), *_NO_GRADIENT)
+        call = (do, dlse, q, k, v, o, lse, ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
+        try:
+            if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
+                return (*_Gradients.apply(*call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
+            return (*dispatch.backward(*call), *_NO_GRADIENT)
+        except RuntimeError:
+            if _batched(do) or _batched(dlse):  # is_grads_batched, jacobian(vectorize=True): they have no address
+                raise NotImplementedError(_NO_VMAP) from None
+            raise
 
 
 #: ``_Attention.apply`` without what torch.autograd.Function does before it for transforms (3 to 5 us): ``_plain`` has seen

@@ -1,9 +1,10 @@
 """The CUDA driver by ctypes: load a compiled kernel, encode TMA descriptors, launch.
 
 Triton's own launcher does the same from C modules that it builds with gcc at the first launch, one for each signature. This one
-needs no compiler, and a launch costs less: the arguments lie packed, a call writes the addresses over them. 0.3 us go to the
-foreign call itself, which lets go of the interpreter's lock. Conventions are Triton's (3.6 to 3.9): a descriptor is followed by
-its shape (32 bits each) and strides (64 bits), and the last two parameters are scratch memory, of which our kernels have none.
+needs no compiler, and a launch costs less: arguments are packed once for each set of addresses, which a caching allocator
+hands out again and again; then 0.2 us go to the foreign call, which lets go of the interpreter's lock. Conventions are those of
+Triton 3.6 to 3.9: a descriptor is followed by its shape (32 bits each) and strides (64 bits), and the last two parameters are
+scratch memory, of which our kernels have none.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from ctypes import addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +27,7 @@ WARP_THREADS = 32
 #: Kinds of kernel parameters -> bytes. "map" is a TMA descriptor, passed by value.
 SIZES = {"pointer": 8, "map": 128, "i32": 4, "i64": 8, "fp32": 4}
 MAP_BYTES = MAP_ALIGNMENT = 128
+_address = torch.Tensor.data_ptr
 
 # Of cuda.h
 _INVALID_CONTEXT = 201
@@ -214,22 +217,28 @@ def _packed(kind: str, value: Any) -> int:
     return int(value) & (1 << 64) - 1
 
 
-class Block:
-    """The arguments of one launch, packed. A launch has it to itself until it is done."""
+#: A call of the driver of which nothing is left open; the launch it makes, and behind that the memory it reads meanwhile.
+Packed = tuple[Callable[[], int], Sequence[Any]]
 
-    __slots__ = ("attributes", "config", "config_at", "kept", "pointers", "pointers_at", "slots", "values")
+
+class Launch:
+    """A loaded kernel with every argument but the addresses of its tensors and the stream."""
+
+    __slots__ = ("attributes", "config", "function", "launch", "pointers", "slots", "values")
 
     def __init__(
-        self, function: Function, grid: int, values: Sequence[int], slots: Sequence[tuple[int, Maps | None]]
+        self, function: Function, grid: int, arguments: Sequence[Any], slots: Sequence[tuple[int, Maps | None]]
     ) -> None:
-        image, count = function.image, len(values)
-        self.values = (c_uint64 * count)(*values)
-        start = addressof(self.values)
-        self.pointers = (c_void_p * count)(*(start + 8 * index for index in range(count)))
-        #: descriptors that the launch passes, which another thread may drop from their Maps meanwhile
-        self.kept: dict[int, Any] = {}
-        #: where a call puts each tensor: its address among the values, or its descriptor's among the pointers to them
-        self.slots = [(self.values if maps is None else self.pointers, index, maps) for index, maps in slots]
+        """``arguments``: one per parameter, anything for a tensor; ``slots``: for each tensor of a call the parameter it
+        is, and its descriptors if it is passed by one."""
+        self.function, self.slots = function, list(slots)
+        values = [
+            0 if kind == "map" else _packed(kind, value) for kind, value in zip(function.kinds, arguments, strict=True)
+        ] + [0, 0]  # scratch
+        self.values = array("Q", values)
+        start, count = self.values.buffer_info()
+        self.pointers = array("Q", range(start, start + 8 * count, 8))
+        image = function.image
         asked: list[tuple[int, tuple[int, ...]]] = []
         if image.programmatic:
             asked.append((_PROGRAMMATIC, (1,)))
@@ -245,60 +254,82 @@ class Block:
             grid * image.ctas, 1, 1, WARP_THREADS * image.warps, 1, 1, image.shared, None,
             addressof(self.attributes), len(asked),
         )  # fmt: skip
-        self.config_at, self.pointers_at = c_void_p(addressof(self.config)), c_void_p(addressof(self.pointers))
-
-
-class Launch:
-    """A loaded kernel with every argument but the addresses of its tensors. Threads may call it at once."""
-
-    __slots__ = ("device_index", "free", "function", "grid", "handle", "launch", "slots", "values")
-
-    def __init__(
-        self, function: Function, grid: int, arguments: Sequence[Any], slots: Sequence[tuple[int, Maps | None]],
-        device_index: int,
-    ) -> None:  # fmt: skip
-        """``arguments``: one per parameter, anything for a tensor; ``slots``: for each tensor of a call the parameter it
-        is, and its descriptors if it is passed by one."""
-        self.function, self.grid, self.slots, self.device_index = function, grid, list(slots), device_index
-        self.values = [
-            0 if kind == "map" else _packed(kind, value) for kind, value in zip(function.kinds, arguments, strict=True)
-        ] + [0, 0]  # scratch
-        self.free: list[Block] = []  # taking and giving back are one step each: no lock
-        self.handle = function.handle
         self.launch: Callable[..., int] = library().cuLaunchKernelEx
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """On the current stream of the device."""
-        self.at([tensor.data_ptr() for tensor in tensors])
+    def packed(self, addresses: Sequence[int], stream: int) -> Packed:
+        """On this stream, with tensors that lie at these addresses. CudaError: one that TMA cannot take."""
+        memory = self.pointers + array("Q", addresses)
+        start, kept = memory.buffer_info()[0], [self, memory]
+        first = start + 8 * len(self.pointers)
+        for place, ((index, maps), address) in enumerate(zip(self.slots, addresses, strict=True)):
+            if maps is None:
+                memory[index] = first + 8 * place
+            else:  # kept here too: another thread may drop it from its Maps meanwhile
+                memory[index], descriptor = maps.get(address) or maps.encode(address)
+                kept.append(descriptor)
+        config = _LaunchConfig.from_buffer_copy(self.config)
+        config.stream = stream
+        return partial(self.launch, byref(config), self.function.handle, c_void_p(start), None), kept
 
-    def at(self, addresses: Sequence[int]) -> None:
-        """The same for tensors that lie at these addresses."""
+
+class Chain:
+    """Launches one after the other. Threads may call it at once."""
+
+    __slots__ = ("device_index", "launches")
+
+    #: (chain, stream, addresses of a call's tensors) -> its launches, from the second call on: addresses that never come again
+    #: are not worth keeping.
+    MEMO: ClassVar[dict[tuple[Chain, int, tuple[int, ...]], list[Packed]]] = {}
+    SEEN: ClassVar[set[int]] = set()  #: hashes of keys that came once
+    KEPT = 4096
+    passed_by: ClassVar[int] = 0  #: keys for which the memo was too full
+
+    def __init__(self, launches: Sequence[tuple[Launch, Sequence[tuple[int, int]]]], device_index: int) -> None:
+        """``launches``: each with where its tensors lie: (which one of a call's tensors, how many bytes behind its start)."""
+        self.launches, self.device_index = launches, device_index
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """On the current stream of the device."""
         if torch._C._cuda_getDevice() != self.device_index:  # a kernel is launched in its own device's context
             with torch.cuda.device(self.device_index):
-                return self.at(addresses)
-        try:
-            block = self.free.pop()
-        except IndexError:  # the first call, or as many threads as never before
-            block = Block(self.function, self.grid, self.values, self.slots)
-        for (place, index, maps), address in zip(block.slots, addresses):  # noqa: B905  # strict costs here
-            if maps is None:
-                place[index] = address
-            else:
-                block.kept[index] = found = maps.get(address) or maps.encode(address)
-                place[index] = found[0]
-        block.config.stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        code = self.launch(block.config_at, self.handle, block.pointers_at, None)
-        if code:
-            self._again(code, block)
-        self.free.append(block)
+                return self(tensors)
+        key = self, torch._C._cuda_getCurrentRawStream(self.device_index), tuple(map(_address, tensors))
+        for call, kept in self.MEMO.get(key) or self._pack(key):
+            if code := call():
+                self._again(code, call, kept[0])
         return None
 
-    def _again(self, code: int, block: Block) -> None:
+    def _pack(self, key: tuple[Chain, int, tuple[int, ...]]) -> list[Packed]:
+        _, stream, addresses = key
+        found = [
+            launch.packed([addresses[which] + behind for which, behind in places], stream)
+            for launch, places in self.launches
+        ]
+        if (mark := hash(key)) not in self.SEEN:
+            if len(self.SEEN) >= 4 * self.KEPT:
+                self.SEEN.clear()
+            self.SEEN.add(mark)
+        elif len(self.MEMO) < self.KEPT:
+            self.MEMO[key] = found
+        else:  # not emptied at once: of a cycle that is longer than the memo, most of it still is found
+            Chain.passed_by += 1
+            if Chain.passed_by > 4 * self.KEPT:
+                forget_packed()
+        return found
+
+    def _again(self, code: int, call: Callable[[], int], launch: Launch) -> None:
         """Once more in a thread that had no context; any other failure is the caller's."""
         if code == _INVALID_CONTEXT:
             ensure_context(self.device_index)
-            code = self.launch(block.config_at, self.handle, block.pointers_at, None)
-        check(code, f"launching {self.function.image.name}")
+            code = call()
+        check(code, f"launching {launch.function.image.name}")
+
+
+def forget_packed() -> None:
+    """Pack every launch anew."""
+    Chain.MEMO.clear()
+    Chain.SEEN.clear()
+    Chain.passed_by = 0
 
 
 _relaxed: ContextVar[bool] = ContextVar("_relaxed", default=False)

@@ -1,7 +1,7 @@
 """A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
 
-A bound launch holds every argument but the tensors, packed. Calling it costs one slot per tensor and one foreign call
-(``cuda.py``): no signature binding, no hashing, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with
+A chain of launches holds every argument but the tensors. Calling it costs an address per tensor, one look-up and a foreign call
+per launch (``cuda.py``): no signature binding, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with
 descriptors).
 """
 
@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from fa2tune import collected
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import cuda, precompiled
-from fa2tune.launching.cuda import CudaError, Function, Image, Launch, MapFormat, Maps
+from fa2tune.launching.cuda import Chain, CudaError, Function, Image, Launch, MapFormat, Maps
 from fa2tune.problem import Config, Problem, Specialization
 from fa2tune.variant import Variant
 
@@ -75,7 +76,26 @@ def kinds(variant: Variant, spec: Specialization, config: Config) -> list[str]:
 
 #: (batch, heads, rows) strides of a tensor, in elements, by tensor parameter.
 Strides = Mapping[str, tuple[int, int, int]]
-Workspaces = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A contiguous tensor within the block of memory that the kernels of one call share."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int  #: bytes from the block's
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
+
+    def within(self, block: torch.Tensor) -> torch.Tensor:
+        """It itself; ``block``: bytes."""
+        return block[self.start : self.end].view(self.dtype).view(self.shape)
+
+
+Placed = Mapping[str, Workspace]
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -162,7 +182,7 @@ def _values(
     return values
 
 
-def _shape(name: str, problem: Problem, workspaces: Mapping[str, torch.Tensor]) -> list[int]:
+def _shape(name: str, problem: Problem, workspaces: Placed) -> list[int]:
     """Of a tensor that a descriptor addresses: (batch, heads, rows, dim), or what a workspace's is."""
     if name in workspaces:
         return list(workspaces[name].shape)
@@ -186,7 +206,7 @@ def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int
 
 def _bound(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
-    device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
+    device_index: int, workspaces: Placed, scalars: Mapping[str, int],
 ) -> Launch:  # fmt: skip
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
     values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
@@ -214,7 +234,7 @@ def _bound(
         elif name not in constants:
             arguments.append(values[name])
     grid = variant.programs(problem, config, sm_count(device_index))
-    return Launch(function, grid, arguments, [slots[name] for name in names], device_index)
+    return Launch(function, grid, arguments, [slots[name] for name in names])
 
 
 class InterpretedLaunch:
@@ -222,7 +242,7 @@ class InterpretedLaunch:
 
     def __init__(
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
-        names: tuple[str, ...], device_index: int, workspaces: Workspaces, scalars: Mapping[str, int],
+        names: tuple[str, ...], device_index: int, workspaces: Placed, scalars: Mapping[str, int],
     ) -> None:  # fmt: skip
         values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
         values |= compiler.constexprs(variant, problem.specialization, config)
@@ -249,7 +269,7 @@ class InterpretedLaunch:
 
 def bind(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
-    device_index: int, workspaces: Workspaces = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
+    device_index: int, workspaces: Placed = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
 ) -> Launch | InterpretedLaunch:  # fmt: skip
     """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors. ``workspaces``:
     those of ``names`` that are contiguous and of a shape of their own, which alone counts; ``scalars``: arguments by name,
@@ -258,3 +278,28 @@ def bind(
     Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
     make = InterpretedLaunch if device_index < 0 else _bound
     return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
+
+
+#: Where a launch finds a tensor: which one of a call's it is, or where in the block of workspaces, the last of a call's.
+Place = int | Workspace
+
+
+class InterpretedChain:
+    """The same as a ``cuda.Chain`` for CPU tensors, in Triton's interpreter."""
+
+    def __init__(self, launches: Sequence[tuple[InterpretedLaunch, Sequence[Place]]]) -> None:
+        self.launches = launches
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        for launch, places in self.launches:
+            launch(*(tensors[p] if isinstance(p, int) else p.within(tensors[-1]) for p in places))
+
+
+def chain(
+    launches: Sequence[tuple[Launch | InterpretedLaunch, Sequence[Place]]], device_index: int
+) -> Chain | InterpretedChain:
+    """What ``bind`` made for this device, one after the other."""
+    if device_index < 0:
+        return InterpretedChain(launches)  # type: ignore[arg-type]
+    at = [(launch, [(p, 0) if isinstance(p, int) else (-1, p.start) for p in places]) for launch, places in launches]
+    return Chain(at, device_index)  # type: ignore[arg-type]

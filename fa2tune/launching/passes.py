@@ -7,19 +7,23 @@ views of any strides with a contiguous last dimension.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import itemgetter
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from fa2tune.compiling.compiler import Launches, around, variant_named, variant_of
-from fa2tune.launching.launch import TORCH_DTYPES, addressing, arch_of, bind, strides_of
+from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, strides_of
 from fa2tune.problem import ROADS, Config, Problem, Specialization
+from fa2tune.variant import Workspaces
 
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
 SUMS_DQ = "bwd_fused"
 #: Element types of workspaces; any other is the problem's.
 _DTYPES = {"fp32": torch.float32, "i32": torch.int32}
+#: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
+ALIGNMENT = 512
 
 
 def float32_precision() -> str:
@@ -81,55 +85,91 @@ def runs(kernel: str, spec: Specialization, config: Config, arch: int) -> Launch
     return [*before, (variant, config), *after]
 
 
-def _template(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its memory: what ``torch.empty_like`` copies shape, strides, dtype and device from, faster than they
-    can be named. A plan keeps no memory: made during a CUDA graph's warm-up, it would hold on to the graph's pool."""
-    tensor.untyped_storage().resize_(0)
-    return tensor
+#: What torch's compiler has its code allocate by, on the current device: two thirds of empty_like's time, and no other
+#: difference. A torch that no longer has it takes the public way.
+ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Fresh:
+    """Allocates uninitialised tensors: shaped, strided and typed, each, as one that it was made with, on a device."""
+
+    def __init__(self, device: torch.device, *like: torch.Tensor) -> None:
+        """``like``: without memory ("meta"): a plan made during a CUDA graph's warm-up would hold on to the graph's pool."""
+        self.layouts = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in like]
+        self.device, self.index = device, -1 if device.type == "cpu" else device.index
+
+    def __call__(self) -> list[torch.Tensor]:
+        filled = torch.are_deterministic_algorithms_enabled()  # what is uninitialised, if torch is asked to
+        if filled or ALLOCATE is None or self.index < 0 or self.index != torch._C._cuda_getDevice():
+            return [torch.empty_strided(*sizes, dtype=dtype, device=self.device) for *sizes, dtype in self.layouts]
+        return [ALLOCATE(*layout) for layout in self.layouts]
+
+
+def _placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str, Workspace], int]:
+    """Workspaces in a block of memory from ``start`` on, a multiple of ALIGNMENT, and where the next one may begin; ``dtype``:
+    the problem's."""
+    found: dict[str, Workspace] = {}
+    for name, what in asked.items():
+        if not isinstance(what, str):
+            found[name] = made = Workspace(what[0], _DTYPES.get(what[1], dtype), start)
+            start = -(-made.end // ALIGNMENT) * ALIGNMENT
+    return found | {name: found[other] for name, other in asked.items() if isinstance(other, str)}, start
+
+
+class Kernels:
+    """Tuned kernels one after the other, and what their variants run around them, bound to one problem.
+
+    Called with all tensors in the order in which it was made with them, and ``size`` bytes for workspaces."""
+
+    def __init__(self, configs: Mapping[str, Config], problem: Problem, tensors: Mapping[str, torch.Tensor],
+                 softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({})) -> None:  # fmt: skip
+        """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
+        ``shared``: workspaces that any of the kernels may use."""
+        self.softmax_scale = softmax_scale
+        #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
+        self.casts: int | None = None
+        some = next(iter(tensors.values()))
+        strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+        given = {name: index for index, name in enumerate(tensors)}
+        common, size = _placed(shared, some.dtype, 0)
+        arch = arch_of(device_index) if device_index >= 0 else 0
+        launches = []
+        for kernel, config in configs.items():
+            tuned = variant_of(kernel, config)
+            if kernel == SUMS_DQ and not tuned.before:
+                self.casts = given["dq"]
+            own, size = _placed(tuned.workspaces(problem, config), some.dtype, size)
+            workspaces, scalars = common | own, tuned.scalars(problem, config)
+            for one, its_config in runs(kernel, problem.specialization, config, arch):
+                names = tuple(name for name in one.tensors if name in given or name in workspaces)
+                bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
+                launches.append((bound, [given[name] if name in given else workspaces[name] for name in names]))
+        self.chain, self.size = chain(launches, device_index), size
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self.casts is None:
+            return self.chain(tensors)
+        dq = tensors[self.casts]
+        sums = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
+        self.chain((*tensors[: self.casts], sums, *tensors[self.casts + 1 :]))
+        torch.mul(sums, self.softmax_scale, out=dq)
+        return None
 
 
 class Step:
-    """One kernel of a road, and what its variant runs around it, bound to one problem.
-
-    Called with the tensors by name; what it needs beside them it allocates."""
+    """One kernel of a road by itself. Called with the tensors by name."""
 
     def __init__(self, kernel: str, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor],
                  softmax_scale: float, device_index: int) -> None:  # fmt: skip
-        """``tensors``: all there are, workspaces aside, of which shapes and strides count."""
-        variant = variant_of(kernel, config)
-        self.softmax_scale = softmax_scale
-        #: it adds to float32 zeros, which are cast to dq afterwards
-        self.casts = kernel == SUMS_DQ and not variant.before
-        some = next(iter(tensors.values()))
-        asked = variant.workspaces(problem, config)
-        self.made = {
-            name: _template(some.new_empty(what[0], dtype=_DTYPES.get(what[1], some.dtype)))
-            for name, what in asked.items()
-            if not isinstance(what, str)
-        }
-        self.shared = {name: what for name, what in asked.items() if isinstance(what, str)}
-        workspaces = self.made | {name: self.made[other] for name, other in self.shared.items()}
-        strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-        arch = arch_of(device_index) if device_index >= 0 else 0
-        scalars = variant.scalars(problem, config)
-        self.launches = []
-        for one, its_config in runs(kernel, problem.specialization, config, arch):
-            names = tuple(name for name in one.tensors if name in tensors or name in workspaces)
-            bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
-            self.launches.append((bound, itemgetter(*names)))
+        """``tensors``: as ``Kernels`` has them."""
+        self.names = tuple(tensors)
+        self.kernels = Kernels({kernel: config}, problem, tensors, softmax_scale, device_index)
+        some, size = next(iter(tensors.values())), self.kernels.size
+        block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
+        self.fresh = Fresh(some.device, *block)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        given = tensors
-        if self.made:
-            given = {**tensors, **{name: torch.empty_like(each) for name, each in self.made.items()}}
-            given.update({name: given[other] for name, other in self.shared.items()})
-        if self.casts:
-            dq = tensors["dq"]
-            given = {**tensors, "dq": torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)}
-        for launch, tensors_of in self.launches:
-            launch(*tensors_of(given))
-        if self.casts:
-            torch.mul(given["dq"], self.softmax_scale, out=dq)
+        self.kernels((*(tensors[name] for name in self.names), *self.fresh()))
 
 
 class ForwardPlan:
@@ -138,15 +178,16 @@ class ForwardPlan:
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config) -> None:  # fmt: skip
         self.causal, self.softmax_scale = problem.causal, softmax_scale
-        self.o = _template(empty_ordered(q, problem.head_dim_v))
-        self.lse = _template(q.new_empty(lse_shape(q), dtype=torch.float32))
-        strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", self.o))}
-        names = ("q", "k", "v", "o", "lse")
-        self.launch = bind(variant_of("fwd", config), problem, config, strides, softmax_scale, names, q.get_device())
+        o = empty_ordered(q.to("meta"), problem.head_dim_v)
+        self.fresh = Fresh(q.device, o, torch.empty(lse_shape(q), dtype=torch.float32, device="meta"))
+        strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
+        names, device_index = ("q", "k", "v", "o", "lse"), q.get_device()
+        bound = bind(variant_of("fwd", config), problem, config, strides, softmax_scale, names, device_index)
+        self.chain = chain([(bound, range(len(names)))], device_index)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = torch.empty_like(self.o), torch.empty_like(self.lse)
-        self.launch(q, k, v, o, lse)
+        o, lse = self.fresh()
+        self.chain((q, k, v, o, lse))
         return o, lse
 
 
@@ -156,28 +197,32 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, road: str,
                  configs: Mapping[str, Config]) -> None:  # fmt: skip
-        self.road, self.softmax_scale = road, softmax_scale
-        self.dq, self.dk, self.dv = (_template(empty_ordered(t, t.shape[3])) for t in (q, k, v))
-        self.delta = _template(q.new_empty(q.shape[:3], dtype=torch.float32))
-        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do} | ({} if dlse is None else {"dlse": dlse})
-        tensors |= {"dq": self.dq, "dk": self.dk, "dv": self.dv, "delta": self.delta, "lse": self.delta}
-        self.steps = [
-            Step(kernel, problem, configs[kernel], tensors, softmax_scale, q.get_device()) for kernel in ROADS[road]
-        ]
+        dq, dk, dv = (empty_ordered(t.to("meta"), t.shape[3]) for t in (q, k, v))
+        rows = tuple(q.shape[:3])
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "o": o,
+            "do": do,
+            "lse": torch.empty(rows, device="meta"),
+            "dq": dq,
+            "dk": dk,
+            "dv": dv,
+        }
+        tensors |= {} if dlse is None else {"dlse": dlse}
+        ordered = {kernel: configs[kernel] for kernel in ROADS[road]}
+        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), {"delta": (rows, "fp32")})
+        block = torch.empty(self.kernels.size, dtype=torch.uint8, device="meta")
+        self.fresh = Fresh(q.device, dq, dk, dv, block)
 
     def __call__(
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        dq, dk, dv = torch.empty_like(self.dq), torch.empty_like(self.dk), torch.empty_like(self.dv)
-        tensors = {
-            "q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "delta": torch.empty_like(self.delta), "dq": dq,
-            "dk": dk, "dv": dv,
-        }  # fmt: skip
-        if dlse is not None:
-            tensors["dlse"] = dlse
-        for step in self.steps:
-            step(tensors)
+        dq, dk, dv, block = self.fresh()
+        tensors = (q, k, v, o, do, lse, dq, dk, dv)
+        self.kernels((*tensors, block) if dlse is None else (*tensors, dlse, block))
         return dq, dk, dv
 
 

@@ -1,5 +1,5 @@
-"""The studies' way to the storage: read at once, written by processes of their own. An insert takes Optuna some 15 ms of a
-core, which neither the GPUs nor the search should wait for.
+"""The studies' way to the storage: read at once, written by processes of their own, for which neither the GPUs nor the search
+should wait.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,10 @@ import sqlalchemy as sa
 from fa2tune.measuring import worker
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.sharing import storage as storages
+from fa2tune.sharing import trials
 from fa2tune.sharing.storage import Storage, StorageError
 
-BATCH = 32  #: writes a job
+BATCH = 128  #: writes a job
 DEADLINE_S = 600.0  #: of a write: a database may be away for a while
 TRIES = 3  #: of a job whose process dies
 
@@ -41,16 +43,24 @@ def _study(held: optuna.storages.BaseStorage, name: str) -> int:
 
 
 def write(url: sa.URL | None, file: Path | None, writes: Sequence[Write]) -> None:
-    """In a clerk, with a note for each write that is done. One is done twice where the connection is lost on its way back: a
-    study may have a trial twice."""
+    """In a clerk, with a note of how many are done. Some are done twice where the connection is lost on its way back: a study
+    may have a trial twice."""
     storage, held = _optuna(url, file)
-    for done, (study, attribute, value) in enumerate(writes, 1):
-        number = storage.patiently(partial(_study, held, study))
+    done = 0
+    for attribute, found in groupby(writes, key=lambda write: write[1]):  # trials that follow each other go together
+        group = [(storage.patiently(partial(_study, held, study)), value) for study, _, value in found]
         if attribute:
-            storage.patiently(partial(held.set_study_user_attr, number, attribute, value))
+            for number, value in group:
+                storage.patiently(partial(held.set_study_user_attr, number, attribute, value))
         else:
-            storage.patiently(partial(held.create_new_trial, number, value))
+            storage.patiently(partial(trials.store, held, group))
+        done += len(group)
         worker.report(done)
+
+
+def _done(job: Job | None) -> int:
+    """How many writes of a job are done."""
+    return int(job.notes[-1]) if job is not None and job.notes else 0
 
 
 @dataclass(eq=False)
@@ -67,7 +77,7 @@ class Clerk:
     @property
     def left(self) -> int:
         """Writes that are not stored."""
-        return self.taken - self.stored - (len(self.job.notes) if self.job else 0)
+        return self.taken - self.stored - _done(self.job)
 
 
 class Shelf:
@@ -123,7 +133,7 @@ class Shelf:
     def _wrote(self, clerk: Clerk, batch: Sequence[Write], job: Job) -> None:
         if clerk.job is not job:
             return
-        clerk.job, done = None, len(job.notes)
+        clerk.job, done = None, _done(job)
         clerk.stored += done
         clerk.failures = 0 if job.failure is None else clerk.failures + 1
         if job.failure is not None:

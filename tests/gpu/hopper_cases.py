@@ -263,19 +263,41 @@ class Form(NamedTuple):
     variant: str
     dim: int
     causal: bool
-    changes: dict[str, Any]  #: beside the default of its head dim and mask, which is PERSISTENT
+    changes: dict[str, Any]  #: beside the default of its head dim and mask, PERSISTENT, where that is a dimension
 
     def config(self, variant: Variant) -> dict[str, Any]:
         spec = Specialization("bf16", self.dim, self.dim, self.causal)
-        return {**variant.space.default(spec, 90), **self.changes, "PERSISTENT": True}
+        config = {**variant.space.default(spec, 90), **self.changes}
+        return config | {"PERSISTENT": True} if "PERSISTENT" in config else config
 
 
+#: One consumer group, of programs that share a multiprocessor.
+ONE = {"BLOCK_M": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False}
 #: Each on more tiles than there are programs, so that a program takes a second one.
 FORMS = (
     Form("fwd_hopper", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
+    *(
+        Form("fwd_hopper", 64, causal, {**ONE, **sharing, "NUMBERED": numbered})
+        for causal, sharing in (
+            (True, {"BLOCK_N": 128, "maxnreg": 128}),  # two programs a multiprocessor
+            (False, {"BLOCK_N": 64, "maxnreg": 80}),  # three
+            (True, {"BLOCK_N": 64, "maxnreg": 80, "Q_STAGES": 2, "Q_IN_REGISTERS": True}),
+        )
+        for numbered in (False, True)
+    ),
+    *(
+        Form("fwd_hopper", 128, causal, {"NUMBERED": True, "PINGPONG": turns})
+        for causal, turns in product((False, True), repeat=2)
+    ),
     Form("bwd_fused_hopper", 128, False, {"num_warps": 8, "REDUCE": "tma"}),  # groups joined, dQ handed to its own warp
     Form("bwd_fused_hopper", 64, False, {"V_IN_REGISTERS": True}),
-    Form("bwd_fused_hopper", 64, True, {"ORDER": "behind", "PAIRS": True}),
+    Form("bwd_fused_hopper", 64, False, {"POLYNOMIAL": True}),
+    *(
+        Form("bwd_fused_hopper", 64, True, {"ORDER": order, "PAIRS": not dynamic, "DYNAMIC": dynamic})
+        for order, dynamic in product(("together", "behind"), (False, True))
+    ),
+    Form("bwd_fused_hopper", 128, True, {"PAIRS": False, "DYNAMIC": True}),  # the counter, groups joined
+    Form("bwd_fused_hopper", 128, False, {"num_warps": 4, "REDUCE": "tma"}),  # groups apart
 )
 
 
@@ -283,7 +305,6 @@ def small_cases(kernels: Sequence[str] = KERNELS) -> list[Fixed]:
     """What benchmarks/sanitize.py runs of these kernels: each variant's default, and of its spread each other binary, on a few
     tiles, as compute-sanitizer is a thousand times as slow as the GPU; and FORMS. ValueError names a form that is no longer
     legal."""
-    gpu = dispatch.gpu_of(0)
     variants = {variant.name: variant for variant in specialized(kernels)}
     cases: list[Fixed] = []
     for variant, dim, causal in product(variants.values(), (64, 128), (False, True)):
@@ -294,16 +315,19 @@ def small_cases(kernels: Sequence[str] = KERNELS) -> list[Fixed]:
                 if (binary := compiler.binary_config(variant, config)) not in binaries:
                     binaries.append(binary)
                     cases.append((variant, dict(config), problem))
-    heads_kv = gpu.sm_count // 2 + 4  # two query heads each, of one tile of queries, and three of keys
-    for form in FORMS:
-        if form.variant in variants:
-            variant, config = variants[form.variant], form.config(variants[form.variant])
-            problem = Problem("bf16", 1, 2 * heads_kv, heads_kv, 150, 277, form.dim, form.dim, form.causal)
-            refused = limits.before_compile(variant, problem.specialization, config, gpu)
-            if refused is not None:
-                raise ValueError(f"{form}: not legal any more, {refused.name}: {refused.why}")
-            cases.append((variant, config, problem))
-    return cases
+    return cases + [case_of(form, variants[form.variant]) for form in FORMS if form.variant in variants]
+
+
+def case_of(form: Form, variant: Variant) -> Fixed:
+    """A form on more tiles than there are programs. ValueError: it is no longer legal."""
+    gpu, config = dispatch.gpu_of(0), form.config(variant)
+    # two query heads each, of one to three tiles of queries, and three of keys
+    heads_kv = gpu.sm_count // 2 * (3 if config.get("maxnreg") else 1) + 4
+    problem = Problem("bf16", 1, 2 * heads_kv, heads_kv, 150, 277, form.dim, form.dim, form.causal)
+    refused = limits.before_compile(variant, problem.specialization, config, gpu)
+    if refused is not None:
+        raise ValueError(f"{form}: not legal any more, {refused.name}: {refused.why}")
+    return variant, config, problem
 
 
 def small(kernels: Sequence[str] = KERNELS) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -145,6 +147,67 @@ def test_plans_are_remembered():
     made = len(dispatch.FORWARD_PLANS)
     fa2tune.attention(q.clone(), k.clone(), v.clone())
     assert len(dispatch.FORWARD_PLANS) == made
+
+
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "o"])
+def test_saved_tensors_may_come_back_with_other_strides(which):
+    """As hooks on saved tensors bring them that store what is saved elsewhere meanwhile."""
+    q, k, v = qkv(1, 20, 2, 16, dtype=torch.float32, requires_grad=True)
+    do = torch.randn(1, 20, 2, 16)
+    expected = torch.autograd.grad(
+        fa2tune.attention(q, k, v, layout="bshd"), (q, k, v), do
+    )  # its plan is not to be taken
+    count = itertools.count()
+
+    def apart(tensor):
+        return torch.cat((tensor, tensor), -1)[..., :16] if next(count) == which else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(apart, lambda t: t):
+        o = fa2tune.attention(q, k, v, layout="bshd")
+    for one, other in zip(torch.autograd.grad(o, (q, k, v), do), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_saved_tensors_of_another_shape_are_refused_and_spoil_nothing():
+    """Autograd does not see that ``.data`` was exchanged."""
+    expected = None
+    for narrowed in (True, False, True):  # before there is a plan, and after
+        q, k, v = (t.detach().requires_grad_() for t in qkv(2, 2, 20, 16, dtype=torch.float32))
+        o = fa2tune.attention(q, k, v)
+        if narrowed:
+            k.data, v.data = k.data[:, :, :10], v.data[:, :, :10]
+            with pytest.raises(RuntimeError):
+                torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+        else:
+            found = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+            expected = torch.autograd.grad(
+                torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v, (q, k, v), torch.ones_like(o)
+            )
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert expected is not None
+
+
+def test_backwards_of_every_kind_of_gradient_share_a_forward():
+    """Each finds the plan that fits it, whatever came before it."""
+    q, k, v = qkv(dtype=torch.float32, requires_grad=True)
+    o, lse = fa2tune.attention(q, k, v, return_lse=True)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    strided = torch.randn(1, 20, 2, 16).transpose(1, 2)
+    exact = torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v, torch.logsumexp(q @ k.transpose(-1, -2) / 4, -1)
+    for of_o, of_lse in 2 * [
+        (do, dlse),
+        (do, None),
+        (None, dlse),
+        (strided, dlse),
+        (strided[:, :, :, :1].expand_as(o), None),
+    ]:
+        asked = [(0, of_o)] * (of_o is not None) + [(1, of_lse)] * (of_lse is not None)
+        outputs, given = [(o, lse)[i] for i, _ in asked], [gradient for _, gradient in asked]
+        got = torch.autograd.grad(outputs, (q, k, v), given, retain_graph=True, allow_unused=True)
+        want = torch.autograd.grad([exact[i] for i, _ in asked], (q, k, v), given, retain_graph=True, allow_unused=True)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other, atol=1e-4, rtol=1e-4)
 
 
 def test_forward_mode_is_refused():

@@ -1,0 +1,266 @@
+"""What surrounds the products of kernels/fwd_hopper.py: a program's tiles, the warp that loads, turns, masks, sums."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.hopper import mbarrier, tma_load
+from fa2tune.search_spaces import fwd_hopper as space
+
+#: Query rows of a consumer group: those of one wgmma.
+ROWS = gl.constexpr(space.ROWS)
+#: K and V that may be in use at once: L2 has 50 MB, in two halves.
+L2_BYTES = gl.constexpr(32 * 2**20)
+#: Threads of a consumer group.
+THREADS = gl.constexpr(128)
+
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
+#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+K_EMPTY = gl.constexpr(7)  #: nobody reads the stage of K: one a stage
+V_EMPTY = gl.constexpr(10)  #: nor of V
+TURN = gl.constexpr(13)  #: a group may issue its products: one a group
+_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_COME = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
+
+
+@gluon.jit
+def _meet(number, COUNT: gl.constexpr):
+    """Waits at a numbered barrier until so many threads have come."""
+    gl.inline_asm_elementwise(
+        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _come(number, COUNT: gl.constexpr, pred):
+    """Comes to a numbered barrier, where pred, and goes on."""
+    gl.inline_asm_elementwise(
+        _COME, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT), gl.to_tensor(pred).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_turn(CONSUMER: gl.constexpr):
+    """Until the group before has issued its products."""
+    _meet(TURN + CONSUMER, 2 * THREADS)
+
+
+@gluon.jit
+def pass_turn_on(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
+    _come(TURN + (CONSUMER + 1) % GROUPS, 2 * THREADS, True)
+
+
+@gluon.jit
+def hand_back(
+    empty, entry, pred, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr
+):
+    """This group reads a ring entry no more. NUMBERED: it says so at a numbered barrier, from NUMBER on one a stage."""
+    if NUMBERED:
+        _come(NUMBER + entry % STAGES, THREADS * GROUPS + 32, pred)
+    else:
+        mbarrier.arrive(empty.index(entry % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def _await_room(empty, entry, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr):
+    """The producer, until no group reads what lies where a ring entry goes."""
+    if NUMBERED:
+        if entry >= STAGES:
+            _meet(NUMBER + entry % STAGES, THREADS * GROUPS + 32)
+    else:
+        mbarrier.wait(empty.index(entry % STAGES), ((entry // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def turns_of(tiles):
+    """How many of the tiles this program takes: one of every round of as many tiles as there are programs."""
+    programs = gl.num_programs(0)
+    rounds = tiles // programs
+    return rounds + (_lane(rounds) < tiles - rounds * programs).to(gl.int32)
+
+
+@gluon.jit
+def _lane(turn):
+    """This program's place in a round. Every other round runs backwards, which evens out tiles that get shorter and shorter."""
+    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first row, head, counted over the batch) of this program's turn-th tile, of ``tiles`` a head; of a turn that never
+    comes, any numbers. Bands of heads as in tile_and_head of kernels/common.py; under a causal mask every other band has its
+    shortest tiles first, the last one its longest, so that a round that spans two bands has tiles of one length."""
+    index = turn * gl.num_programs(0) + _lane(turn)
+    band = index // (tiles * heads_per_wave)
+    first = band * heads_per_wave
+    width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
+    inside = index - band * (tiles * heads_per_wave)
+    tile = inside // width
+    head = first + inside % width
+    if IS_CAUSAL:
+        longest_first = (gl.cdiv(heads, heads_per_wave) - band) % 2 == 1
+        tile = gl.where(longest_first, tiles - 1 - tile, tile)
+    return tile * BLOCK_M, head
+
+
+@gluon.jit
+def heads_in_band(seqlen_k, COLUMNS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """A band that suits the problem: heads one by one, or under a causal mask, whose tiles are to even out inside a band, the
+    power of two, up to 64, whose K and V L2 holds. COLUMNS: of K and V together, 2 bytes each."""
+    width = 1
+    if IS_CAUSAL:
+        held = L2_BYTES // (2 * COLUMNS) // seqlen_k
+        for power in gl.static_range(1, 7):
+            width = gl.where(held >= 1 << power, 1 << power, width)
+    return width
+
+
+@gluon.jit
+def blocks_of(rows_end, seqlen_q, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """How many key blocks the rows below rows_end see; at least one, so that blind rows need no road of their own."""
+    end = seqlen_k
+    if IS_CAUSAL:
+        end = gl.maximum(gl.minimum(rows_end + seqlen_k - seqlen_q, seqlen_k), 1)
+    return gl.cdiv(end, BLOCK_N)
+
+
+@gluon.jit
+def _load_q(
+    q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST: gl.constexpr, LAST: gl.constexpr, GROUPS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Q of the consumer groups [FIRST, LAST)."""
+    for c in gl.static_range(FIRST, LAST):
+        slot = (turn % Q_STAGES) * GROUPS + c
+        mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_ready.index(slot), q.block_type.nbytes)
+        tma_load(q, [b, h, start_m + c * ROWS, 0], q_ready.index(slot), q_smem.index(slot))
+
+
+@gluon.jit
+def produce(
+    q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    NUMBERED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tiles of Q, K and V, in the order in which the consumers want them."""
+    q_smem, k_smem, v_smem, _ = smem
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    FIRST: gl.constexpr = 1 if Q_STAGES > 1 else 0  # the first group's Q comes before its K, where there is room for it
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    heads = batch * heads_q
+    done = 0  # key blocks of earlier tiles
+    for turn in range(turns_of(tiles * heads)):
+        start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, IS_CAUSAL)
+        b = head // heads_q
+        h = head - b * heads_q
+        h_kv = h // group
+        n_blocks = blocks_of(start_m + BLOCK_M, seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
+        _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
+        for j in range(n_blocks):
+            stage = (done + j) % STAGES
+            row = (n_blocks - 1 - j) * BLOCK_N  # the last block, the one under the mask, comes first
+            _await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
+            mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
+            tma_load(k, [b, h_kv, row, 0], k_ready.index(stage), k_smem.index(stage))
+            if j == 0:
+                _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
+            _await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
+            mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
+            tma_load(v, [b, h_kv, row, 0], v_ready.index(stage), v_smem.index(stage))
+        done += n_blocks
+    if NUMBERED:
+        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: nobody is left at a barrier
+            _await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
+            _await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+
+
+@gluon.jit
+def pass_by(
+    start_m, done, alive, seqlen_q, seqlen_k, barriers,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    NUMBERED: gl.constexpr,
+):  # fmt: skip
+    """Lets go by the key blocks of a causal tile that only later groups see. Returns how many are done then."""
+    _, _, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    n_all = blocks_of(start_m + BLOCK_M, seqlen_q, seqlen_k, BLOCK_N, True)
+    n_mine = blocks_of(start_m + (CONSUMER + 1) * ROWS, seqlen_q, seqlen_k, BLOCK_N, True)
+    unseen = gl.where(alive, n_all - n_mine, 0)
+    for entry in range(done, done + unseen):
+        mbarrier.wait(k_ready.index(entry % STAGES), (entry // STAGES) & 1)
+        if PINGPONG:
+            await_turn(CONSUMER)
+            pass_turn_on(CONSUMER, GROUPS)
+        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        mbarrier.wait(v_ready.index(entry % STAGES), (entry // STAGES) & 1)
+        hand_back(v_empty, entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+    return done + unseen
+
+
+@gluon.jit
+def masked(
+    s, rows, column, offset, seqlen_k, NEGATE: gl.constexpr, MASK: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Scores [ROWS, BLOCK_N] of keys from column on, -inf where a row does not see the key."""
+    if NEGATE:
+        s = -s
+    if MASK:
+        columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+        # bits 1 and 2 of a column tell the threads of a row apart, the others are constants: one comparison with one a score
+        mine = (columns & 6)[None, :]
+        constant = (columns & -7)[None, :]
+        if IS_CAUSAL:  # the last key that a row sees
+            last = gl.minimum(rows + offset, seqlen_k - 1) - column
+            s = gl.where(constant <= last[:, None] - mine, s, float("-inf"))
+        else:
+            s = gl.where(constant < seqlen_k - column - mine, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def sum_parts(x):
+    """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
+    R: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return gl.sum(gl.sum(x.reshape([R, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def repack(p):
+    """p unchanged. Values carried from one loop to the next fall apart into halves that every iteration puts together again."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+
+
+@gluon.constexpr_function
+def _rescaling(n):
+    """PTX that multiplies n numbers of a thread by n others, unless all of these, in the whole warp, are 1. They are those of
+    two rows: of an accumulator's registers 0 and 1 are of the one, 2 and 3 of the other, and so on."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
+        f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescaling_operands(n):
+    return ",".join([*["=f"] * n, *map(str, range(n)), *["f"] * n])
+
+
+@gluon.constexpr_function
+def _rescaled_at_once(columns):
+    """Accumulators of a thread in one piece of PTX."""
+    return min(columns // 2, 64)
+
+
+@gluon.jit
+def rescaled(acc, shrink):
+    """acc [ROWS, N] * shrink [ROWS, 1]. Warps none of whose rows has shrink other than 1 pass it by, each for itself: a branch
+    on a sum over rows would have all of a group's warps wait for each other."""
+    COUNT: gl.constexpr = _rescaled_at_once(acc.shape[1])
+    return gl.inline_asm_elementwise(
+        _rescaling(COUNT), _rescaling_operands(COUNT), [acc, shrink], dtype=gl.float32, is_pure=False, pack=COUNT
+    )

@@ -1,0 +1,103 @@
+"""What the warp-specialised forward says of its barriers and its branch, read off its machine code. No GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, sass
+from fa2tune.problem import Specialization
+
+VARIANT = compiler.variant_named("fwd_hopper")
+PRODUCER_THREADS, GROUP_THREADS = 32, 128
+TRITONS_BARRIERS = 7  #: its own are 0, 1, and one a partition, of which there are four at the most
+
+
+def built(dim: int, causal: bool, **changes: Any) -> tuple[dict[str, Any], str]:
+    """(config, machine code) of the default with changes."""
+    spec = Specialization("bf16", dim, dim, causal)
+    config = {**VARIANT.space.default(spec, 90), **changes}
+    assert limits.before_compile(VARIANT, spec, config, gpus.named("h200")) is None
+    path = compiler.build(VARIANT, spec, config, 90).cubin_path
+    command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", path]
+    return config, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def barriers(code: str) -> set[tuple[str, str, int]]:
+    """(SYNC or ARV, which, threads) of each numbered barrier."""
+    found = re.findall(r"BAR\.(SYNC|ARV)\S* (\w+), (0x[0-9a-f]+)", code)
+    return {(how, name, int(threads, 16)) for how, name, threads in found}
+
+
+@pytest.mark.parametrize("numbered", VARIANT.space.dimensions["NUMBERED"])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_who_meets_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -> None:
+    """Two groups in turn, and all of them with the producer: at the last ones, since Triton takes the first. What is come to
+    is met, and the other way round."""
+    config, code = built(dim, True, PINGPONG=turns, NUMBERED=numbered)
+    groups = config["BLOCK_M"] // 64
+    in_turn, handing_back = 2 * GROUP_THREADS, groups * GROUP_THREADS + PRODUCER_THREADS
+    found = barriers(code)
+    for kind in ("SYNC", "ARV"):
+        mine = {int(name, 16) for how, name, threads in found if how == kind and threads == in_turn}
+        assert mine == (set(range(13, 13 + groups)) if turns else set())
+        assert any(how == kind and threads == handing_back for how, _, threads in found) == numbered
+    others = {name for _, name, threads in found if threads not in (in_turn, handing_back)}
+    assert max(int(name, 16) for name in others) < TRITONS_BARRIERS
+
+
+#: As shipped: three programs share a multiprocessor.
+THREE = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "STAGES": 3,
+    "Q_STAGES": 2,
+    "PINGPONG": False,
+    "Q_IN_REGISTERS": True,
+    "maxnreg": 80,
+}
+
+
+@pytest.mark.parametrize("numbered", VARIANT.space.dimensions["NUMBERED"])
+@pytest.mark.parametrize(("dim", "changes"), [(128, {}), (64, {}), (64, THREE)], ids=["128", "64", "three programs"])
+def test_what_nobody_waits_at_keeps_its_memory(dim: int, changes: dict[str, Any], numbered: bool) -> None:
+    """Triton gives the memory of an mbarrier that is only initialised to others, over whose values it may be written back
+    later. So those that numbered barriers stand in for are invalidated behind the partitions."""
+    config, code = built(dim, True, **changes, NUMBERED=numbered)
+    initialised = re.findall(r"SYNCS\.EXCH\.64 \w+, \[UR\d+(?:\+(0x[0-9a-f]+))?\]", code)
+    of_q, of_k_and_v = 2 * config["Q_STAGES"] * config["BLOCK_M"] // 64, 4 * config["STAGES"]
+    assert len(initialised) == of_q + of_k_and_v
+    assert len(re.findall(r"SYNCS\.CCTL\.IV", code)) == (of_k_and_v // 2 if numbered else 0)
+    # what the partitions are handed is stored at addresses known by now
+    stored = re.findall(r"STS\S* \[UR\d+\+(0x[0-9a-f]+)\]", code)
+    assert stored
+    assert not {int(at or "0", 16) // 8 for at in initialised} & {int(at, 16) // 8 for at in stored}
+
+
+def test_who_need_not_multiply_o_waits_for_nobody() -> None:
+    """RESCALE "lazy": each warp votes for itself, so the loop has no barrier of the group that it has not without."""
+    meetings = {}
+    for rescale in ("now", "lazy"):
+        config, code = built(128, False, RESCALE=rescale)
+        meetings[rescale] = min(loop.meetings for loop in sass.loops(code) if loop.mufu >= config["BLOCK_N"] // 2)
+        assert bool(re.search(r"\bVOTE\.ANY", code)) == (rescale == "lazy")
+    assert meetings["lazy"] <= meetings["now"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_division_holds_up_the_products_that_end_a_tile(dim: int) -> None:
+    """With two Q tiles and no mask: where Q K^T and P V are issued together, which is in the main loop and where a tile ends,
+    nothing works out the next tile."""
+    config, code = built(dim, False)
+    assert config["Q_STAGES"] == 2
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)", code, re.MULTILINE)
+    issued = re.findall(r"WARPGROUP\.ARRIVE.*?WARPGROUP\.DEPBAR", " ".join(opcodes))
+    products = [stretch.count("HGMMA") for stretch in issued]
+    both = [stretch for stretch, count in zip(issued, products, strict=True) if count > min(products)]
+    assert len(both) == 2 * config["BLOCK_M"] // 64
+    assert "I2F.RP" in opcodes and not any("I2F.RP" in stretch for stretch in both)
