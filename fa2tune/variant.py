@@ -102,6 +102,8 @@ class Variant:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    #: whether a config wants these kernels
+    surrounded: Callable[[Config], bool] = field(default=lambda config: True)
     #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
     #: (problem, config) -> integer parameters of these kernels that follow from the problem, beside those that all kernels get

@@ -18,6 +18,7 @@ from fa2tune.kernels.hopper_forward import (
     V_EMPTY,
     await_turn,
     blocks_of,
+    bound_of,
     hand_back,
     heads_in_band,
     masked,
@@ -32,12 +33,18 @@ from fa2tune.kernels.hopper_forward import (
 )
 from fa2tune.problem import Config, Problem
 from fa2tune.search_spaces import fwd_hopper as space
+from fa2tune.search_spaces.fwd_norms import norms_shape
 from fa2tune.variant import Variant
 
 PRODUCER_REGISTERS = gl.constexpr(space.PRODUCER_REGISTERS)
 LN2 = gl.constexpr(0.6931471805599453)
 #: Start of the running row maximum, as in kernels/common.py.
 LOWEST = gl.constexpr(-3.0e38)
+#: With RESCALE "never": how far, as a power of two, the bound of a row's scores may lie above the highest score seen of it.
+LOOSEST = gl.constexpr(space.LOOSEST)
+LOOSEST_FP16 = gl.constexpr(space.LOOSEST_FP16)
+#: And what P may reach in fp16, which has five bits of exponent: its largest is then not yet infinite.
+HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
 
 
 @gluon.jit
@@ -63,7 +70,8 @@ def _over_keys(
     STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks [begin, end), counted from the last one: Q K^T of block j is in flight together with P V of block j - 1."""
+    """Key blocks [begin, end), counted from the last one: Q K^T of block j is in flight together with P V of block j - 1.
+    RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
     _, k_smem, v_smem, _ = smem
     _, _, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -85,25 +93,32 @@ def _over_keys(
         s = warpgroup_mma_wait(1, deps=[s_next])
         hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
         s = masked(s, rows, (n_blocks - 1 - j) * BLOCK_N, offset, seqlen_k, NEGATE, MASK, IS_CAUSAL, s_layout)
-        new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
-        if RESCALE == "lazy":
-            new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
-        shrink = gl.exp2(peak - new_peak)
-        weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(weights)
-        peak = new_peak
+        if RESCALE == "never":
+            weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+            total += sum_parts(weights)
+        else:
+            new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
+            if RESCALE == "lazy":
+                new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
+            shrink = gl.exp2(peak - new_peak)
+            weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(
+                weights
+            )
+            peak = new_peak
         next_p = gl.convert_layout(weights.to(dtype), p_layout)
         acc = warpgroup_mma_wait(0, deps=[o_next])
         hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
-        shrink_o = gl.convert_layout(shrink, row_o)[:, None]
-        acc = rescaled(acc, shrink_o) if RESCALE == "lazy" else acc * shrink_o
+        if RESCALE != "never":
+            shrink_o = gl.convert_layout(shrink, row_o)[:, None]
+            acc = rescaled(acc, shrink_o) if RESCALE == "lazy" else acc * shrink_o
         p = next_p
     return acc, total, peak, p
 
 
 @gluon.jit
 def _consume(
-    o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave,
+    o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
     CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     O_COLUMNS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
@@ -116,6 +131,7 @@ def _consume(
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
     AT_FIRST: gl.constexpr = Q_STAGES > 1 and not IS_CAUSAL
+    OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -173,12 +189,23 @@ def _consume(
             )
             if PINGPONG:
                 pass_turn_on(CONSUMER, GROUPS)
+        if RESCALE == "never":
+            bound = bound_of(q_shared, norms, head // group, qk_scale, s_layout)
+        if Q_STAGES == 1:
             s = warpgroup_mma_wait(0, deps=[s])
             hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
 
         # ---- the last block, which may be ragged
         s = masked(s, rows, (n_blocks - 1) * BLOCK_N, offset, seqlen_k, NEGATE, True, IS_CAUSAL, s_layout)
         peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
+        bounded = False
+        if RESCALE == "never":
+            HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
+            MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
+            # rows that see none of these keys have scores above -bound; of a NaN nothing is known
+            far = gl.where(bound - gl.maximum(peak, -bound) <= MOST, 0, 1)
+            bounded = gl.max(far, 0) == 0
+            peak = gl.where(bounded, bound - HEADROOM, peak)
         weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
         total = sum_parts(weights)
         p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -186,12 +213,22 @@ def _consume(
         if IS_CAUSAL:
             acc, total, peak, p = _over_keys(
                 acc, total, peak, p, 1, n_masked, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
-                CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, RESCALE, NUMBERED, NEGATE, IS_CAUSAL, True,
+                CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE,
+                IS_CAUSAL, True,
             )  # fmt: skip
         p = repack(p)
+        exact = n_masked
+        if RESCALE == "never":
+            exact = gl.where(bounded, n_blocks, n_masked)
+            acc, total, peak, p = _over_keys(
+                acc, total, peak, p, n_masked, exact, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
+                CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, "never", NUMBERED, NEGATE,
+                IS_CAUSAL, False,
+            )  # fmt: skip
+            p = repack(p)
         acc, total, peak, p = _over_keys(
-            acc, total, peak, p, n_masked, n_blocks, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
-            CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, RESCALE, NUMBERED, NEGATE, IS_CAUSAL, False,
+            acc, total, peak, p, exact, n_blocks, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
+            CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, IS_CAUSAL, False,
         )  # fmt: skip
         if O_THROUGH != "q":
             mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -262,7 +299,7 @@ def _consume(
 
 @gluon.jit
 def fwd_hopper_kernel(
-    q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+    q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
@@ -273,7 +310,7 @@ def fwd_hopper_kernel(
     q, k, v, o: descriptors of blocks [1, 1, rows, columns]. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
     that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
-    HEADS_PER_WAVE 0: by heads_in_band.
+    HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     q_smem = gl.allocate_shared_memory(q.dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, BLOCK_D], q.layout)
@@ -305,9 +342,9 @@ def fwd_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (produce, (
                 q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, STAGES,
                 Q_STAGES, NUMBERED, IS_CAUSAL)),
@@ -315,13 +352,13 @@ def fwd_hopper_kernel(
     elif GROUPS == 2:
         gl.warp_specialize([
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 1,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (produce, (
                 q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, STAGES,
                 Q_STAGES, NUMBERED, IS_CAUSAL)),
@@ -329,17 +366,17 @@ def fwd_hopper_kernel(
     else:
         gl.warp_specialize([
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 0, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 1, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 1,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (_consume, (
-                o, lse, smem, barriers, qk_scale, batch, heads_q, seqlen_q, seqlen_k, heads_per_wave, 2, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, IS_CAUSAL)),
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, 2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, IS_CAUSAL)),
             (produce, (
                 q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, BLOCK_N, STAGES,
                 Q_STAGES, NUMBERED, IS_CAUSAL)),
@@ -363,7 +400,7 @@ VARIANT = Variant(
     serves="fwd",
     kernel=fwd_hopper_kernel,
     space=space.SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32"},
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32"},
     descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (space.ROWS, "O_COLUMNS")},
     grid=_grid,
@@ -374,4 +411,9 @@ VARIANT = Variant(
     },
     min_arch=90,
     max_arch=90,
+    before=("fwd_norms",),
+    surrounded=lambda config: config["RESCALE"] == "never",
+    workspaces=lambda problem, config: (
+        {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
+    ),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.hopper import mbarrier, tma_load
 from fa2tune.search_spaces import fwd_hopper as space
+from fa2tune.search_spaces import fwd_norms
 
 #: Query rows of a consumer group: those of one wgmma.
 ROWS = gl.constexpr(space.ROWS)
@@ -12,6 +13,9 @@ ROWS = gl.constexpr(space.ROWS)
 L2_BYTES = gl.constexpr(32 * 2**20)
 #: Threads of a consumer group.
 THREADS = gl.constexpr(128)
+
+#: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
+PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
 
 #: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
 #: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
@@ -218,6 +222,16 @@ def masked(
         else:
             s = gl.where(constant < seqlen_k - column - mine, s, float("-inf"))
     return s
+
+
+@gluon.jit
+def bound_of(q_shared, norms, head_kv, qk_scale, layout: gl.constexpr):
+    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| of the head (Cauchy-Schwarz)."""
+    q = q_shared.load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+    squares = gl.convert_layout(gl.sum(q * q, 1), gl.SliceLayout(1, layout))
+    parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
+    largest = gl.max(gl.load(norms + head_kv * PARTS + parts), 0)
+    return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
 
 
 @gluon.jit

@@ -10,6 +10,11 @@ PROGRAMS = {0: 1, 128: 2, 80: 3}
 #: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
 SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
+#: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
+#: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
+#: a key whose P is 2^-30 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16.
+LOOSEST = 96.0
+LOOSEST_FP16, HEADROOM_FP16 = 22.0, 15.0
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {
@@ -97,7 +102,9 @@ SPACE = SearchSpace(
         "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
         "PINGPONG": (False, True),  # groups issue their products in turn
-        "RESCALE": ("now", "lazy"),  # O: after every block, or only where a maximum grew by 2^8
+        # O: after every block; only where a maximum grew by 2^8; or never, and without any maxima, in tiles where the norms of
+        # Q and K keep the scores in bounds (elsewhere as "lazy")
+        "RESCALE": ("now", "lazy", "never"),
         "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
         "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
         "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait

@@ -214,7 +214,8 @@ def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch:
     expected = [
         q.data_ptr(), *shapes[0], k.data_ptr(), *shapes[1], v.data_ptr(), *shapes[1], o.data_ptr(), *shapes[0],
         lse.data_ptr(), pytest.approx(0.125 * launch.LOG2E), 2, 4, 2, 300, 500,
-        variant_named("fwd_hopper").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"], 0, 0,
+        variant_named("fwd_hopper").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"],
+            0, 0, 0,  # no norms are asked for, and Triton's scratch
     ]  # fmt: skip
     assert driver.arguments(kinds) == expected
 
@@ -331,6 +332,16 @@ def test_packed_arguments_outlive_the_launch_that_passes_them(driver: Driver, mo
     driver.during = meanwhile
     call(tensors)
     assert found == [expected] and not Chain.MEMO
+
+
+def test_a_tensor_without_memory_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tensors, _ = bound(monkeypatch)
+    call(tensors)
+    nowhere = torch._efficientzerotensor(tensors[0].shape, dtype=tensors[0].dtype)
+    for _ in range(3):
+        with pytest.raises(cuda.NoAddressError, match="without memory"):
+            call([nowhere, *tensors[1:]])
+    assert len(driver.launched) == 1
 
 
 def test_a_chain_places_tensors_and_workspaces(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,12 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
             )
         for turns in (False, True) for causal in (False, True)
     },
+    **{
+        f"scores that norms bound, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
+            c.get("RESCALE") == "never" and (p.causal, p.head_dim) == (causal, dim) and takes_several(v, c, p)
+        )
+        for causal in (False, True) for dim in (64, 128, 256)
+    },
 }  # fmt: skip
 
 

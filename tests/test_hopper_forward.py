@@ -1,16 +1,22 @@
-"""What the warp-specialised forward says of its barriers and its branch, read off its machine code. No GPU."""
+"""The warp-specialised forward without a GPU: its barriers, its branch and its loops, read off its machine code; and what it
+may take for a row's maximum, in float32 arithmetic that rounds P as it does."""
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from typing import Any
 
 import pytest
+import torch
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, sass
-from fa2tune.problem import Specialization
+from fa2tune.measuring import reference, verify
+from fa2tune.problem import Problem, Specialization
+from fa2tune.search_spaces import fwd_hopper as space
+from fa2tune.search_spaces import fwd_norms
 
 VARIANT = compiler.variant_named("fwd_hopper")
 PRODUCER_THREADS, GROUP_THREADS = 32, 128
@@ -101,3 +107,54 @@ def test_no_division_holds_up_the_products_that_end_a_tile(dim: int) -> None:
     both = [stretch for stretch, count in zip(issued, products, strict=True) if count > min(products)]
     assert len(both) == 2 * config["BLOCK_M"] // 64
     assert "I2F.RP" in opcodes and not any("I2F.RP" in stretch for stretch in both)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bounded_scores_want_no_maxima(dim: int, causal: bool) -> None:
+    """RESCALE "never": two groups at least (of a third the loops are not told apart) have a main loop of one FFMA, one
+    exponential and one addition a score, without the exchange of maxima, and another for scores that are not bounded."""
+    config, code = built(dim, causal, RESCALE="never")
+    scores = config["BLOCK_N"] // 2  # of a thread
+    loops = [loop for loop in sass.loops(code) if scores <= loop.mufu < 2 * scores]
+    spare = [loop for loop in loops if loop.mufu == scores]
+    assert len(spare) >= 2
+    assert {loop.shuffles for loop in spare} == {0} and max(loop.ffma for loop in spare) == scores
+    usual = [loop for loop in loops if loop.mufu > scores and loop.issue <= min(one.issue for one in loops) * 1.6]
+    assert len(usual) >= len(spare)
+    assert max(loop.issue for loop in spare) < 0.95 * min(loop.issue for loop in usual)
+
+
+def bounded(inputs: reference.Inputs, headroom: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(o and lse as RESCALE "never" has them, how far each row's bound lies above the highest score of its last 128 keys, as a
+    power of two)."""
+    q, k, v = (tensor.float() for tensor in (inputs.q, inputs.k, inputs.v))
+    scale = q.shape[-1] ** -0.5 / math.log(2)
+    scores = q @ k.transpose(2, 3) * scale
+    norm_q, norm_k = (t.square().sum(-1).clamp(min=fwd_norms.SMALLEST).sqrt() for t in (q, k))
+    bound = norm_q * norm_k.amax(-1, keepdim=True) * scale
+    peak = (bound - headroom)[..., None]
+    weights = torch.exp2(scores - peak)
+    weights = weights.where(weights >= 2.0**-126, 0.0)  # as ex2.approx.ftz
+    total = weights.sum(-1, keepdim=True)
+    o = weights.to(inputs.q.dtype).float() @ v / total
+    lse = (peak + total.log2()).squeeze(-1) * math.log(2)
+    return {"o": o.to(inputs.q.dtype), "lse": lse}, bound - scores[..., -128:].amax(-1)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_loosest_bound_keeps_the_error_rule(dtype: str, dim: int) -> None:
+    loosest, headroom = (space.LOOSEST, 0.0) if dtype == "bf16" else (space.LOOSEST_FP16, space.HEADROOM_FP16)
+    drawn = reference.make_inputs(Problem(dtype, 1, 2, 2, 128, 2048, dim, dim, False), "cpu")
+    _, above = bounded(drawn, headroom)
+    factor = loosest / above.max().item()  # q as long as the rule lets it be
+    inputs = reference.Inputs((drawn.q * factor).to(drawn.q.dtype), drawn.k, drawn.v, drawn.do)
+    found, above = bounded(inputs, headroom)
+    assert 0.95 * loosest < above.max() < 1.05 * loosest
+    oracle, same = reference.oracle_and_reference(inputs, causal=False, softmax_scale=None, gradients=False)
+    verify.compare(found, oracle, same)
+
+
+def test_the_headroom_of_fp16_is_finite() -> None:
+    assert torch.finfo(torch.float16).max > 1.9 * 2.0**space.HEADROOM_FP16

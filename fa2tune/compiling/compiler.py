@@ -355,6 +355,8 @@ Launches = list[tuple[Variant, Config]]
 
 def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[Launches, Launches]:
     """The kernels that run right before a config's, and right after it, with their own configs."""
+    if not variant.surrounded(config):
+        return [], []
     told = variant.passes_on(spec, config)
 
     def with_configs(names: tuple[str, ...]) -> Launches:

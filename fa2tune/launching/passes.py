@@ -67,6 +67,11 @@ def lse_of(words: torch.Tensor) -> torch.Tensor:
     return words[0] if words.dim() == 4 else words
 
 
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same sizes and strides ("meta"). ``tensor.to("meta")`` has dense strides for what is expanded."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     """Uninitialised (batch, heads, seqlen, dim), dense, in the memory order of ``like``: (b, h, s, d) or (b, s, h, d)."""
     batch, heads, rows, _ = like.shape
@@ -146,6 +151,10 @@ class Kernels:
                 launches.append((bound, [given[name] if name in given else workspaces[name] for name in names]))
         self.chain, self.size = chain(launches, device_index), size
 
+    def block(self) -> list[torch.Tensor]:
+        """Like the memory that a call wants for workspaces, without memory; none, if it wants none."""
+        return [torch.empty(self.size, dtype=torch.uint8, device="meta")] if self.size else []
+
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self.casts is None:
             return self.chain(tensors)
@@ -164,9 +173,7 @@ class Step:
         """``tensors``: as ``Kernels`` has them."""
         self.names = tuple(tensors)
         self.kernels = Kernels({kernel: config}, problem, tensors, softmax_scale, device_index)
-        some, size = next(iter(tensors.values())), self.kernels.size
-        block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
-        self.fresh = Fresh(some.device, *block)
+        self.fresh = Fresh(next(iter(tensors.values())).device, *self.kernels.block())
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.kernels((*(tensors[name] for name in self.names), *self.fresh()))
@@ -178,16 +185,15 @@ class ForwardPlan:
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config) -> None:  # fmt: skip
         self.causal, self.softmax_scale = problem.causal, softmax_scale
-        o = empty_ordered(q.to("meta"), problem.head_dim_v)
-        self.fresh = Fresh(q.device, o, torch.empty(lse_shape(q), dtype=torch.float32, device="meta"))
-        strides = {name: strides_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o))}
-        names, device_index = ("q", "k", "v", "o", "lse"), q.get_device()
-        bound = bind(variant_of("fwd", config), problem, config, strides, softmax_scale, names, device_index)
-        self.chain = chain([(bound, range(len(names)))], device_index)
+        o = empty_ordered(without_memory(q), problem.head_dim_v)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
+        self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = self.fresh()
-        self.chain((q, k, v, o, lse))
+        o, lse, *block = self.fresh()
+        self.chain((q, k, v, o, lse, *block))
         return o, lse
 
 
@@ -197,7 +203,7 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, road: str,
                  configs: Mapping[str, Config]) -> None:  # fmt: skip
-        dq, dk, dv = (empty_ordered(t.to("meta"), t.shape[3]) for t in (q, k, v))
+        dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
         rows = tuple(q.shape[:3])
         tensors = {
             "q": q,
@@ -213,16 +219,15 @@ class BackwardPlan:
         tensors |= {} if dlse is None else {"dlse": dlse}
         ordered = {kernel: configs[kernel] for kernel in ROADS[road]}
         self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), {"delta": (rows, "fp32")})
-        block = torch.empty(self.kernels.size, dtype=torch.uint8, device="meta")
-        self.fresh = Fresh(q.device, dq, dk, dv, block)
+        self.fresh = Fresh(q.device, dq, dk, dv, *self.kernels.block())
 
     def __call__(
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         o: torch.Tensor, lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        dq, dk, dv, block = self.fresh()
+        dq, dk, dv, *block = self.fresh()
         tensors = (q, k, v, o, do, lse, dq, dk, dv)
-        self.kernels((*tensors, block) if dlse is None else (*tensors, dlse, block))
+        self.kernels((*tensors, *block) if dlse is None else (*tensors, dlse, *block))
         return dq, dk, dv
 
 

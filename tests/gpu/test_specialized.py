@@ -32,7 +32,7 @@ import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling.compiler import variant_named, variants_of
 from fa2tune.launching import passes
-from fa2tune.measuring import reference
+from fa2tune.measuring import reference, verify
 from fa2tune.problem import KERNELS, ROADS, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
 from fa2tune.rows.store import Store
@@ -215,10 +215,40 @@ def test_nan_and_inf_as_the_portable_kernel_has_them(variant: Variant, where: st
     configs = [config_for(variant, asked)]
     if "POLYNOMIAL" in variant.space.dimensions:  # exponentials of our own have NaN of their own
         configs.append(configs[0] | {"POLYNOMIAL": True})
+    if "RESCALE" in variant.space.dimensions:  # norms may hide a NaN
+        configs.append(configs[0] | {"RESCALE": "never"})
     for config in configs:
         if variant.space.broken(config, spec, arch) is None:
             for name, tensor in run(variant, config, asked, tensors).items():
                 assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), (name, config)
+
+
+BOUNDED = [form for form in FORMS if form.changes.get("RESCALE") == "never"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("form", BOUNDED, ids=lambda form: f"{form.dim} {form.causal} {form.changes}")
+@pytest.mark.parametrize("lengths", [(700, 900), (900, 613)])
+def test_tiles_whose_scores_are_bounded_beside_others(form: Form, dtype: str, lengths: tuple[int, int]) -> None:
+    """Norms of 0, so small that their squares vanish, usual, and so large that the bound says nothing, in groups of rows side
+    by side; and a head whose keys have one that is too long for all."""
+    variant = next((one for one in VARIANTS if one.name == form.variant), None)
+    if variant is None:
+        pytest.skip(f"no {form.variant} for this GPU")
+    asked = asked_for(variant, *lengths, dims=(form.dim, form.dim), causal=form.causal, dtype=dtype, heads=(4, 2))
+    made = reference.make_inputs(asked, "cuda")
+    q, k = made.q.clone(), made.k.clone()
+    q[:, :, 64:128] *= 40.0
+    q[:, :, 150] = 0.0
+    q[:, :, 200:264] *= 2.0**-14
+    k[:, 1, 11] *= 100.0
+    inputs = replace(made, q=q, k=k)
+    norms = k.float().norm(dim=-1).amax(-1).repeat_interleave(2, 1)[..., None]
+    bound = q.float().norm(dim=-1) * norms * form.dim**-0.5 / math.log(2)
+    assert (bound[:, 0, :64] < 40).all() and (bound[:, 0, 64:128] > 200).all() and (bound[:, 2, :64] > 200).all()
+    oracle, same = reference.oracle_and_reference(inputs, causal=form.causal, softmax_scale=None, gradients=False)
+    _, config, _ = case_of(form, variant)
+    verify.compare(run(variant, config, asked, {"q": q, "k": k, "v": made.v}), oracle, same)
 
 
 @every
@@ -305,8 +335,6 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @masks
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) -> None:
-    from fa2tune.measuring import verify
-
     for shape in ((1024, 1024), (613, 1000)):
         asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, causal)
         inputs = reference.make_inputs(asked, "cuda", with_dlse=True)

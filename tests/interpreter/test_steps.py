@@ -1,4 +1,4 @@
-"""A variant that runs kernels before and after its own, on workspaces that they share, under two names for one memory."""
+"""Kernels that run before and after a variant's own, on workspaces that they share, under two names for one memory."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from fa2tune.compiling import compiler
-from fa2tune.launching import passes
+from fa2tune.launching import launch, passes
 from fa2tune.problem import Config, Problem
+from fa2tune.search_spaces import fwd_norms
 from fa2tune.variant import SearchSpace, Variant
 
 
@@ -99,3 +100,32 @@ def test_kernels_around_a_kernel_share_its_workspaces(config: Config) -> None:
             assert not dk.any() and not dv.any()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("length", [1, 63, 200, 2049, 5000])
+def test_norms_of_keys(dtype: torch.dtype, dim: int, length: int) -> None:
+    """Of each part of a head's keys, whatever the strides; keys of nothing, parts without keys, infinity and NaN among them."""
+    whole = torch.full((2, length + 1, 3, dim + 8), float("nan"), dtype=dtype)
+    k = whole[:, 1:, :, :dim].transpose(1, 2).copy_(torch.randn(2, 3, length, dim))
+    k[0, 1] = 0.0
+    k[1, 0, length // 2, 3] = float("inf")
+    k[1, 2, 0, 5] = float("nan")
+    q = torch.empty(2, 6, 1, dim, dtype=dtype, device="meta")
+    asked = passes.describe(q, k, k, False, 1.0)
+    norms = compiler.variant_named("fwd_norms")
+    config = norms.space.default(asked.specialization, 90)
+    found = torch.full(fwd_norms.norms_shape(asked), float("nan"))
+    bound = launch.bind(norms, asked, config, {"k": launch.strides_of(k)}, 1.0, ("k", "norms"), -1)
+    bound(k, found)
+    squares = k.double().square().sum(-1).clamp(min=fwd_norms.SMALLEST)
+    expected = squares.nan_to_num(nan=0.0, posinf=float("inf")).sqrt().amax(-1).float()
+    torch.testing.assert_close(found.amax(-1), expected)
+    parts = -(-length // fwd_norms.PARTS)
+    block = config["BLOCK_R"]
+    rows = -(-parts // block) * block
+    for part in range(fwd_norms.PARTS):
+        own = squares[..., part * rows : (part + 1) * rows].nan_to_num(nan=0.0, posinf=float("inf"))
+        largest = own.sqrt().amax(-1).float() if own.shape[-1] else torch.full((2, 3), fwd_norms.SMALLEST**0.5)
+        torch.testing.assert_close(found[..., part], largest)
