@@ -65,13 +65,17 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if ours:
-            collected()
+            _collected(found)  # its own: another thread's block may have begun and ended while this one began
 
 
 def collected() -> None:
-    """The end of ``uncollected``, by itself or because something comes that takes long."""
+    """The end of ``uncollected`` before something that takes long."""
+    _collected(_thresholds)
+
+
+def _collected(found: tuple[int, int, int] | None) -> None:
     global _thresholds
-    found, _thresholds = _thresholds, None
+    _thresholds = None
     if found is not None and gc.get_threshold() == (0, *found[1:]):  # else the program has set its own meanwhile
         gc.set_threshold(*found)
 

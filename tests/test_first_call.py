@@ -56,6 +56,21 @@ def test_what_the_program_asks_for_meanwhile_stays() -> None:
     assert gc.get_threshold() == (0, 6, 7)
 
 
+def test_a_first_call_within_the_first_instructions_of_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_threshold = gc.set_threshold
+
+    def preempted(*thresholds: int) -> None:
+        monkeypatch.setattr(gc, "set_threshold", set_threshold)
+        with uncollected():  # another thread's, from its beginning to its end
+            pass
+        set_threshold(*thresholds)
+
+    monkeypatch.setattr(gc, "set_threshold", preempted)
+    with uncollected():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold() == OURS
+
+
 @pytest.mark.parametrize("precompiled_", [True, False])
 def test_a_compile_is_none_of_it(monkeypatch: pytest.MonkeyPatch, precompiled_: bool) -> None:
     variant, seen = compiler.variant_named("fwd"), list[int]()

@@ -363,6 +363,19 @@ def test_a_clerk_that_dies_writes_nothing_twice(tmp_path: Path) -> None:
     assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [*range(20)]
 
 
+def test_what_a_clerk_was_never_given_is_sent_again(tmp_path: Path) -> None:
+    """An interrupt as it was handed over."""
+    shelf = Shelf(Storage.of_studies(tmp_path / "studies.sqlite"))
+    number = shelf.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
+    batch = [("study", "", optuna.trial.create_trial(value=float(value))) for value in range(4)]
+    [clerk] = shelf.clerks
+    clerk.taken = len(batch)
+    clerk.job = Job("", (), 1.0, tag=partial(shelf._wrote, clerk, batch))  # no crew has it
+    shelf.close()
+    assert shelf.left == 0
+    assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [0, 1, 2, 3]
+
+
 def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: Fleet, url: str) -> None:
     little = {"head_dims": [64], "causal": [True]}
     fleet.start("a", url, fleet.gated(free=2), place="host a", **little)

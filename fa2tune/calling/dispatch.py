@@ -369,6 +369,22 @@ def forward(
     return plan(q, k, v)
 
 
+def _check_saved(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
+) -> None:
+    """That what the forward saved has come back as it was, whatever hooks did to it. TypeError names what has not."""
+    for name, tensor in (("k", k), ("v", v), ("o", o), ("the gradient of o", do)):
+        if tensor.dtype is not q.dtype:
+            raise TypeError(
+                f"attention's backward: got {name} of dtype {tensor.dtype}, q has {q.dtype}; all must agree"
+            )
+    if lse.dtype is not torch.float32 or tuple(lse.shape) != lse_shape(q):
+        raise TypeError(
+            f"attention's backward: got lse of dtype {lse.dtype}, shape {tuple(lse.shape)}; the forward of q of dtype "
+            f"{q.dtype} saved torch.float32, {lse_shape(q)}"
+        )
+
+
 def backward(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool,
@@ -384,9 +400,9 @@ def backward(
     if steps[3] != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
         do = do.contiguous()
         steps = do.stride()
-    key = (  # nothing of it is taken from the forward: hooks on saved tensors may change shapes and strides
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), steps,
-        None if dlse is None else dlse.stride(), dtype,
+    key = (  # nothing of it is taken from the forward: hooks on saved tensors may change all of it
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), lse.stride(), steps,
+        None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
         q.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
         causal, softmax_scale, deterministic, float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
@@ -394,9 +410,14 @@ def backward(
     if plan is None:
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
+        _check_saved(q, k, v, o, lse, do)
+        dense = [t.contiguous() if t.stride(-1) != 1 else t for t in (q, k, v, o)] + [lse.contiguous()]
+        if any(new is not old for new, old in zip(dense, (q, k, v, o, lse), strict=True)):
+            return backward(do, dlse, *dense, causal, softmax_scale, deterministic)
         problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
         if _is_empty(problem):
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
+            return dq, dk, dv
         device_index, gradient = q.get_device(), do
 
         def on(road: str) -> Callable[[Mapping[str, Config]], BackwardPlan]:

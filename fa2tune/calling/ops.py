@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fa2tune.calling import dispatch
+from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES, interpreted
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -218,6 +219,10 @@ class _Attention(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
                 return (*_Gradients.apply(*call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
             return (*dispatch.backward(*call), *_NO_GRADIENT)
+        except (
+            NoAddressError
+        ):  # a gradient of a subclass, or what a hook on saved tensors makes: the operators unwrap it
+            return (*torch.ops.fa2tune.attention_backward(*call), *_NO_GRADIENT)
         except RuntimeError:
             if _batched(do) or _batched(dlse):  # is_grads_batched, jacobian(vectorize=True): they have no address
                 raise NotImplementedError(_NO_VMAP) from None

@@ -221,6 +221,15 @@ def _packed(kind: str, value: Any) -> int:
 Packed = tuple[Callable[[], int], Sequence[Any]]
 
 
+class NoAddressError(RuntimeError):
+    """A tensor has no memory: who wraps it has to unwrap it first."""
+
+
+def refuse_nowhere(addresses: Sequence[int]) -> None:
+    if 0 in addresses:
+        raise NoAddressError("attention: got a tensor without memory of its own: a wrapper's, or a zero not yet made")
+
+
 class Launch:
     """A loaded kernel with every argument but the addresses of its tensors and the stream."""
 
@@ -301,6 +310,7 @@ class Chain:
 
     def _pack(self, key: tuple[Chain, int, tuple[int, ...]]) -> list[Packed]:
         _, stream, addresses = key
+        refuse_nowhere(addresses)
         found = [
             launch.packed([addresses[which] + behind for which, behind in places], stream)
             for launch, places in self.launches

@@ -291,6 +291,7 @@ class InterpretedChain:
         self.launches = launches
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        cuda.refuse_nowhere([tensor.data_ptr() for tensor in tensors])
         for launch, places in self.launches:
             launch(*(tensors[p] if isinstance(p, int) else p.within(tensors[-1]) for p in places))
 

@@ -136,11 +136,10 @@ class Shelf:
         clerk.job, done = None, _done(job)
         clerk.stored += done
         clerk.failures = 0 if job.failure is None else clerk.failures + 1
-        if job.failure is not None:
-            if not job.died or clerk.failures >= TRIES:
-                clerk.waiting.clear()  # the run ends here, and need not try once more
-                raise StorageError(f"storage: {self.storage.name}: studies cannot be written: {job.failure}")
-            clerk.waiting.extendleft(reversed(batch[done:]))
+        if job.failure is not None and (not job.died or clerk.failures >= TRIES):
+            clerk.waiting.clear()  # the run ends here, and need not try once more
+            raise StorageError(f"storage: {self.storage.name}: studies cannot be written: {job.failure}")
+        clerk.waiting.extendleft(reversed(batch[done:]))
         self._send(clerk)
 
     def mark(self) -> tuple[int, ...]:

@@ -95,6 +95,60 @@ def test_fake_tensors_have_the_real_strides(bshd):
     assert (fake_lse.shape, fake_lse.stride(), fake_lse.dtype) == (lse.shape, lse.stride(), lse.dtype)
 
 
+def heads_first(*shape):
+    return torch.randn(*shape)
+
+
+def one_head(batch, heads, rows, dim):
+    return torch.randn(batch, 1, rows, dim).expand(batch, heads, rows, dim)
+
+
+def one_batch(batch, heads, rows, dim):
+    return torch.randn(1, heads, rows, dim).expand(batch, heads, rows, dim)
+
+
+def rows_first(batch, heads, rows, dim):
+    return torch.randn(rows, batch, heads, dim).permute(1, 2, 0, 3)
+
+
+def windows(batch, heads, rows, dim):
+    return torch.randn(batch * heads * rows * dim).as_strided(
+        (batch, heads, rows, dim), (heads * rows * dim, 8, dim, 1)
+    )
+
+
+@pytest.mark.parametrize("made", [heads_first, one_head, one_batch, rows_first, windows])
+@pytest.mark.parametrize("bshd", [False, True])
+@pytest.mark.parametrize("seqlen_k", [0, 20])
+def test_fake_operators_write_where_the_real_ones_do(made, bshd, seqlen_k):
+    """torch.compile lays out what follows by the fake ones."""
+    q, k, v = (made(2, 3, rows, 16) for rows in (12, seqlen_k, seqlen_k))
+    if bshd:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if made is heads_first else t for t in (q, k, v))
+    forward, backward = torch.ops.fa2tune.attention, torch.ops.fa2tune.attention_backward
+    o, lse = forward(q, k, v, True, 0.25, True)
+    gradients = backward(torch.ones_like(o), None, q, k, v, o, lse, True, 0.25, True)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (q, k, v)]
+        fake_o, fake_lse = forward(*fakes, True, 0.25, True)
+        fake_gradients = backward(torch.ones_like(fake_o), None, *fakes, fake_o, fake_lse, True, 0.25, True)
+    for real, fake in zip((o, lse, *gradients), (fake_o, fake_lse, *fake_gradients), strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_compiled_with_heads_that_share_keys_by_expansion():
+    def loss(q, k, v):
+        k, v = (t.expand(-1, 4, -1, -1) for t in (k, v))
+        return fa2tune.attention(q, k, v, causal=True).transpose(1, 2).flatten(2).square().sum()
+
+    eager = [torch.randn(2, heads, 9, 16, requires_grad=True) for heads in (4, 1, 1)]
+    compiled = [t.detach().clone().requires_grad_() for t in eager]
+    loss(*eager).backward()
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled).backward()
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.parametrize("bshd", [False, True])
 def test_opcheck(bshd):
     q, k, v = qkv(1, 4, 12, 16, dtype=torch.float32)
@@ -166,6 +220,65 @@ def test_saved_tensors_may_come_back_with_other_strides(which):
         o = fa2tune.attention(q, k, v, layout="bshd")
     for one, other in zip(torch.autograd.grad(o, (q, k, v), do), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "o", "lse"])
+def test_saved_tensors_may_come_back_with_their_columns_apart(which):
+    q, k, v = qkv(1, 2, 20, 16, requires_grad=True)
+    do = torch.randn(1, 2, 20, 16, dtype=q.dtype)
+    expected = torch.autograd.grad(fa2tune.attention(q, k, v), (q, k, v), do)
+    count = itertools.count()
+
+    def turned(tensor):
+        return tensor.mT.contiguous().mT if next(count) == which else tensor
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(turned, lambda t: t):
+            o = fa2tune.attention(q, k, v)
+        for one, other in zip(torch.autograd.grad(o, (q, k, v), do), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("unpack", "words"),
+    [
+        (torch.Tensor.float, "the gradient of o of dtype torch.float16, q has torch.float32"),
+        (lambda t: t.bfloat16() if t.shape[2] == 30 else t, "k of dtype torch.bfloat16, q has torch.float16"),
+        (torch.Tensor.half, "lse of dtype torch.float16"),
+    ],
+    ids=["float", "bfloat16", "half"],
+)
+def test_saved_tensors_of_another_dtype_are_refused(unpack, words):
+    q, k, v = (torch.randn(1, 2, rows, 16, dtype=torch.float16, requires_grad=True) for rows in (20, 30, 30))
+    fa2tune.attention(q, k, v).sum().backward()  # there is a plan
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        o = fa2tune.attention(q, k, v)
+    with pytest.raises(TypeError, match=f"attention's backward: got {words}"):
+        o.sum().backward()
+
+
+def test_gradients_of_a_subclass_are_unwrapped():
+    """What sharded training hands back: a wrapper has no address."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Wraps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return TwoTensor(gradient.clone(), gradient.clone())
+
+    q, k, v = qkv(1, 2, 20, 16, requires_grad=True)
+    do = torch.randn(1, 2, 20, 16, dtype=q.dtype)
+    expected = torch.autograd.grad(fa2tune.attention(q, k, v), (q, k, v), do)
+    for one, other in zip(
+        torch.autograd.grad(Wraps.apply(fa2tune.attention(q, k, v)), (q, k, v), do), expected, strict=True
+    ):
+        assert isinstance(one, TwoTensor)
+        torch.testing.assert_close(one.a, other)
+        torch.testing.assert_close(one.b, other)
 
 
 def test_saved_tensors_of_another_shape_are_refused_and_spoil_nothing():
