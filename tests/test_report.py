@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +102,17 @@ def test_averages_are_over_long_lengths_only(data: dict[str, Any]) -> None:
     means = report.averages(report.records(data, "time", **{"pass": "fwd"}))
     assert means == pytest.approx({"best": 0.8, "sdpa-flash": 4.0, "sdpa-cudnn": 0.8})
     assert report.sentence([]) == ""
+
+
+def test_averages_in_words_keep_head_dims_apart(data: dict[str, Any]) -> None:
+    """What wins at one head dim does not hide what loses at another."""
+    cells = report.records(data, "time", **{"pass": "fwd"})
+    others = [{**cell, "head_dim": 128, "peers": {**cell["peers"], "sdpa-flash": ok(100, 0.5)}} for cell in cells]
+    for cell in others:
+        del cell["peers"]["sdpa-cudnn"]
+    said = report.sentence([*cells, *others])
+    assert "head dim 64 / 128: " in said and " / 0.50 x the best peer of each cell;" in said
+    assert re.search(r"/ - x SDPA cuDNN \(2 of 4 cells\)", said) and "/ 0.50 x SDPA FlashAttention-2" in said
 
 
 def test_a_row_without_our_figure_has_no_ratio(data: dict[str, Any]) -> None:

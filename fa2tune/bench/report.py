@@ -127,19 +127,25 @@ def _header(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
 
 
 def sentence(cells: Sequence[Record]) -> str:
-    """The averages in words; "" if no length is long enough for them."""
-    means = averages(cells)
+    """The averages in words, each head dim apart, as one may win what another loses; "" if no length is long enough for them."""
     long = [cell for cell in cells if cell["seqlen"] >= LONG]
+    dims = sorted({cell["head_dim"] for cell in long})
+    means = [averages(cell for cell in long if cell["head_dim"] == dim) for dim in dims]
     counts = {name: sum("ratio" in cell["peers"].get(name, {}) for cell in long) for name in PEERS}
     most = max(counts.values(), default=0)
-    against = [
-        f"{means[name]:.2f} x {PEERS[name].label}" + (f" ({counts[name]} of {most} cells)" if counts[name] < most else "")
-        for name in PEERS if name in means
-    ]  # fmt: skip
-    if not against:
+
+    def against(name: str, label: str) -> str:
+        ratios = " / ".join(f"{found[name]:.2f}" if name in found else "-" for found in means)
+        return f"{ratios} x {label}" + (f" ({counts[name]} of {most} cells)" if counts.get(name, most) < most else "")
+
+    named = [against(name, PEERS[name].label) for name in PEERS if counts[name] and name != SUBJECT]
+    if not named:
         return ""
-    best = f"; {means['best']:.2f} x the best peer of each cell" if "best" in means else ""
-    return f"fa2tune, geometric mean over lengths from {LONG} up: {', '.join(against)}{best}."
+    apart = f", head dim {' / '.join(map(str, dims))}"
+    return (
+        f"fa2tune, geometric mean over lengths from {LONG} up{apart}: "
+        f"{against('best', 'the best peer of each cell')}; {', '.join(named)}."
+    )
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
