@@ -112,13 +112,13 @@ def test_no_division_holds_up_the_products_that_end_a_tile(dim: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_bounded_scores_want_no_maxima(dim: int, causal: bool) -> None:
-    """RESCALE "never": two groups at least (of a third the loops are not told apart) have a main loop of one FFMA, one
-    exponential and one addition a score, without the exchange of maxima, and another for scores that are not bounded."""
+    """RESCALE "never": a main loop has one FFMA, one exponential and one addition a score, without the exchange of maxima, and
+    there is another for scores that are not bounded. (Of all groups but one the loops may not be told apart.)"""
     config, code = built(dim, causal, RESCALE="never")
     scores = config["BLOCK_N"] // 2  # of a thread
     loops = [loop for loop in sass.loops(code) if scores <= loop.mufu < 2 * scores]
     spare = [loop for loop in loops if loop.mufu == scores]
-    assert len(spare) >= 2
+    assert spare
     assert {loop.shuffles for loop in spare} == {0} and max(loop.ffma for loop in spare) == scores
     usual = [loop for loop in loops if loop.mufu > scores and loop.issue <= min(one.issue for one in loops) * 1.6]
     assert len(usual) >= len(spare)

@@ -127,7 +127,7 @@ def _header(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
 
 
 def sentence(cells: Sequence[Record]) -> str:
-    """The averages in words, each head dim apart, as one may win what another loses; "" if no length is long enough for them."""
+    """The averages in words, each head dim apart: one may win what another loses. "" if no length is long enough for them."""
     long = [cell for cell in cells if cell["seqlen"] >= LONG]
     dims = sorted({cell["head_dim"] for cell in long})
     means = [averages(cell for cell in long if cell["head_dim"] == dim) for dim in dims]

@@ -290,8 +290,10 @@ FORMS = (
         for causal, turns in product((False, True), repeat=2)
     ),
     *(
-        Form("fwd_hopper", dim, causal, {"RESCALE": "never"})  # scores bounded by norms: two main loops
-        for dim, causal in product((64, 128, 256), (False, True))
+        Form("fwd_hopper", dim, causal, {"RESCALE": "never", **more})  # scores bounded by norms: two main loops
+        for (dim, causal), more in zip(
+            product((64, 128, 256), (False, True)), ({}, {}, {}, {}, {}, {"O_THROUGH": "q"}), strict=True
+        )
     ),
     Form("bwd_fused_hopper", 128, False, {"num_warps": 8, "REDUCE": "tma"}),  # groups joined, dQ handed to its own warp
     Form("bwd_fused_hopper", 64, False, {"V_IN_REGISTERS": True}),
