@@ -327,6 +327,12 @@ def _is_empty(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
 
 
+def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
+    """TypeError: no truth value. The numbers that equal one pass, as they do where a plan is remembered."""
+    if not (value is None or isinstance(value, int)) or value not in allowed:
+        raise TypeError(f"{name}: got {value!r:.80}, allowed are {', '.join(map(str, allowed))}")
+
+
 def forward_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str
 ) -> tuple[Any, ...]:
@@ -408,6 +414,7 @@ def backward(
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:
+        check_among("deterministic", deterministic, (True, False))  # who had a plan of the forward was not asked there
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         _check_saved(q, k, v, o, lse, do)

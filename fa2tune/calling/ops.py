@@ -56,7 +56,8 @@ def attention(
         The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32.
 
     Raises:
-        TypeError: an argument is no tensor, or its dtype is not supported or differs from q's.
+        TypeError: q, k or v is no dense tensor, or its dtype is not supported or differs from q's; causal or deterministic
+            is no truth value.
         ValueError: shapes, strides, devices, head dims, layout or scale are not as above.
         NotImplementedError: under torch.vmap, in forward-mode differentiation, or when differentiated twice.
 
@@ -65,10 +66,14 @@ def attention(
     """
     if torch.compiler.is_compiling() or not _plain(q, k, v):
         return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic)
-    key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout)
-    plan = dispatch.FORWARD_PLANS.get(key)
+    try:
+        key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout)
+        plan = dispatch.FORWARD_PLANS.get(key)
+    except (RuntimeError, TypeError):  # sparse and nested tensors have no address or strides, a list no hash
+        _check(q, k, v, causal, softmax_scale, layout, deterministic)
+        raise
     if plan is None:
-        _check(q, k, v, softmax_scale, layout)
+        _check(q, k, v, causal, softmax_scale, layout, deterministic)
         plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), causal, _scale(q, softmax_scale))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -122,7 +127,7 @@ def _general(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
-    _check(q, k, v, softmax_scale, layout)
+    _check(q, k, v, causal, softmax_scale, layout, deterministic)
     scale = _scale(q, softmax_scale)
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), causal, scale, exact)
@@ -143,25 +148,25 @@ def _bhsd(
     return q, k, v
 
 
-def _check(q: Any, k: Any, v: Any, softmax_scale: Any, layout: Any) -> None:
-    """Everything that is wrong with the arguments, named; nothing is launched before it passes."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, allowed are {' and '.join(map(repr, LAYOUTS))}")
+def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any, deterministic: Any) -> None:
+    """Everything that is wrong with the arguments, named; nothing is launched before it passes. The device comes last: on
+    another, what else is wrong would show only once that is mended."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r:.80}, allowed are {' and '.join(map(repr, LAYOUTS))}")
+    dispatch.check_among("causal", causal, (True, False))
+    dispatch.check_among("deterministic", deterministic, (True, False, None))
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: got {kind}, must be a dense tensor (torch.strided)")
         if tensor.dtype not in TORCH_DTYPES:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, allowed are {', '.join(map(str, TORCH_DTYPES))}")
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, q has {q.dtype}; all three must agree")
         if tensor.dim() != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, must have 4 dimensions, {layout}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: got device {tensor.device}, q is on {q.device}; all three must be on one")
-        if tensor.device.type != "cuda" and not (tensor.device.type == "cpu" and interpreted()):
-            raise ValueError(
-                f"{name}: got device {tensor.device}, must be a CUDA device (CPU tensors only with TRITON_INTERPRET=1)"
-            )
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
             raise ValueError(
                 f"{name}: got strides {tuple(tensor.stride())}, the last dimension must be contiguous (stride 1)"
@@ -188,7 +193,14 @@ def _check(q: Any, k: Any, v: Any, softmax_scale: Any, layout: Any) -> None:
     if softmax_scale is not None and not (
         isinstance(softmax_scale, (int, float)) and -math.inf < softmax_scale < math.inf
     ):
-        raise ValueError(f"softmax_scale: got {softmax_scale!r}, must be a finite number or None")
+        raise ValueError(f"softmax_scale: got {softmax_scale!r:.80}, must be a finite number or None")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: got device {tensor.device}, q is on {q.device}; all three must be on one")
+        if tensor.device.type != "cuda" and not (tensor.device.type == "cpu" and interpreted()):
+            raise ValueError(
+                f"{name}: got device {tensor.device}, must be a CUDA device (CPU tensors only with TRITON_INTERPRET=1)"
+            )
 
 
 class _Attention(torch.autograd.Function):

@@ -16,6 +16,13 @@ def qkv(*shape, dtype=torch.float16, **options):
     return [torch.randn(shape, dtype=dtype, **options) for _ in "qkv"]
 
 
+def nested(layout):
+    parts = [torch.zeros(2, length, 16, dtype=torch.float16) for length in (20, 24)]
+    if layout is torch.jagged:
+        parts = [part.transpose(0, 1) for part in parts]
+    return torch.nested.nested_tensor(parts, layout=layout)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -39,6 +46,20 @@ def qkv(*shape, dtype=torch.float16, **options):
             "v: got head dim 20, must be a multiple of 8",
         ),
         ({"q": torch.zeros(1, 2, 20, 32, dtype=torch.float16)[..., ::2]}, ValueError, "q: got strides .* contiguous"),
+        (
+            {"q": torch.zeros(1, 2, 20, 16, dtype=torch.float16).to_sparse()},
+            TypeError,
+            "q: got layout torch.sparse_coo",
+        ),
+        ({"v": torch.zeros(20, 16, dtype=torch.float16).to_sparse_csr()}, TypeError, "v: got layout torch.sparse_csr"),
+        ({"k": nested(torch.strided)}, TypeError, "k: got a nested tensor"),
+        ({"q": nested(torch.jagged)}, TypeError, "q: got a nested tensor"),
+        ({"causal": None}, TypeError, "causal: got None, allowed are True, False"),
+        ({"causal": "yes"}, TypeError, "causal: got 'yes', allowed"),
+        ({"causal": 2}, TypeError, "causal: got 2, allowed"),
+        ({"deterministic": "x"}, TypeError, "deterministic: got 'x', allowed are True, False, None"),
+        ({"layout": ["bhsd"]}, ValueError, "layout: got .'bhsd'., allowed are"),
+        ({"softmax_scale": [1.0]}, ValueError, "softmax_scale: got .1.0., must be a finite number"),
         ({"layout": "sbhd"}, ValueError, "layout: got 'sbhd', allowed are 'bhsd' and 'bshd'"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan"),
         ({"softmax_scale": "big"}, ValueError, "softmax_scale: got 'big'"),
@@ -56,6 +77,32 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="q: got device cpu, must be a CUDA device"):
         fa2tune.attention(*qkv(1, 2, 31, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(1, 2, 20, 17)}, "q: got head dim 17, must be a multiple"),
+        ({"q": torch.zeros(1, 2, 20, 16, dtype=torch.float64)}, "q: got dtype torch.float64, allowed are"),
+        ({"v": torch.zeros(1, 2, 21, 16)}, "v: got sequence length 21, k has 20"),
+        ({"deterministic": "x"}, "deterministic: got 'x'"),
+    ],
+)
+def test_another_device_hides_no_other_mistake(monkeypatch, changes, words):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    arguments = {name: torch.zeros(1, 2, 20, 16) for name in "qkv"} | changes
+    if arguments["q"].shape[3] == 17:
+        arguments["k"] = arguments["q"]
+    with pytest.raises((TypeError, ValueError), match=words):
+        fa2tune.attention(**arguments)
+
+
+def test_a_plan_of_the_forward_hides_no_mistake_of_the_backward():
+    q, k, v = qkv(requires_grad=True)
+    fa2tune.attention(q, k, v)
+    o = fa2tune.attention(q, k, v, deterministic="x")  # not asked for again: the forward does not depend on it
+    with pytest.raises(TypeError, match="deterministic: got 'x', allowed are True, False"):
+        o.sum().backward()
 
 
 def test_vmap_is_refused():
