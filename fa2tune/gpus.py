@@ -114,6 +114,8 @@ _CATALOGUE = (
 #: Short names for the commonest member of a family.
 _ALIASES = {"a100": "a100-sxm-80gb", "a800": "a800-sxm", "h100": "h100-sxm", "h800": "h800-sxm"}
 
+LISTED = "`fa2tune gpus` lists them all"  #: in errors
+
 #: Whose limits and per-SM rates stand in for an unlisted GPU of the same architecture.
 _REFERENCE = {80: "a100-sxm-80gb", 86: "a10", 89: "l4", 90: "h100-sxm", 100: "b200", 120: "rtx-5090"}
 
@@ -150,14 +152,16 @@ def _share(gpu: Gpu, sm_count: int) -> Gpu:
 def named(name: str) -> Gpu:
     """A GPU by catalogue name or alias ("a100", "h100"), in any case; "a100@42sm" is a slice of it with 42 SMs.
 
-    ValueError lists every name.
+    ValueError says which names are close.
     """
     base, at, share = name.lower().partition("@")
     gpu = _by_name().get(base)
     if gpu is None:
-        known = ", ".join(g.name for g in _CATALOGUE)
-        short = ", ".join(f"{alias} = {full}" for alias, full in _ALIASES.items())
-        raise ValueError(f"gpu: got {name!r}, known are {known} (and {short}; a slice is written a100@42sm)")
+        import difflib
+
+        close = difflib.get_close_matches(base, _by_name(), n=5, cutoff=0.5)
+        meant = f"close to it are {', '.join(close)}" if close else "no name is close to it"
+        raise ValueError(f"gpu: got {name!r:.80}, which is not known; {meant} ({LISTED}; a slice is written a100@42sm)")
     if not at:
         return gpu
     digits = share.removesuffix("sm")

@@ -129,8 +129,7 @@ def resolve_target(name: str | None) -> Target:
     present = gpus.present()
     if asked is None or name is None:
         if present is None:
-            known = ", ".join(gpu.name for gpu in gpus.catalogue())
-            raise ValueError(f"gpu: none is present here, so name one: {known}")
+            raise ValueError(f"gpu: none is present here, so name one ({gpus.LISTED})")
         return Target(present, MEASURED, present)
     if present is None:
         return Target(asked, PREDICTED, None)
