@@ -145,15 +145,27 @@ def kernels() -> Iterator[Finding]:
             needed=False,
         )  # fmt: skip
     for place, why in held.refused:
+        missing = place.layer == "named" and not os.path.lexists(place.path)  # as a cache file that FA2TUNE_CACHE names
+        mend = f"ship that file, or take it out of {binaries.VARIABLE}" if missing else "mend that, or delete the file"
         yield Finding(
-            f"{place.layer} kernels", f"{place.path}: {why}", "mend that, or delete the file; until then calls compile",
-            needed=False,
+            f"{place.layer} kernels", f"{place.path}: {'no such file' if missing else why}",
+            f"{mend}; until then calls compile", needed=missing,
         )  # fmt: skip
     if not held.files and not held.refused:
         off = os.environ.get(binaries.VARIABLE) == binaries.OFF
         yield Finding("kernels", f"off, by {binaries.VARIABLE}" if off else "no file of binaries: first calls compile")
     if held.files and (overruled := precompiled.overruled()) is not None:
         yield Finding("kernels", f"left aside: {overruled}")
+
+
+def settings() -> Iterator[Finding]:
+    """Variables of the environment that a call would refuse, at the worst of times."""
+    from fa2tune.calling import dispatch
+
+    setting, allowed = os.environ.get(dispatch.CAPTURE_MISS), (dispatch.ERROR, dispatch.DEFAULT)
+    if setting is not None and setting not in allowed:
+        mend = f"set it to {' or '.join(allowed)}, or take it out of the environment"
+        yield Finding(dispatch.CAPTURE_MISS, repr(setting), mend)
 
 
 class _Skipped(logging.Handler):
@@ -169,16 +181,16 @@ class _Skipped(logging.Handler):
 
 @click.command()
 def doctor() -> None:
-    """Check GPU, driver, versions, cache files and files of binaries. Exit code 1 if something needed is missing."""
+    """Check GPU, driver, versions, cache files, files of binaries and settings. Exit code 1 if something needed is missing."""
     findings = list(packages())
     complete = not any(f.mend for f in findings)
     if complete:  # the rest imports them
         findings += [*tools(), *gpu()]
     findings += layers()
     if complete:
-        findings += kernels()
+        findings += [*kernels(), *settings()]
     for finding in findings:
-        click.echo(f"{finding.mark:8}{finding.subject:16}{finding.found}")
+        click.echo(f"{finding.mark:8}{finding.subject:15} {finding.found}")
         if finding.mend:
             click.echo(f"{'':24}-> {finding.mend}")
     missing = [finding.subject for finding in findings if finding.mend and finding.needed]
