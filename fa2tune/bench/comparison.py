@@ -356,7 +356,9 @@ def load(path: Path) -> dict[str, Any]:
     """Read a results file. ValueError names the file and what is wrong with it."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"{path}: is no results file of fa2tune bench with schema {SCHEMA}")

@@ -172,7 +172,11 @@ def read(path: Path) -> Manifest:
         if path.stat().st_size > MAX_FILE:
             raise ManifestError(f"is larger than {MAX_FILE >> 20} MiB")
         return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"manifest {path}: is no text; `fa2tune cache sign` writes manifests") from error
+    except OSError as error:
+        raise ManifestError(f"manifest {path}: {error.strerror or error}") from error
+    except ManifestError as error:
         raise ManifestError(f"manifest {path}: {error}") from error
 
 

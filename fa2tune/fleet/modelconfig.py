@@ -61,16 +61,21 @@ def read(path: Path) -> dict[str, Any]:
     """The JSON object of a config file; ModelConfigError."""
     if path.is_dir():
         path = path / "config.json"
+        if not path.exists():
+            raise ModelConfigError(f"model: the folder {path.parent} holds no config.json")
     try:
+        if not path.exists():
+            raise ModelConfigError(f"model: {path}: there is no file or folder of that name")
         if not path.is_file():
-            raise ModelConfigError(f"model: {path} is no file")
+            raise ModelConfigError(f"model: {path} is not a regular file")
         if path.stat().st_size > MAX_FILE:
             raise ModelConfigError(f"model: {path} is larger than {MAX_FILE >> 20} MiB")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, ModelConfigError):
             raise
-        raise ModelConfigError(f"model: {path} cannot be read: {error}"[:300]) from error
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        raise ModelConfigError(f"model: {path} cannot be read: {why}"[:300]) from error
     if not isinstance(found, dict):
         raise ModelConfigError(f"model: {path} holds no JSON object")
     return found

@@ -198,9 +198,12 @@ def read_bench(path: Path) -> Mapping[str, Any]:
 
     try:
         data = comparison.load(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"--bench: {path}: {error}") from error
-    if not any(cell["kind"] == "time" for cell in data["cells"]):
+        timed = any(cell["kind"] == "time" for cell in data["cells"])
+    except ValueError as error:
+        raise SourceError(f"--bench: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise SourceError(f"--bench: {path}: its cells are not as `fa2tune bench` writes them") from error
+    if not timed:
         raise SourceError(f"--bench: {path} holds no timed cell")
     return data
 

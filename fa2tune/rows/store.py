@@ -92,9 +92,10 @@ def _publish(path: Path, fill: Callable[[Path], None], suffix: str = ".tmp") -> 
     except (sa.exc.DBAPIError, sqlite3.Error) as error:
         raise OSError(f"cache file {path} cannot be written: {getattr(error, 'orig', error)}") from error
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
+        why = f"cannot be written: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from error  # not the temporary, which nobody has named
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
