@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -111,3 +112,95 @@ def test_doctor_fails_on_a_cache_file_that_cannot_be_read(monkeypatch: pytest.Mo
     assert result.exit_code == 1
     assert str(broken) in result.output
     assert "Not ready: cache." in result.output
+
+
+def test_doctor_fails_on_a_file_of_binaries_that_is_not_there_and_on_a_setting_that_no_call_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(tmp_path / "fleet.kernels"))
+    monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "perhaps")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'fleet.kernels'}: no such file" in result.output
+    assert "'perhaps'" in result.output and "error or default" in result.output
+    assert "Not ready: named kernels, FA2TUNE_CAPTURE_MISS." in result.output
+    assert "Everything needed is here" not in result.output
+
+
+# --- called wrongly
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["tune"], ["bench"], ["explain"], *(["cache", name] for name in ("list", "show", "export", "verify"))],
+    ids=" ".join,
+)
+def test_both_masks_at_once_are_refused_whichever_comes_first(command: list[str]) -> None:
+    for masks in (["--causal", "--full"], ["--full", "--causal"]):
+        result = CliRunner().invoke(main, [*command, *masks])
+        assert result.exit_code == 2
+        said = " ".join(result.output.split())
+        assert "--causal and --full: got both" in said and "leave both options out for" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "cache list --cache FILE", "cache show --cache FILE", "cache export --format json --cache FILE",
+        "cache merge FILE --cache new.sqlite", "cache diff FILE FILE", "cache sign FILE", "cache check FILE",
+        "cache verify --cache FILE", "cache coverage --model FILE --gpu h200", "cache precompile --gpu h200 --cache FILE",
+        "explain --gpu h200 --cache FILE", "report --cache FILE", "leases --storage sqlite:///FILE",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("content", [None, b"\xff\xfe neither text nor a database \xff" * 9], ids=["absent", "foreign"])
+def test_a_file_that_cannot_be_read_is_exit_code_2_and_named(
+    arguments: str, content: bytes | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1 is an answer: a gap, a difference, a row that does not hold."""
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "it").write_bytes(content)
+    result = CliRunner().invoke(main, arguments.replace("FILE", "it").split())
+    assert result.exit_code == 2, result.output
+    assert "it: " in result.output or "it cannot be read: it is no text" in result.output
+    assert "codec" not in result.output and "Errno" not in result.output
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} <= {"it"}
+
+
+@pytest.mark.parametrize("command", ["list", "show", "export", "verify"])
+def test_rows_are_asked_for_by_what_a_row_can_have(command: str) -> None:
+    for option, value, allowed in (("--bucket", "100", "512"), ("--headdim", "3", "16 to 256 in steps of 8")):
+        result = CliRunner().invoke(main, ["cache", command, option, value])
+        assert result.exit_code == 2 and option in result.output and allowed in result.output
+
+
+def test_a_gpu_that_is_not_known_is_said_once_and_what_is_close() -> None:
+    result = CliRunner().invoke(main, ["explain", "--gpu", "h100-pci"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "--gpu: got 'h100-pci', which is not known; close to it are h100-pcie" in said
+    assert "rtx" not in said, "not the whole catalogue"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to, not even root")
+def test_a_place_that_cannot_be_written_is_named_and_not_the_file_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "rows.sqlite"
+    shutil.copy(ROOT / "cache" / "a100.sqlite", file)
+    for arguments in (["sign", str(file), "--out", "/proc/x"], ["export", "--cache", str(file), "/proc/x.json"]):
+        result = CliRunner().invoke(main, ["cache", *arguments])
+        assert result.exit_code == 2
+        assert f"Error: {arguments[-1]}: cannot be written: No such file or directory" in result.output
+    gone = tmp_path / "nowhere" / "x"
+    for arguments in (
+        ["sign", str(file), "--out", str(gone)], ["merge", str(file), "--cache", str(gone)],
+        ["precompile", "--gpu", "a100", "--out", str(gone)],
+    ):  # fmt: skip
+        result = CliRunner().invoke(main, ["cache", *arguments])
+        assert result.exit_code == 2 and "is no folder" in result.output and not gone.parent.exists()
+
+
+def test_the_listing_of_the_cache_commands_is_whole_at_80_columns() -> None:
+    listing = CliRunner().invoke(main, ["cache", "--help"], terminal_width=80).output.partition("Commands:")[2]
+    assert listing.strip() and all(
+        line.endswith(".") and not line.endswith("...") for line in listing.split("\n") if line
+    )

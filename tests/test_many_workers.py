@@ -683,7 +683,11 @@ def test_a_database_that_is_gone_for_good_is_waited_for_once(monkeypatch: pytest
 
 def test_leases_of_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["leases", "--storage", f"sqlite:///{tmp_path}/typo/x.sqlite"])
-    assert result.exit_code == 1 and "storage: " in result.output and not (tmp_path / "typo").exists()
+    assert result.exit_code == 2 and not (tmp_path / "typo").exists()
+    assert f"storage: {tmp_path}/typo/x.sqlite: no such file" in result.output
+    (tmp_path / "x.sqlite").touch()
+    result = CliRunner().invoke(main, ["leases", "--storage", f"sqlite:///{tmp_path}/x.sqlite"])
+    assert result.exit_code == 2 and f"{tmp_path}/x.sqlite: nobody has tuned with it" in result.output
 
 
 def test_many_meet_at_once_and_no_lot_has_two_holders(held: Storage) -> None:

@@ -271,7 +271,7 @@ def test_other_names_say_none() -> None:
 def test_without_options_the_users_cache_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "user_path", lambda: tmp_path / "cache.sqlite")
     result = invoke("--out", tmp_path / "page.html")
-    assert result.exit_code == 1 and "fa2tune tune" in result.output and str(tmp_path / "cache.sqlite") in result.output
+    assert result.exit_code == 2 and "fa2tune tune" in result.output and str(tmp_path / "cache.sqlite") in result.output
     export([FULL], tmp_path / "cache.sqlite")
     assert invoke("--out", tmp_path / "page.html").exit_code == 0
 
@@ -279,22 +279,25 @@ def test_without_options_the_users_cache_is_shown(tmp_path: Path, monkeypatch: p
 def test_errors_name_the_argument_and_the_file(run: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("no database")
     (tmp_path / "half.json").write_text('{"schema": 1, "cells": [')
+    (tmp_path / "bare.json").write_text('{"schema": 1}')
     export([], tmp_path / "none.sqlite")
     out = tmp_path / "page.html"
     cache = run / "cache.sqlite"
-    for arguments, status, said in (
-        (["--cache", tmp_path / "gone.sqlite"], 1, ("--cache", "gone.sqlite", "no such file")),
-        (["--cache", tmp_path / "none.sqlite"], 1, ("--cache", "none.sqlite", "no rows")),
-        (["--cache", run / "studies.sqlite"], 1, ("--cache", "no fa2tune cache")),
-        (["--studies", cache], 1, ("--studies", "cache.sqlite", "--cache")),
-        (["--studies", tmp_path / "text.txt"], 1, ("--studies", "text.txt", "not a database")),
-        (["--studies", tmp_path / "gone.sqlite"], 1, ("--studies", "no such file")),
-        (["--cache", cache, "--bench", tmp_path / "half.json"], 1, ("--bench", "half.json")),
-        (["--cache", cache, "--out", tmp_path / "page.pdf"], 2, ("--out", "page.pdf", ".html")),
-        (["--cache", cache, "--out", tmp_path / "nowhere" / "page.html"], 2, ("--out", "nowhere", "no folder")),
+    for arguments, said in (
+        (["--cache", tmp_path / "gone.sqlite"], ("--cache", "gone.sqlite", "no such file")),
+        (["--cache", tmp_path / "none.sqlite"], ("--cache", "none.sqlite", "no rows")),
+        (["--cache", run / "studies.sqlite"], ("--cache", "no fa2tune cache")),
+        (["--studies", cache], ("--studies", "cache.sqlite", "--cache")),
+        (["--studies", tmp_path / "text.txt"], ("--studies", "text.txt", "not a database")),
+        (["--studies", tmp_path / "gone.sqlite"], ("--studies", "no such file")),
+        (["--cache", cache, "--bench", tmp_path / "half.json"], ("--bench", "half.json")),
+        (["--cache", cache, "--bench", tmp_path / "bare.json"], ("--bench", "bare.json", "its cells are not")),
+        (["--cache", cache, "--bench", tmp_path / "gone.json"], (f"--bench: {tmp_path / 'gone.json'}: No such file",)),
+        (["--cache", cache, "--out", tmp_path / "page.pdf"], ("--out", "page.pdf", ".html")),
+        (["--cache", cache, "--out", tmp_path / "nowhere" / "page.html"], ("--out", "nowhere", "no folder")),
     ):
         result = invoke("--out", out, *arguments)
-        assert result.exit_code == status, result.output
+        assert result.exit_code == 2, result.output
         assert all(word in " ".join(result.output.split()) for word in said), result.output
     assert not out.exists() and not (tmp_path / "gone.sqlite").exists()
 

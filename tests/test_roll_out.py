@@ -21,7 +21,7 @@ def test_a_fleet_rolls_out_upgrades_and_repairs(tmp_path: Path) -> None:
     for said in (
         "every key has a row of its own, made with this toolchain",
         "holds other rows here",
-        "2 holds, 1 lost",
+        "2 hold, 1 lost",
         "repaired: 2 rows fresh again, 1 made anew, 0 not mended, 0 withdrawn",
         "nobody works on shared/ledger.sqlite",
         "no row to verify is stale",

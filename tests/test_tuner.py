@@ -332,6 +332,9 @@ def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatc
     lines = result.output.splitlines()
     assert "absent: compiled, limit-checked and predicted" in lines[0]
     assert sum(line.startswith("fwd bf16 128 causal") and "x default" in line for line in lines) == 2
+    assert any(
+        line.startswith("fwd 128 causal: candidates") and ", fwd bf16 5 of " in line.replace(":", ",") for line in lines
+    )
     table = [line.split() for line in lines if line.startswith("fwd        ") or line.split()[:2] == ["fwd", "bf16"]]
     assert any(row[-2:] == ["predicted,", "interpreter"] and row[4] == "2048" for row in table)
     assert any("descriptor_needs_tma " in line for line in lines) and lines[-1] == f"cache: {path}"
@@ -339,9 +342,10 @@ def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatc
 
 def test_the_command_refuses_before_it_compiles(bench):
     for arguments, says in [
-        (["--gpu", "a1000"], "known are a100-sxm-40gb"),
+        (["--gpu", "a1000"], "close to it are a100"),
         (["--gpu", "a100", "--headdim", "12"], "headdim: got 12"),
         (["--gpu", "a100", "--trials", "0"], "trials: got 0"),
+        (["--gpu", "a100", "--both", "--full"], "--both: not with --causal or --full"),
         (["--gpu", "a100", "--cache", "/proc/none/c.sqlite"], "cannot be written"),
     ]:
         result = CliRunner().invoke(tune_command, arguments)
@@ -437,7 +441,7 @@ def test_targets(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"gpu": "a1000"}, "gpu: got 'a1000', known are"),
+        ({"gpu": "a1000"}, "gpu: got 'a1000', which is not known; close to it are a100"),
         ({"head_dims": (20,)}, "headdim: got 20, allowed are 16 to 256 in steps of 8"),
         ({"head_dims": (264,)}, "headdim: got 264"),
         ({"head_dim_v": 8}, "headdim-v: got 8"),

@@ -434,6 +434,10 @@ def test_the_command_names_a_file_that_it_cannot_read_or_write(tmp_path: Path, c
     (tmp_path / "cache.sqlite").unlink()
     Store(tmp_path / "cache.sqlite").put([])
     assert "no row to verify" in command().output
+    assert command().exit_code == 2
+    Store(tmp_path / "cache.sqlite").put([made()])
+    none = command("--kernel", "bwd_dq")
+    assert none.exit_code == 2 and "let none of its 1 rows pass" in none.output, "all of nothing does not hold"
 
 
 # --- the real compiler

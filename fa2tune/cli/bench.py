@@ -10,6 +10,7 @@ import click
 
 from fa2tune.bench import comparison
 from fa2tune.bench.peers import PEERS, SUBJECT, select
+from fa2tune.cli._options import masks, told
 from fa2tune.problem import BUCKETS
 
 
@@ -38,7 +39,7 @@ def _text(values: tuple[Any, ...]) -> str:
     "--headdim", callback=_list(int), default=_text(comparison.HEAD_DIMS), show_default=True, help="Head dims."
 )
 @click.option("--seqlen", callback=_list(int), default=_text(BUCKETS), show_default=True, help="Sequence lengths.")
-@click.option("--causal/--full", "causal", default=None, help="One mask only.  [default: both]")
+@masks("both masks")
 @click.option("--pass", "passes", callback=_list(str), default=_text(comparison.PASSES), show_default=True,
               help="fwd without gradients, bwd alone, both together.")  # fmt: skip
 @click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
@@ -77,17 +78,15 @@ def bench(
     from rich.console import Console
 
     from fa2tune.bench import report
-    from fa2tune.bench.card import Card, NoGpuError
+    from fa2tune.bench.card import Card
     from fa2tune.calling.dispatch import SERVED
 
     console = Console()
-    try:
+    with told():
         card = Card()
         out.mkdir(parents=True, exist_ok=True)
         results = comparison.Results(file, card.environment(), resume)
         results.save()  # an unwritable folder is said now
-    except (NoGpuError, OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
     for name, why in absent.items():
         console.print(f"{name} is left out: {why}")
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fa2tune.cli._options import head_dim, masks, told
 from fa2tune.cli.cache.common import describe, gpu_asked
 from fa2tune.fleet import regret
-from fa2tune.problem import BACKWARD, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, ROADS, SPLIT, Problem
+from fa2tune.problem import BACKWARD, DTYPES, ROADS, SPLIT, Problem
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import over_portable
 
@@ -19,27 +20,19 @@ if TYPE_CHECKING:
     from fa2tune.problem import Config
 
 
-def _head_dim(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
-    if value is not None and value not in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
-        raise click.BadParameter(
-            f"got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
-        )
-    return value
-
-
 _COUNT = click.IntRange(min=1)
 PRECISIONS = ("ieee", "tf32")
 
 
 @click.command()
-@click.option("--headdim", type=int, callback=_head_dim, default=128, show_default=True, help="Head dim of Q and K.")
-@click.option("--headdim-v", type=int, callback=_head_dim, help="Head dim of V.  [default: as --headdim]")
+@click.option("--headdim", type=int, callback=head_dim, default=128, show_default=True, help="Head dim of Q and K.")
+@click.option("--headdim-v", type=int, callback=head_dim, help="Head dim of V.  [default: as --headdim]")
 @click.option("--seqlen", type=_COUNT, default=4096, show_default=True, help="Query length.")
 @click.option("--seqlen-k", type=_COUNT, help="Key length.  [default: as --seqlen]")
 @click.option("--batch", type=_COUNT, default=1, show_default=True)
 @click.option("--heads", type=_COUNT, default=16, show_default=True, help="Query heads.")
 @click.option("--heads-kv", type=_COUNT, help="Key and value heads.  [default: as --heads]")
-@click.option("--causal/--full", default=False, help="Mask.  [default: full]")
+@masks("no mask")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--precision", type=click.Choice(PRECISIONS), default="ieee", show_default=True, help="Of fp32 products.")
 @click.option("--gpu", help="Name as `fa2tune gpus` has it.  [default: the GPU present]")
@@ -51,7 +44,7 @@ PRECISIONS = ("ieee", "tf32")
 )
 def explain(
     headdim: int, headdim_v: int | None, seqlen: int, seqlen_k: int | None, batch: int, heads: int,
-    heads_kv: int | None, causal: bool, dtype: str, precision: str, gpu: str | None, pass_: str | None,
+    heads_kv: int | None, causal: bool | None, dtype: str, precision: str, gpu: str | None, pass_: str | None,
     deterministic: bool, unaligned: bool, named: Sequence[Path],
 ) -> None:  # fmt: skip
     """Show which cache row would serve a problem, and why: its place on the lookup ladder, its layer, what about it is
@@ -62,12 +55,10 @@ def explain(
     if precision != "ieee" and dtype != "fp32":
         raise click.BadParameter(f"got {precision}, {dtype} has ieee only", param_hint="--precision")
     target = gpu_asked(gpu)
-    try:
+    with told():
         layers = reader.layers(named)
-    except reader.CacheFileError as error:
-        raise click.ClickException(str(error)) from error
     problem = Problem(
-        dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim, causal, precision,
+        dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim, bool(causal), precision,
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
     if pass_ != "bwd":
@@ -98,8 +89,8 @@ def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu) -> Iterat
     for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
         binary = compiler.binary_config(variant, its_config)
         image, found = precompiled.find(variant, problem.specialization, binary, gpu.arch)
-        told = f"precompiled, {found}" if image else f"compiled at the first call: {found}"
-        yield f"{variant.name}: {told}"
+        source = f"precompiled, {found}" if image else f"compiled at the first call: {found}"
+        yield f"{variant.name}: {source}"
 
 
 def _explain(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from fa2tune.cli.cache.common import console, rich_table, told
+from fa2tune.cli._options import told
+from fa2tune.cli.cache.common import console, rich_table
 
 
 @click.command()
@@ -23,9 +24,12 @@ def leases(storage: str) -> None:
         from fa2tune.sharing.storage import OWN_FILE, Storage, parsed
 
         url = parsed(storage)
-        file = None if url.get_backend_name() == "postgresql" else Path(url.database or "").with_name(OWN_FILE)
-        if file is not None and not file.exists():
-            raise ValueError(f"storage: {file}: no such file")
+        if url.get_backend_name() != "postgresql":
+            studies = Path(url.database or "")
+            if not studies.is_file():
+                raise ValueError(f"storage: {studies}: no such file")
+            if not studies.with_name(OWN_FILE).is_file():
+                raise ValueError(f"storage: {studies}: nobody has tuned with it: there is no {OWN_FILE} beside it")
         held = Storage.at(url)
         lines = board(held)
     if not lines:

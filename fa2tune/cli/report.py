@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from fa2tune.cli._options import check_folder, told
+
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -22,21 +24,16 @@ def report(cache: Path | None, studies: Path | None, bench: Path | None, out: Pa
     against measured times, peers, environment. The page asks for nothing from the network; a page that is there is replaced.
     """
     from fa2tune.page.page import render
-    from fa2tune.page.sources import SourceError, gather
+    from fa2tune.page.sources import gather
 
     if out.suffix.lower() not in (".html", ".htm"):
         raise click.BadParameter(f"got {out}, its name must end in .html or .htm", param_hint="--out")
-    if not out.parent.is_dir():
-        raise click.BadParameter(f"{out}: {out.parent} is no folder", param_hint="--out")
-    try:
+    check_folder(out, "--out")
+    with told():
         sources = gather(cache, studies, bench)
-    except (SourceError, RuntimeError) as error:
-        raise click.ClickException(str(error)) from error
     page = render(sources)
-    try:
+    with told():
         out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"--out: {out}: {error.strerror or error}") from error
     for kind, path in sources.files.items():
         click.echo(f"{kind}: {path}")
     trials = sum(len(search.trials) for search in sources.searches)

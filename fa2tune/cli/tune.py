@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fa2tune.cli._options import masks
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
 if TYPE_CHECKING:
@@ -57,11 +58,8 @@ class _Screen:
         )
 
     def opened(self, lot: Any) -> None:
-        trials = sorted({family.trials for family in lot.families})
-        self.line(
-            f"{lot.lot.name}: {len(lot.families)} searches (kernel x dtype), {' or '.join(map(str, trials))} candidates each, "
-            f"out of {sum(len(f.legal.configs) for f in lot.families)} legal configs"
-        )
+        searches = [f"{f.variant.name} {f.spec.dtype} {f.trials} of {len(f.legal.configs)}" for f in lot.families]
+        self.line(f"{lot.lot.name}: candidates, out of the legal configs: {', '.join(searches)}")
 
     def progress(self, done: int, total: int, now: str, fates: Mapping[str, int]) -> None:
         failed = ", ".join(f"{reason} {count}" for reason, count in fates.items())
@@ -170,9 +168,8 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
 @click.option("--headdim-v", type=int, help="Head dim of V. Default: as --headdim.")
 @click.option("--dtype", type=click.Choice(DTYPES), multiple=True, default=("bf16", "fp16"), show_default="bf16 and fp16",
               help="May be repeated.")  # fmt: skip
-@click.option("--causal", "mask", flag_value="causal", help="The causal mask only.")
-@click.option("--full", "mask", flag_value="full", help="No mask only.")
-@click.option("--both", "mask", flag_value="both", default="both", help="Causal and full.  [default]")
+@masks("both masks")
+@click.option("--both", is_flag=True, help="Causal and full.  [default]")
 @click.option("--pass", "pass_", type=click.Choice(("fwd", "bwd", "both")), default="both", show_default=True)
 @click.option(
     "--kernel", type=click.Choice(KERNELS), multiple=True, help="Of the pass, these kernels only; may be repeated."
@@ -209,9 +206,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
               "postgresql+psycopg://user@host/database takes studies and rows, sqlite:///file the studies. "
               "FA2TUNE_STORAGE, too, where it holds a password.")  # fmt: skip
 def tune(
-    gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], mask: str, pass_: str,
-    kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None, portable_trials: int | None,
-    time_budget: float | None, sampler: str,
+    gpu: str | None, headdim: tuple[int, ...], headdim_v: int | None, dtype: tuple[str, ...], causal: bool | None,
+    both: bool, pass_: str, kernel: tuple[str, ...], seqlen: tuple[str, ...], trials: int | None,
+    portable_trials: int | None, time_budget: float | None, sampler: str,
     cache: Path | None, studies: Path | None, record: Path | None, retry_failed: bool, seed: int,
     workers: int | None, devices: Any, storage: str | None,
 ) -> None:  # fmt: skip
@@ -219,6 +216,8 @@ def tune(
 
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
+    if both and causal is not None:
+        raise click.UsageError("--both: not with --causal or --full, which ask for one mask only")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
     from fa2tune.sharing.storage import StorageError
     from fa2tune.tuning.books import Hands
@@ -228,7 +227,7 @@ def tune(
 
     request = TuneRequest(
         gpu=gpu, head_dims=tuple(dict.fromkeys(headdim)), head_dim_v=headdim_v, dtypes=tuple(dict.fromkeys(dtype)),
-        causal={"causal": (True,), "full": (False,), "both": (False, True)}[mask], pass_=pass_, kernels=kernel or None,
+        causal=(False, True) if causal is None else (causal,), pass_=pass_, kernels=kernel or None,
         buckets=tuple(sorted({int(bucket) for bucket in seqlen})) or BUCKETS, trials=trials, portable_trials=portable_trials,
         time_budget_s=time_budget, sampler=sampler, seed=seed, cache=cache, studies=studies, record=record,
         retry_failed=retry_failed, workers=workers, devices=devices, storage=storage,

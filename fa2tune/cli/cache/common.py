@@ -1,18 +1,18 @@
-"""What the ``fa2tune cache`` commands share: options, errors, how rows are shown."""
+"""What the ``fa2tune cache`` commands share: which rows, which GPU, how rows are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fa2tune import gpus
+from fa2tune.cli._options import Command, head_dim, masks, told
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS, TuningKey
 from fa2tune.rows import reader, record
-from fa2tune.rows.reader import CacheFileError, Layer
+from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import OBTAINED, Row
 
 if TYPE_CHECKING:
@@ -21,20 +21,7 @@ if TYPE_CHECKING:
 
     from fa2tune.gpus import Gpu
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
-
-
-@contextmanager
-def told(after: str = "") -> Iterator[None]:
-    """What is wrong with a file, or what stopped the work, as a message and exit code 1; ``after``: what to do about it."""
-    try:
-        yield
-    except (click.ClickException, click.exceptions.Exit):
-        raise
-    except (CacheFileError, OSError, ValueError, RuntimeError) as error:
-        raise click.ClickException(f"{error}{after}") from error
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -54,9 +41,9 @@ FILTERS: dict[str, Callable[[Row], Any]] = {
 def filters(command: Command) -> Command:
     for option in (
         click.option("--obtained", type=click.Choice(OBTAINED), help="How the row was obtained."),
-        click.option("--bucket", type=int, help=f"Length bucket: {', '.join(map(str, BUCKETS))}."),
-        click.option("--causal/--full", default=None, help="Mask.  [default: both]"),
-        click.option("--headdim", type=int, help="Head dim of Q and K."),
+        click.option("--bucket", type=click.Choice(BUCKETS), help="Length bucket."),
+        masks("both masks"),
+        click.option("--headdim", type=int, callback=head_dim, help="Head dim of Q and K."),
         click.option("--dtype", type=click.Choice(DTYPES)),
         click.option("--kernel", type=click.Choice((*KERNELS, BACKWARD))),
         click.option("--gpu", help="Name as `fa2tune gpus` or `fa2tune cache list` has it."),
@@ -69,10 +56,7 @@ def selector(rows: Sequence[Row], wanted: dict[str, Any]) -> Callable[[Row], boo
     """Whether a row is one of those asked for."""
     asked = {name: value for name, value in wanted.items() if value is not None}
     if "gpu" in asked and asked["gpu"] not in {row.key.gpu for row in rows}:  # else as it stands: it may be unlisted
-        try:
-            asked["gpu"] = gpus.named(asked["gpu"]).name
-        except ValueError as error:
-            raise click.BadParameter(f"{error}; no row is filed under that name", param_hint="--gpu") from error
+        asked["gpu"] = _gpu(asked["gpu"], "; no row is filed under that name").name
     return lambda row: all(FILTERS[name](row) == value for name, value in asked.items())
 
 
@@ -86,13 +70,16 @@ def gpu_asked(name: str | None) -> Gpu:
     if name is None:
         here = gpus.present()
         if here is None:
-            known = ", ".join(gpu.name for gpu in gpus.catalogue())
-            raise click.UsageError(f"no GPU is present, so --gpu is needed; it knows {known}")
+            raise click.UsageError(f"no GPU is present, so --gpu is needed ({gpus.LISTED})")
         return here
+    return _gpu(name)
+
+
+def _gpu(name: str, after: str = "") -> Gpu:
     try:
         return gpus.named(name)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--gpu") from error
+        raise click.BadParameter(str(error).removeprefix("gpu: ") + after, param_hint="--gpu") from error
 
 
 def console() -> Console:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import click
 
-from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked, rich_table, told
+from fa2tune.cli._options import told
+from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked, rich_table
 from fa2tune.problem import DTYPES
 from fa2tune.rows import reader
 
 
-@click.command()
+@click.command(short_help="Show which keys a model needs, and the gaps.")
 @click.option(
     "--model", type=click.Path(path_type=Path), required=True, help="A Hugging Face config.json, or its folder."
 )

@@ -10,14 +10,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, console, figure, filters, rich_table, selector, told
+from fa2tune.cli._options import check_folder, told
+from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, console, figure, filters, rich_table, selector
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row
 
 KINDS = {".sqlite": "sqlite", ".json": "json"}
 
 
-@click.command()
+@click.command(short_help="Write rows to a file to ship.")
 @click.argument("out", type=FILE, required=False)
 @click.option("--cache", "file", type=FILE, help="The file to export from.  [default: the user's]")
 @click.option("--storage", envvar="FA2TUNE_STORAGE",
@@ -40,6 +41,8 @@ def export(
         )
     if out is None and kind != "json":
         raise click.UsageError("OUT is missing; only --format json can be printed")
+    if out is not None:
+        check_folder(out, "OUT")
     if file is not None and storage is not None:
         if click.get_current_context().get_parameter_source("storage") is not ParameterSource.ENVIRONMENT:
             raise click.UsageError("--cache and --storage: rows are exported from one of them")
@@ -75,7 +78,7 @@ def export(
             click.echo(f"{each}: {len(rows)} rows, digest {record.digest(rows)}")
 
 
-@click.command()
+@click.command(short_help="Take rows of other cache files over.")
 @click.argument("files", type=FILE, nargs=-1, required=True)
 @click.option("--cache", "into", type=FILE, help="The file to merge into.  [default: the user's]")
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
@@ -85,6 +88,8 @@ def merge(files: Sequence[Path], into: Path | None, dry_run: bool) -> None:
     Where two files have a row for one key, variant and way of being obtained, the later made stays, whatever the order of the
     files. Where they name different configs or times, both are shown.
     """
+    if into is not None:
+        check_folder(into, "--cache")
     with told():
         from fa2tune.rows import store
 
@@ -128,7 +133,7 @@ def _config_change(one: Row, other: Row) -> str:
     return ", ".join(f"{name} {one.config.get(name, '-')} -> {other.config.get(name, '-')}" for name in names)
 
 
-@click.command()
+@click.command(short_help="Compare the rows of two cache files.")
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--brief", is_flag=True, help="Only the counts.")

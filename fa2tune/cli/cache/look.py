@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from fa2tune.cli.cache.common import FILE, describe, filters, head_dims, layers_of, selector, told
+from fa2tune.cli._options import told
+from fa2tune.cli.cache.common import FILE, describe, filters, head_dims, layers_of, selector
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row
 
@@ -19,7 +20,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-@click.command()
+@click.command(short_help="Print where the user's cache file lies.")
 def path() -> None:
     """Print where the user's cache file lies, whether or not there is one yet."""
     with told():
@@ -40,7 +41,7 @@ def _kind_of_row(row: Row) -> tuple[str, ...]:
     )
 
 
-@click.command("list")
+@click.command("list", short_help="List the cache files that serve, and what they hold.")
 @click.option("--cache", "file", type=FILE, help="This file only.  [default: every layer that serves]")
 @filters
 def list_(file: Path | None, **wanted: Any) -> None:
@@ -65,7 +66,7 @@ def list_(file: Path | None, **wanted: Any) -> None:
         _table(head, [(*kind, str(len(b)), " ".join(map(str, sorted(set(b))))) for kind, b in kinds.items()])
 
 
-@click.command()
+@click.command(short_help="Show rows with all their evidence.")
 @click.option("--cache", "file", type=FILE, help="This file only.  [default: every layer that serves]")
 @click.option("--json", "as_json", is_flag=True, help="The rows as the JSON twin of a cache file has them.")
 @filters

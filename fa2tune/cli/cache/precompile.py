@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from fa2tune.cli.cache.common import FILE, gpu_asked, told
-from fa2tune.problem import DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.cli._options import check_folder, head_dim, told
+from fa2tune.cli.cache.common import FILE, gpu_asked
+from fa2tune.problem import DTYPES
 from fa2tune.rows import reader
 
 
@@ -21,15 +22,12 @@ def _head_dims(ctx: click.Context, param: click.Parameter, given: tuple[str, ...
         if len(dims) != len(parts) or len(dims) > 2:
             raise click.BadParameter(f"got {text!r}, must be a number, or two with a slash between, as 192/128")
         for dim in dims:
-            if dim not in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
-                raise click.BadParameter(
-                    f"got {dim}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
-                )
+            head_dim(ctx, param, dim)
         found.append((dims[0], dims[-1]))
     return tuple(found)
 
 
-@click.command()
+@click.command(short_help="Compile the rows' kernels into a file of binaries.")
 @click.option("--gpu", help="Name as `fa2tune gpus` has it; it need not be here.  [default: the GPU present]")
 @click.option(
     "--cache", "file", type=FILE,
@@ -59,6 +57,8 @@ def precompile(
     from fa2tune.launching import precompiled
 
     target = gpu_asked(gpu)
+    if out is not None:
+        check_folder(out, "--out")
     with told():
         if file is None:
             layers = reader.layers()

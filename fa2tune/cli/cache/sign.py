@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
-from fa2tune.cli.cache.common import FILE, told
+from fa2tune.cli._options import check_folder, told
+from fa2tune.cli.cache.common import FILE
 from fa2tune.rows import reader
 
 
-@click.command()
+@click.command(short_help="Write a manifest of what a fleet is to serve from.")
 @click.argument("files", type=FILE, nargs=-1)
 @click.option("--out", type=FILE, help="[default: beside the first of FILES, ending in .manifest.json]")
 def sign(files: Sequence[Path], out: Path | None) -> None:
@@ -21,6 +22,8 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
 
     Without FILES: of all that serves here, the user's file and the driver included; printed, unless --out is given.
     """
+    if out is not None:
+        check_folder(out, "--out")
     with told():
         from fa2tune.compiling import fingerprint
         from fa2tune.fleet import manifests
@@ -40,7 +43,7 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
     click.echo(f"{out}: {rows} rows in {len(made.layers)} files{compiled}, hash {made.hash[:16]}")
 
 
-@click.command()
+@click.command(short_help="Hold what serves here to a manifest.")
 @click.argument("manifest", type=FILE)
 def check(manifest: Path) -> None:
     """Hold what serves here to a MANIFEST that `cache sign` wrote. Exit code 1, and what differs, if they are not alike.

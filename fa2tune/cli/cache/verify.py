@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fa2tune.cli._options import told
 from fa2tune.cli.cache.common import (
     FILE,
     KEY_TITLES,
@@ -21,7 +22,6 @@ from fa2tune.cli.cache.common import (
     rich_table,
     selector,
     title,
-    told,
 )
 from fa2tune.rows import reader
 
@@ -47,7 +47,7 @@ class _Progress:
             click.echo(f"{what}: {done} of {total}")
 
 
-@click.command()
+@click.command(short_help="Verify that rows still hold; with --repair, mend.")
 @click.option("--cache", "file", type=FILE, help="The file to verify.  [default: the user's]")
 @click.option(
     "--stale", "only_stale", is_flag=True, help="Only rows made with another Triton, driver or kernel source."
@@ -71,7 +71,7 @@ def verify(
     timed. Nothing is written without --repair, which files every row as it is done: after an interruption, --stale --repair
     goes on from there.
 
-    Exit code 1 if a row lost, fails or cannot be told.
+    Exit code 1 if a row lost, fails or cannot be told, 2 if there is no row to verify.
     """
     if not repair and (trials is not None or time_budget is not None):
         raise click.UsageError("--trials and --time-budget are of a search, and only --repair searches")
@@ -86,9 +86,13 @@ def verify(
         card = finding.card_here()
         here = finding.toolchain_here(card)
         chosen = selector(held, wanted)
-        rows = [row for row in held if chosen(row) and (not only_stale or here.stale(row))]
+        asked = [row for row in held if chosen(row)]
+        if not asked:
+            passed = f": the options let none of its {len(held)} rows pass" if held else ""
+            raise click.UsageError(f"{path}: no row to verify{passed}")
+        rows = [row for row in asked if not only_stale or here.stale(row)]
         if not rows:
-            click.echo(f"{path}: no row to verify" + (" is stale" if only_stale else ""))
+            click.echo(f"{path}: no row to verify is stale")
             return
         if repair:
             from fa2tune.rows.store import Store
@@ -142,9 +146,16 @@ def _tell(found: Sequence[Finding], everything: bool) -> None:
             table.add_row(*cells(one.row.key), one.row.variant, one.state, then, now, loss, why)
         console().print(table)
     counted = Counter(one.state for one in found)
-    click.echo(", ".join(f"{counted[state]} {state}" for state in STATES if counted[state]))
+    click.echo(", ".join(f"{counted[state]} {_verb(state, counted[state])}" for state in STATES if counted[state]))
     for why, count in Counter(one.why for one in found if one.state == UNTIMED).most_common(3):
         click.echo(f"  not timed, {count} rows: {why}")
+
+
+def _verb(state: str, rows: int) -> str:
+    """One row holds, two hold."""
+    from fa2tune.fleet.finding import FAILS, HOLDS
+
+    return state.removesuffix("s") if rows > 1 and state in (HOLDS, FAILS) else state
 
 
 def _tell_repair(done: Repaired, withdrawn: Path) -> None:
