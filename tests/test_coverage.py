@@ -191,6 +191,15 @@ def test_every_key_its_row_and_the_commands_that_close_the_gaps(user: Path, tmp_
     assert "fa2tune cache verify --stale --repair" in done.output
 
 
+def test_lengths_that_are_served_alike_are_one_line(user: Path, tmp_path: Path) -> None:
+    Store(user).put([fresh(bucket=1024)])
+    done = covered(tmp_path, LLAMA, "--gpu", "h200", "--pass", "fwd")
+    lines = {line.split()[4]: line for line in done.output.splitlines() if line.startswith("fwd ")}
+    assert "512" in lines and "1024" in lines and "2048-8192" in lines, done.output
+    assert "own row" in lines["1024"] and lines["2048-8192"].rstrip().endswith("bucket 1024")
+    assert "5 keys: " in done.output, "counted one by one"
+
+
 def test_nothing_to_close_is_exit_code_0(user: Path, tmp_path: Path) -> None:
     Store(user).put([fresh(bucket=4096)])
     done = covered(tmp_path, LLAMA, "--gpu", "h200", "--pass", "fwd", "--seqlen", 4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from fa2tune.cli import _tables
 from fa2tune.cli._options import masks
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
@@ -83,17 +83,14 @@ def _order(row: Row) -> tuple[Any, ...]:
     return key.head_dim, DTYPES.index(key.dtype), key.causal, kernels.index(key.kernel), key.bucket, row.time_us or 0.0
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
+    """Line by line; ``width``: of the terminal, None where there is none."""
     from fa2tune.rows.row import over_portable
     from fa2tune.tuning.books import described
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("kernel", "dtype", "dim", "mask", "length"):
-        table.add_column(title)
-    table.add_column("config")
-    for title in ("TFLOP/s", "x default", "x portable", "tried", "pruned"):
-        table.add_column(title, justify="right")
-    table.add_column("obtained, proof")
+    figures = ("TFLOP/s", "x default", "x portable", "tried", "pruned")
+    titles = ("kernel", "dtype", "dim", "mask", "length", "config", *figures, "obtained, proof")
+    table = []
     for row in sorted(rows, key=_order):
         key = row.key
         dim = f"{key.head_dim}" if key.head_dim == key.head_dim_v else f"{key.head_dim}/{key.head_dim_v}"
@@ -102,13 +99,14 @@ def _table(rows: Sequence[Row]) -> Table:
             gain += f" [{row.gain_low:.2f}, {row.gain_high:.2f}]"
         rate = "" if row.tflops is None else f"{row.tflops:.0f}"
         lead = over_portable(row, rows)
-        table.add_row(
-            key.kernel, key.dtype, dim, "causal" if key.causal else "full", str(key.bucket),
-            described(row), rate, gain.replace("[", r"\["),
-            "" if lead is None else f"{lead:.2f}", str(row.tried or ""),
-            str(sum(row.pruned.values()) or ""), f"{row.obtained}, {row.proof}",
-        )  # fmt: skip
-    return table
+        table.append([
+            key.kernel, key.dtype, dim, "causal" if key.causal else "full", str(key.bucket), described(row), rate, gain,
+            "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
+            f"{row.obtained}, {row.proof}",
+        ])  # fmt: skip
+    return _tables.lines(
+        titles, table, width, right=("length", *figures), below=("config", "obtained, proof"), spare=("tried", "pruned")
+    )
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
@@ -129,7 +127,8 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
 def _close(console: Console, report: Report) -> None:
     """The final table and what was done."""
     if report.rows:
-        console.print(_table(report.rows))
+        for line in _table(report.rows, console.width if console.is_terminal else None):
+            click.echo(line)
         console.print("points pruned, by reason (arithmetic before, limits after the compile, failures):")
         for line in _reasons(report.rows):
             console.print("  " + line, markup=False, soft_wrap=True)

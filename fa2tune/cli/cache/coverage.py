@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from fa2tune.cli import _tables
 from fa2tune.cli._options import told
-from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked, rich_table
+from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked
 from fa2tune.problem import DTYPES
 from fa2tune.rows import reader
+
+if TYPE_CHECKING:
+    from fa2tune.fleet.coverage import Need
+
+OTHER_KEY = "row's key, where it differs"
 
 
 @click.command(short_help="Show which keys a model needs, and the gaps.")
@@ -69,11 +76,14 @@ def coverage(
         ):  # fmt: skip
             needs[need.key] = need
     if needs:
-        table = rich_table(*KEY_TITLES[1:], "served by", "rung", "row's key, where it differs", right=("length",))
-        for need in needs.values():
-            table.add_row(*cells(need.key)[1:], need.standing, need.rung, _differs(need))
         click.echo(f"\n{target.name}:")
-        console().print(table)
+        screen = console()
+        titles = (*KEY_TITLES[1:], "served by", "rung", OTHER_KEY)
+        for line in _tables.lines(
+            titles, _merged(needs.values()), screen.width if screen.is_terminal else None, right=("length",),
+            below=("rung", OTHER_KEY),
+        ):  # fmt: skip
+            click.echo(line)
     counted = Counter(need.standing for need in needs.values())
     summary = ", ".join(f"{counted[name]} {name}" for name in rules.STANDINGS if counted[name])
     click.echo(f"\n{len(needs)} keys: {summary or 'none'}")
@@ -88,11 +98,18 @@ def coverage(
         raise SystemExit(1)
 
 
-def _differs(need: object) -> str:
-    from fa2tune.fleet.coverage import Need
+def _merged(needs: Iterable[Need]) -> list[list[str]]:
+    """A line of the table for each key, neighbouring lengths that are served alike in one."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for need in needs:
+        *key, _ = cells(need.key)[1:]
+        alike.setdefault((*key, need.standing, need.rung, _differs(need)), []).append(need.key.bucket)
+    return [[*about[:4], span, *about[4:]] for about, lengths in alike.items() for span in _tables.spans(lengths)]
+
+
+def _differs(need: Need) -> str:
     from fa2tune.rows import lookup
 
-    assert isinstance(need, Need)
     if need.answer is None:
         return ""
     return ", ".join(f"{name} {has}" for name, (_, has) in lookup.differences(need.key, need.answer.row.key).items())
