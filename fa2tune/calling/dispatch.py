@@ -418,9 +418,11 @@ def backward(
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         _check_saved(q, k, v, o, lse, do)
-        dense = [t.contiguous() if t.stride(-1) != 1 else t for t in (q, k, v, o)] + [lse.contiguous()]
-        if any(new is not old for new, old in zip(dense, (q, k, v, o, lse), strict=True)):
-            return backward(do, dlse, *dense, causal, softmax_scale, deterministic)
+        saved = q, k, v, o, lse
+        dense = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
+        if any(new is not old for new, old in zip(dense, saved, strict=True)):
+            q, k, v, o, lse = dense
+            return backward(do, dlse, q, k, v, o, lse, causal, softmax_scale, deterministic)
         problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
         if _is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))

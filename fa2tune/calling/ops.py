@@ -19,6 +19,7 @@ from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 LAYOUTS = ("bhsd", "bshd")
+LARGEST_SCALE = 2e38  #: times log2(e) it is still a float32
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -46,7 +47,7 @@ def attention(
             the last dimension is contiguous; nothing is copied.
         causal: query i sees keys 0 .. i + seqlen_k - seqlen_q (aligned bottom-right). A query that sees no key gives a
             zero output, lse -inf and zero gradients.
-        softmax_scale: any finite number; default 1 / sqrt(head_dim).
+        softmax_scale: up to 2e38 in magnitude; default 1 / sqrt(head_dim).
         layout: "bhsd" as above, or "bshd" for (batch, seqlen, heads, head_dim) inputs and output.
         return_lse: also return lse, the natural log of the sum of exponentials of each row of scaled scores.
         deterministic: True: gradients are the same bits on every run. False: sums in any order are allowed where they are
@@ -191,9 +192,9 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any,
                 f"{name}: got head dim {dim}, must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             )
     if softmax_scale is not None and not (
-        isinstance(softmax_scale, (int, float)) and -math.inf < softmax_scale < math.inf
+        isinstance(softmax_scale, (int, float)) and -LARGEST_SCALE <= softmax_scale <= LARGEST_SCALE
     ):
-        raise ValueError(f"softmax_scale: got {softmax_scale!r:.80}, must be a finite number or None")
+        raise ValueError(f"softmax_scale: got {softmax_scale!r:.80}, must be a number from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g} or None")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.device != q.device:
             raise ValueError(f"{name}: got device {tensor.device}, q is on {q.device}; all three must be on one")
