@@ -11,9 +11,11 @@ from click.testing import CliRunner
 from tuner_fakes import hangs, true_time
 
 from fa2tune import gpus
+from fa2tune.cli import main
 from fa2tune.cli.tune import tune as tune_command
 from fa2tune.compiling.compiler import binary_config, variant_named
-from fa2tune.problem import Specialization, TuningKey
+from fa2tune.page import facts, page
+from fa2tune.problem import BACKWARD, FUSED, SPLIT, Specialization, TuningKey
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
 from fa2tune.sharing.shelf import Shelf
@@ -338,6 +340,38 @@ def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatc
     table = [line.split() for line in lines if line.startswith("fwd        ") or line.split()[:2] == ["fwd", "bf16"]]
     assert any(row[-2:] == ["predicted,", "interpreter"] and row[4] == "2048" for row in table)
     assert any("descriptor_needs_tma " in line for line in lines) and lines[-1] == f"cache: {path}"
+
+
+def test_tune_report_and_explain_name_the_same_backward_of_a_gpu_that_is_not_there(bench, monkeypatch):
+    """The fused backward is predicted the faster one, and no call gets it on the word of a prediction."""
+    monkeypatch.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
+    monkeypatch.setattr("fa2tune.tuning.books.Hands", lambda: FAKES)
+    path, out = bench.folder / "cache.sqlite", bench.folder / "page.html"
+    arguments = ["--gpu", "a100", "--dtype", "bf16", "--causal", "--pass", "bwd", "--seqlen", "16384", "--trials", "5"]
+    tuned = CliRunner().invoke(main, ["tune", *arguments, "--cache", str(path)])
+    assert tuned.exit_code == 0, tuned.output
+    roads = {row.road: row for row in reader.read(path) if row.key.kernel == BACKWARD}
+    assert roads[FUSED].rank_us < roads[SPLIT].rank_us
+
+    lines = tuned.output.splitlines()
+    (told,) = [line for line in lines if line.startswith("bwd bf16 128 causal 16384:")]
+    assert f" {SPLIT}, {roads[SPLIT].gain:.2f} x default" in told and FUSED not in told
+    (marked,) = [line for line in lines if line.endswith(", not served")]
+    assert marked.split()[:2] == ["bwd", "bf16"] and FUSED in marked.split()
+    assert f"not served: it {roads[FUSED].barred}" in lines
+
+    standings = facts.standings(reader.read(path))
+    assert [s.row.road for s in standings if s.best and s.row.key.kernel == BACKWARD] == [SPLIT]
+    (mean,) = [tile.figure for tile in page.tiles(standings, []) if tile.what == "whole backward over the default"]
+    assert mean == f"{roads[SPLIT].gain:.3f} x"
+    assert CliRunner().invoke(main, ["report", "--cache", str(path), "--out", str(out)]).exit_code == 0
+    assert out.read_text(encoding="utf-8").count(">not served</span>") == 1
+
+    asked = ["explain", "--gpu", "a100", "--causal", "--pass", "bwd", "--seqlen", "16384", "--cache", str(path)]
+    explained = CliRunner().invoke(main, asked)
+    assert explained.exit_code == 0, explained.output
+    first = explained.output.split("\n\n")[0]
+    assert f"variant   {SPLIT}" in first and f"refused   {FUSED}, " in first and roads[FUSED].barred in first
 
 
 def test_the_command_refuses_before_it_compiles(bench):

@@ -36,7 +36,7 @@ from fa2tune.launching.passes import (
 )
 from fa2tune.problem import BACKWARD, FUSED, ROADS, SPLIT, Config, Problem, TuningKey
 from fa2tune.rows import lookup, reader
-from fa2tune.rows.row import PREDICTED, Row, over_portable
+from fa2tune.rows.row import Row, over_portable
 from fa2tune.variant import WARP_SPECIALIZED, way_of
 
 log = logging.getLogger("fa2tune")
@@ -124,8 +124,8 @@ def refusal(
         if row.specialized != (WARP_SPECIALIZED in row.config.values()):
             kind = "a" if row.specialized else "no"
             return f"it is filed as {row.variant}, of {kind} warp-specialised kernel, and its config says otherwise"
-        if row.road == FUSED and row.obtained == PREDICTED:
-            return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
+        if row.barred:
+            return row.barred
         if row.road == FUSED and deterministic:
             return "sums dQ in no fixed order, and deterministic=True asks for one"
         for kernel in ROADS[row.road]:

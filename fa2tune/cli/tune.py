@@ -102,7 +102,7 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
         table.append([
             key.kernel, key.dtype, dim, "causal" if key.causal else "full", str(key.bucket), described(row), rate, gain,
             "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
-            f"{row.obtained}, {row.proof}",
+            f"{row.obtained}, {row.proof}" + (", not served" if row.barred else ""),
         ])  # fmt: skip
     return _tables.lines(
         titles, table, width, right=("length", *figures), below=("config", "obtained, proof"), spare=("tried", "pruned")
@@ -129,6 +129,8 @@ def _close(console: Console, report: Report) -> None:
     if report.rows:
         for line in _table(report.rows, console.width if console.is_terminal else None):
             click.echo(line)
+        for why in sorted({row.barred for row in report.rows if row.barred}):
+            console.print(f"not served: it {why}", soft_wrap=True)
         console.print("points pruned, by reason (arithmetic before, limits after the compile, failures):")
         for line in _reasons(report.rows):
             console.print("  " + line, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from functools import cache
 from fa2tune import gpus
 from fa2tune.gpus import Gpu
 from fa2tune.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem, TuningKey
-from fa2tune.rows.row import OBTAINED, Row, over_portable
+from fa2tune.rows.row import Row, over_portable, precedence, winner
 from fa2tune.tuning.books import described
 from fa2tune.variant import SearchSpace
 
@@ -34,7 +34,7 @@ class Standing:
     """A row, and what follows from it."""
 
     row: Row
-    best: bool  #: the fastest of its key: what a call gets, other loads and roads aside
+    best: bool  #: the winner of its key: what a call gets, other loads and roads aside
     share: float | None  #: of the GPU's peak; None for a GPU that is not in the catalogue
     intensity: float  #: FLOP per byte of device memory at the least, see ``least_bytes``
     nearness: float | None  #: largest error over its bound, of all tensors; None where none was recorded
@@ -129,8 +129,9 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
     found = []
     for key in sorted(by_key, key=order):
         top = peak(key)
-        ranked = sorted(by_key[key], key=lambda row: (OBTAINED.index(row.obtained), row.rank_us, row.variant))
-        for rank, row in enumerate(ranked):
+        ranked = sorted(by_key[key], key=precedence)
+        best = winner(ranked)
+        for row in ranked:
             problem = workload(row)
             flops = problem.flops(key.kernel) if key.kernel in KERNEL_TITLES else 0.0
             share = None if top is None or row.tflops is None else row.tflops / top
@@ -138,7 +139,7 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
             found.append(
                 Standing(
                     row,
-                    rank == 0,
+                    row is best,
                     share,
                     flops / least_bytes(problem, key.kernel),
                     nearness(row),

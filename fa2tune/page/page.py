@@ -253,6 +253,8 @@ def _detail(s: Standing) -> Iterable[tuple[str, str]]:
         )
     if s.lead is not None:
         yield "lead", f"{s.lead:.3f} times as fast as the portable winner"
+    if row.barred:
+        yield "not served", f"it {row.barred}"
     if row.errors:
         said = []
         for tensor, entry in row.errors.items():

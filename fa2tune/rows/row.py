@@ -79,11 +79,29 @@ class Row:
         return self.variant.removesuffix(f"_{WARP_SPECIALIZED}")
 
     @property
+    def barred(self) -> str:
+        """Why no call ever gets it, whatever else there is; "": a call may."""
+        if self.key.kernel == BACKWARD and self.road == FUSED and self.obtained == PREDICTED:
+            return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
+        return ""
+
+    @property
     def rank_us(self) -> float:
         """The time by which the rows of one key compete."""
         if self.time_us is None:
             return math.inf
         return self.time_us * (1 + MARGIN if self.variant in SECOND_CHOICE else 1)
+
+
+def precedence(row: Row) -> tuple[Any, ...]:
+    """For sorting the rows of one key: as the lookup takes them where all can serve, those that no call gets behind them."""
+    return bool(row.barred), OBTAINED.index(row.obtained), row.rank_us, row.variant
+
+
+def winner(rows: Iterable[Row]) -> Row | None:
+    """Of the rows of one key, what a call gets where all can serve; None: none ever does."""
+    best = min(rows, key=precedence, default=None)
+    return None if best is None or best.barred else best
 
 
 def backward_way(road: str, specialized: bool) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa2tune.measuring import worker
 from fa2tune.problem import BACKWARD, Config, TuningKey
 from fa2tune.rows import record
-from fa2tune.rows.row import Row, over_portable
+from fa2tune.rows.row import Row, over_portable, winner
 from fa2tune.tuning import crown
 from fa2tune.tuning.plan import Plan
 from fa2tune.tuning.study import Outcome
@@ -128,7 +128,10 @@ class Books:
                 self.watcher.line(f"{title}: left to the worker that has taken it over")
 
     def _tell(self, rows: Sequence[Row], title: str) -> None:
-        best = max(rows, key=lambda row: row.tflops or 0.0)
+        best = winner(rows)
+        if best is None:
+            self.watcher.line(f"{title}: no row that is served")
+            return
         what = described(best)
         gain = "" if best.gain is None else f", {best.gain:.2f} x default"
         lead = over_portable(best, rows)

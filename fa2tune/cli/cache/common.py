@@ -138,6 +138,8 @@ def describe(row: Row) -> Iterator[str]:
     yield f"variant   {row.variant}: {_known(list(row.config.items()))}" if row.config else f"variant   {row.variant}"
     on = f" on {row.obtained_on}" if row.obtained_on else ""
     yield f"obtained  {row.obtained}{on}, numerics proved on {row.proof}, {row.created or 'time unknown'}"
+    if row.barred:
+        yield f"served    never: it {row.barred}"
     if row.time_us is not None:
         spread = "" if row.time_low_us is None else f" ({figure(row.time_low_us)} to {figure(row.time_high_us)})"
         size = [("TFLOP/s", row.tflops), ("samples", row.samples or None), ("batch", row.batch), ("heads", row.heads_q)]
