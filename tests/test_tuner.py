@@ -3,10 +3,11 @@
 import json
 import os
 import sqlite3
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from cache_rows import row as cached
 from click.testing import CliRunner
 from tuner_fakes import hangs, true_time
 
@@ -18,12 +19,15 @@ from fa2tune.page import facts, page
 from fa2tune.problem import BACKWARD, FUSED, SPLIT, Specialization, TuningKey
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.rows.store import export
 from fa2tune.sharing.shelf import Shelf
 from fa2tune.sharing.storage import Storage
 from fa2tune.tuning import crown, measured, plan, tuner
 from fa2tune.tuning.books import Hands, Watcher, describe
 from fa2tune.tuning.candidates import SAMPLERS, Field, UnseenSampler, legal, point
 from fa2tune.tuning.plan import Target, TuneRequest, make_plan, resolve_target
+from fa2tune.tuning.predicted import TOLERANCE
+from fa2tune.tuning.search import Search
 from fa2tune.tuning.study import KeyStudy, Outcome
 
 FAKES = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
@@ -384,6 +388,46 @@ def test_the_command_refuses_before_it_compiles(bench):
     ]:
         result = CliRunner().invoke(tune_command, arguments)
         assert result.exit_code == 2 and says in result.output
+
+
+# ---- one dtype follows the other
+
+
+@pytest.mark.parametrize("target", [HERE, Target(A100, PREDICTED, None)], ids=["measured", "predicted"])
+def test_a_follower_with_few_trials_tries_what_won_for_the_other_dtype(bench, monkeypatch, target):
+    """Also where cache files have more winners to try than it has trials. The fake GPU is as fast at both."""
+    configs = legal(variant_named("fwd"), SPEC, target.gpu).configs
+    slow = sorted(configs, key=lambda config: -true_time(config, 512))[:4]
+    key = TuningKey("rtx-4090", 128, 89, "fwd", "fp16", "ieee", 128, 128, True, 512)
+    others = [cached(asdict(key.with_(bucket=2048 << n)), config=config) for n, config in enumerate(slow)]
+    export(others, bench.folder / "others.sqlite")
+    monkeypatch.setattr(reader, "shipped_paths", lambda: [bench.folder / "others.sqlite"])
+    report = bench.tune(target, trials=6, dtypes=("bf16", "fp16"), workers=1)
+    compiled = {
+        dtype: [config for _, its, _, config in bench.did("compile") if its == dtype] for dtype in ("bf16", "fp16")
+    }
+    won = {binary(found.config) for found in report.rows if found.key.dtype == "bf16"}
+    default = binary(variant_named("fwd").space.default(SPEC, target.gpu.arch))
+    assert won - {default}, "bf16 found something"
+    tried = list(dict.fromkeys(binary(config) for config in compiled["fp16"]))
+    assert tried[0] == default and {*tried[1 : 1 + len(won - {default})]} == won - {default}
+    assert len(compiled["bf16"]) == 6 and len(compiled["fp16"]) <= 6
+    times = {(r.key, r.variant): true_time(r.config, r.key.bucket) for r in report.rows}
+    assert {key.dtype for key, _ in times} == {"bf16", "fp16"}
+    for (key, way), time_us in times.items():
+        assert key.dtype == "bf16" or time_us <= times[key.with_(dtype="bf16"), way] * (1 + TOLERANCE)
+
+
+def test_winners_are_all_tried_whatever_the_number_of_trials():
+    field = Field(variant_named("fwd").space, legal(variant_named("fwd"), SPEC, A100).configs[:40])
+    first, *others = field.configs
+    key = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "fp16", "ieee", 128, 128, True, 512)
+    study = KeyStudy(key, "", UnseenSampler("random", field, 0, 2), Shelf(Storage()))
+    search = Search(field, {*field.points}, [study], 2, [first, others[0]])
+    illegal = {**first, "BLOCK_M": 1}
+    search.start_from([illegal, *others[5:8]])
+    assert [search.propose() for _ in range(4)] == [first, *others[5:8]]
+    assert search.trials == 4 and search.propose() is None
 
 
 # ---- candidates and studies

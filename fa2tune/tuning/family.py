@@ -166,13 +166,17 @@ class Family:
         own = [row for row in rows if row.key == key.with_(kernel=self.kernel) and row.variant in self.variant.ways]
         return min(own, key=lambda row: row.rank_us, default=None)
 
-    def propose(self) -> Config | None:
+    def propose(self, crowned: Iterable[Row]) -> Config | None:
         """The next config to compile and time, or None: the budget is spent, every point has been proposed, or the leader is
-        still at work."""
+        still at work. ``crowned``: the rows of this run, the leader's among them when it is done."""
         if self.leader is not None:
             if not self.leader.crowned:
                 return None
-            self.search.seeds.extend(self.leader.search.best())
+            theirs = {*self.leader.keys}
+            won = Counter(
+                point(row.config) for row in crowned if row.key in theirs and row.variant in self.variant.ways
+            )
+            self.search.start_from([dict(where) for where, _ in won.most_common()])
             self.leader = None
         return self.search.propose()
 

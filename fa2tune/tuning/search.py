@@ -66,6 +66,13 @@ class Search:
             if where in allowed and any(where not in study.outcomes for study in studies)
         )
 
+    def start_from(self, winners: Sequence[Config]) -> None:
+        """Try these right after the default, all of them however few trials there are. Nothing has been proposed yet."""
+        default = [self.seeds.popleft()] if self.seeds else []
+        self.seeds.extendleft(reversed([*default, *winners]))
+        wanted = {self.field.binary(point(config)) for config in [*default, *winners] if point(config) in self.allowed}
+        self.trials = max(self.trials, len(self._binaries | wanted))
+
     def tried(self) -> Set[Point]:
         """What has been filed, for any length."""
         return self._tried

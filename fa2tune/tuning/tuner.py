@@ -337,7 +337,7 @@ class Run:
         ahead = HEAT + -(-self.plan.workers // max(1, len(open_)))
         while open_ and self.compilers.load < LOOKAHEAD * self.plan.workers:
             family = min(open_, key=lambda f: f.search.binaries / f.trials)
-            config = family.propose() if len(family.search.in_flight) < ahead else None
+            config = family.propose(self.books.report.rows) if len(family.search.in_flight) < ahead else None
             if config is None:
                 open_.remove(family)
                 continue
