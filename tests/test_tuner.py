@@ -502,6 +502,14 @@ def test_a_study_survives_on_disk(tmp_path):
 # ---- the request
 
 
+def test_how_much_is_tried_for_a_gpu_that_is_not_there_does_not_depend_on_the_cores(bench, monkeypatch):
+    monkeypatch.setattr(plan, "resolve_target", lambda name: Target(A100, PREDICTED, None))
+    cache = bench.folder / "cache.sqlite"
+    plans = [make_plan(TuneRequest(gpu="a100", cache=cache, workers=workers)) for workers in (1, 2, 64)]
+    assert {made.trials for made in plans} == {plan.PREDICTED_TRIALS}
+    assert {made.time_budget_s for made in plans} == {plan.PREDICTED_SECONDS}
+
+
 def test_targets(monkeypatch):
     monkeypatch.setattr(gpus, "present", lambda: None)
     assert resolve_target("a100") == Target(A100, PREDICTED, None)

@@ -178,7 +178,7 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
 @click.option("--seqlen", type=click.Choice([str(bucket) for bucket in BUCKETS]), multiple=True,
               help="Length bucket; may be repeated. Default: all.")  # fmt: skip
 @click.option("--trials", type=int, help="Binaries compiled per kernel, dtype, head dim and mask. Default: 48, or for an "
-              "absent GPU 5 per core. (fp16 starts from bf16's winners and takes a third.)")  # fmt: skip
+              "absent GPU 12. (fp16 starts from bf16's winners and takes a third, or as many as these are.)")  # fmt: skip
 @click.option("--portable-trials", type=int, help="The same of the portable variant of kernels that have another, where its "
               "winners are known and need but be raced. Default: as --trials.")  # fmt: skip
 @click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "

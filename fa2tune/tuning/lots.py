@@ -98,8 +98,8 @@ def campaign(plan: Plan, toolchain: crown.Toolchain) -> str:
 
 
 def request_token(plan: Plan) -> str:
-    """What a lot is settled for: equal tokens ask for the same, in the same cache. The number of trials where none is asked for
-    is no part of it: it depends on the host's cores."""
+    """What a lot is settled for: equal tokens ask for the same, in the same cache. What nobody asked for is no part of it:
+    it is the same everywhere."""
     asked = {name: value for name, value in asdict(plan.request).items() if name in ASKED}
     cache = "" if plan.cache is None else str(plan.cache.resolve())
     return hashlib.sha256(repr((sorted(asked.items()), plan.kernels, cache)).encode()).hexdigest()[:16]

@@ -23,10 +23,11 @@ PASSES = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": K
 
 #: Binaries. In the replays of benchmarks/search_quality.py the winners of all six tables are among the first 32.
 MEASURED_TRIALS = 48
-#: Without the GPU a trial costs 1 to 4 s of one core and nothing else; two cores should end a head dim within 5 minutes.
-PREDICTED_TRIALS_PER_CORE, PREDICTED_TRIALS_AT_LEAST = 5, 8
+#: Without the GPU a trial costs 1 to 4 s of one core and nothing else: two cores end a head dim in two minutes or so. However
+#: many cores there are: how good rows are should not hang on the host that made them.
+PREDICTED_TRIALS = 12
 PREDICTED_SECONDS = 240.0  #: time budget without the GPU, unless trials or a budget are asked for
-#: A 16-bit dtype that follows the other starts from its winners and needs fewer trials of its own.
+#: A 16-bit dtype that follows the other starts from its winners and needs fewer trials of its own, or as many as these are.
 FOLLOWER_SHARE, FOLLOWER_TRIALS_AT_LEAST = 3, 4
 
 
@@ -42,7 +43,7 @@ class TuneRequest:
     pass_: str = "both"  #: "fwd", "bwd" or "both"
     kernels: tuple[str, ...] | None = None  #: None: every kernel of the pass
     buckets: tuple[int, ...] = BUCKETS
-    trials: int | None = None  #: binaries compiled per kernel, dtype, mask and head dim; None: 48, or fewer if absent
+    trials: int | None = None  #: binaries compiled per kernel, dtype, mask and head dim; None: 48, or 12 if absent
     #: the same of portable variants, where a kernel has others as well; None: as trials
     portable_trials: int | None = None
     #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
@@ -228,7 +229,7 @@ def make_plan(request: TuneRequest) -> Plan:
     if trials is None:
         trials = MEASURED_TRIALS
         if target.obtained == PREDICTED:
-            trials = min(trials, max(PREDICTED_TRIALS_AT_LEAST, PREDICTED_TRIALS_PER_CORE * workers))
+            trials = PREDICTED_TRIALS
             budget = budget or PREDICTED_SECONDS * len(r.head_dims)
     kernels = tuple(kernel for kernel in PASSES[r.pass_] if r.kernels is None or kernel in r.kernels)
     return Plan(request, target, kernels, trials, budget, workers, cache, storage, devices)
