@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from pace import timed
 
 from fa2tune.cli.cache import cache
+from fa2tune.cli.cache.common import describe
 from fa2tune.cli.explain import explain
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row
@@ -235,3 +236,9 @@ def test_explain_asks_a_named_file_first(user: Path, tmp_path: Path) -> None:
     Store(tmp_path / "named.sqlite").put([served("pointer")])
     done = explained("--gpu", "h200", "--causal", "--pass", "fwd", "--cache", tmp_path / "named.sqlite")
     assert "named layer" in done.output
+
+
+def test_a_row_says_that_it_holds_no_errors() -> None:
+    assert "errors    none on record" in list(describe(BARE))
+    assert any(line.startswith("errors    o: max ") for line in describe(FULL))
+    assert not any(line.startswith("errors") for line in describe(row({"kernel": "bwd"}, errors={})))

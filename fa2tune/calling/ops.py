@@ -194,7 +194,9 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any,
     if softmax_scale is not None and not (
         isinstance(softmax_scale, (int, float)) and -LARGEST_SCALE <= softmax_scale <= LARGEST_SCALE
     ):
-        raise ValueError(f"softmax_scale: got {softmax_scale!r:.80}, must be a number from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g} or None")
+        raise ValueError(
+            f"softmax_scale: got {softmax_scale!r:.80}, must be a number from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g} or None"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.device != q.device:
             raise ValueError(f"{name}: got device {tensor.device}, q is on {q.device}; all three must be on one")

@@ -149,6 +149,8 @@ def describe(row: Row) -> Iterator[str]:
         yield f"gain      {row.gain:.3f} over the default config, {_known(interval)}".rstrip(", ")
     if row.errors:
         yield "errors    " + "; ".join(f"{tensor}: {_known(list(e.items()))}" for tensor, e in row.errors.items())
+    elif row.key.kernel != BACKWARD:  # a whole backward's are its kernels'
+        yield "errors    none on record"
     binary = [("registers", row.registers), ("spills", row.spills), ("shared bytes", row.shared_bytes)]
     yield f"binary    {_known(binary) or 'unknown'}"
     yield f"search    {_known([('tried', row.tried), *((f'pruned by {why}', n) for why, n in row.pruned.items())])}"
