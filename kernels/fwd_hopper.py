@@ -45,6 +45,8 @@ LOOSEST = gl.constexpr(space.LOOSEST)
 LOOSEST_FP16 = gl.constexpr(space.LOOSEST_FP16)
 #: And what P may reach in fp16, which has five bits of exponent: its largest is then not yet infinite.
 HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
+#: Rounding moves larger ones, and scores, by more than P has room for.
+LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
 
 
 @gluon.jit
@@ -203,7 +205,8 @@ def _consume(
             HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
             MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
             # rows that see none of these keys have scores above -bound; of a NaN nothing is known
-            far = gl.where(bound - gl.maximum(peak, -bound) <= MOST, 0, 1)
+            near = (bound - gl.maximum(peak, -bound) <= MOST) & (bound <= LARGEST_BOUND)
+            far = gl.where(near, 0, 1)
             bounded = gl.max(far, 0) == 0
             peak = gl.where(bounded, bound - HEADROOM, peak)
         weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))

@@ -12,9 +12,12 @@ SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
 #: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
 #: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
-#: a key whose P is 2^-30 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16.
-LOOSEST = 96.0
-LOOSEST_FP16, HEADROOM_FP16 = 22.0, 15.0
+#: a key whose P is 2^-62 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16: keys
+#: below 2^-22 of the largest are lost, and the sum of many just above it is biased.
+LOOSEST = 64.0
+LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
+#: And where it is no larger than this: float32 has it, and the scores, within 2^-3.
+LARGEST_BOUND = 2.0**20
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {

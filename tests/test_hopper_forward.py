@@ -156,5 +156,27 @@ def test_the_loosest_bound_keeps_the_error_rule(dtype: str, dim: int) -> None:
     verify.compare(found, oracle, same)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("keys", "below"), [(4096, 12.5), (16384, 14.55), (16384, 15.2), (16384, 16.5)])
+def test_the_loosest_bound_keeps_long_tails(dtype: str, keys: int, below: float) -> None:
+    """One key has a row's maximum, all the others lie so many powers of two lower, and one that is orthogonal to the row and
+    long makes the bound as loose as it may be."""
+    loosest, headroom = (space.LOOSEST, 0.0) if dtype == "bf16" else (space.LOOSEST_FP16, space.HEADROOM_FP16)
+    dim, highest = 64, 30.0
+    drawn = reference.make_inputs(Problem(dtype, 1, 1, 1, 64, keys, dim, dim, False), "cpu")
+    unit = math.log(2) * dim**0.5  # of a product, for a score of one power of two
+    q, k = torch.zeros(1, 1, 64, dim), torch.zeros(1, 1, keys, dim)
+    q[..., 0] = unit
+    k[..., 0] = highest - below
+    k[..., -1, 0] = highest
+    k[..., 0, :2] = torch.tensor([0.0, highest + 0.98 * loosest])
+    # values of one sign: what the tail loses does not cancel
+    inputs = reference.Inputs(q.to(drawn.q.dtype), k.to(drawn.q.dtype), drawn.v.abs(), drawn.do)
+    found, above = bounded(inputs, headroom)
+    assert 0.9 * loosest < above.max() <= loosest
+    oracle, same = reference.oracle_and_reference(inputs, causal=False, softmax_scale=None, gradients=False)
+    verify.compare(found, oracle, same)
+
+
 def test_the_headroom_of_fp16_is_finite() -> None:
     assert torch.finfo(torch.float16).max > 1.9 * 2.0**space.HEADROOM_FP16

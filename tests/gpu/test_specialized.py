@@ -33,7 +33,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling.compiler import variant_named, variants_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import KERNELS, ROADS, Problem
+from fa2tune.problem import KERNELS, ROADS, Config, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
 from fa2tune.rows.store import Store
 from fa2tune.variant import WARP_SPECIALIZED, Variant
@@ -189,13 +189,24 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
                 check(variant, config, asked)
 
 
+def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
+    """The default config; of a forward also the one that has a kernel before it, and a workspace."""
+    default = dict(config_for(variant, asked))
+    return [default, {**default, "RESCALE": "never"}] if "RESCALE" in default else [default]
+
+
 @every
 @masks
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_runs_agree_to_the_bit(variant: Variant, dim: int, causal: bool) -> None:
     """An error that moves is a race. The sums of the fused dQ alone are in no fixed order."""
     asked = asked_for(variant, 1500, 1300, dims=(dim, dim), causal=causal)
-    config, tensors = config_for(variant, asked), tensors_of(asked)
+    for config in shapes_of_a_launch(variant, asked):
+        agree(variant, asked, config)
+
+
+def agree(variant: Variant, asked: Problem, config: Config) -> None:
+    tensors = tensors_of(asked)
     first = run(variant, config, asked, tensors)
     for _ in range(20):
         again = run(variant, config, asked, tensors)
@@ -215,12 +226,28 @@ def test_nan_and_inf_as_the_portable_kernel_has_them(variant: Variant, where: st
     configs = [config_for(variant, asked)]
     if "POLYNOMIAL" in variant.space.dimensions:  # exponentials of our own have NaN of their own
         configs.append(configs[0] | {"POLYNOMIAL": True})
-    if "RESCALE" in variant.space.dimensions:  # norms may hide a NaN
-        configs.append(configs[0] | {"RESCALE": "never"})
     for config in configs:
         if variant.space.broken(config, spec, arch) is None:
             for name, tensor in run(variant, config, asked, tensors).items():
                 assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), (name, config)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@masks
+def test_nan_and_inf_where_scores_are_bounded(where: str, value: float, causal: bool, dtype: str) -> None:
+    variant = next((one for one in VARIANTS if one.name == "fwd_hopper"), None)
+    if variant is None:
+        pytest.skip("no fwd_hopper for this GPU")
+    asked = asked_for(variant, 448, 448, dims=(64, 64), heads=(2, 2), batch=2, causal=causal, dtype=dtype)
+    tensors = tensors_of(asked)
+    tensors[where][1, 0, 130, 3] = value
+    portable = variant_named("fwd")
+    theirs = run(portable, portable.space.default(asked.specialization, 90), asked, tensors)
+    for name, tensor in run(variant, {**config_for(variant, asked), "RESCALE": "never"}, asked, tensors).items():
+        assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), name
+        assert where != "v" or torch.equal(torch.isinf(tensor), torch.isinf(theirs[name])), name
 
 
 BOUNDED = [form for form in FORMS if form.changes.get("RESCALE") == "never"]
@@ -228,7 +255,7 @@ BOUNDED = [form for form in FORMS if form.changes.get("RESCALE") == "never"]
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("form", BOUNDED, ids=lambda form: f"{form.dim} {form.causal} {form.changes}")
-@pytest.mark.parametrize("lengths", [(700, 900), (900, 613)])
+@pytest.mark.parametrize("lengths", [(700, 900), (900, 613), (768, 768)])
 def test_tiles_whose_scores_are_bounded_beside_others(form: Form, dtype: str, lengths: tuple[int, int]) -> None:
     """Norms of 0, so small that their squares vanish, usual, and so large that the bound says nothing, in groups of rows side
     by side; and a head whose keys have one that is too long for all."""
@@ -241,11 +268,12 @@ def test_tiles_whose_scores_are_bounded_beside_others(form: Form, dtype: str, le
     q[:, :, 64:128] *= 40.0
     q[:, :, 150] = 0.0
     q[:, :, 200:264] *= 2.0**-14
-    k[:, 1, 11] *= 100.0
+    k[1, 1, 11] *= 100.0
     inputs = replace(made, q=q, k=k)
     norms = k.float().norm(dim=-1).amax(-1).repeat_interleave(2, 1)[..., None]
     bound = q.float().norm(dim=-1) * norms * form.dim**-0.5 / math.log(2)
-    assert (bound[:, 0, :64] < 40).all() and (bound[:, 0, 64:128] > 200).all() and (bound[:, 2, :64] > 200).all()
+    assert (bound[:, :2, :64] < 40).all() and (bound[0, :, :64] < 40).all()
+    assert (bound[:, :, 64:128] > 200).all() and (bound[1, 2:, :64] > 200).all()
     oracle, same = reference.oracle_and_reference(inputs, causal=form.causal, softmax_scale=None, gradients=False)
     _, config, _ = case_of(form, variant)
     verify.compare(run(variant, config, asked, {"q": q, "k": k, "v": made.v}), oracle, same)
@@ -256,7 +284,12 @@ def test_tiles_whose_scores_are_bounded_beside_others(form: Form, dtype: str, le
 def test_graphs_and_streams(variant: Variant, causal: bool) -> None:
     """Captured once, replayed on other values; and from two streams at a time."""
     asked = asked_for(variant, 700, 900, causal=causal)
-    config, tensors = config_for(variant, asked), tensors_of(asked)
+    for config in shapes_of_a_launch(variant, asked):
+        captured_and_from_two_streams(variant, asked, config)
+
+
+def captured_and_from_two_streams(variant: Variant, asked: Problem, config: Config) -> None:
+    causal, tensors = asked.causal, tensors_of(asked)
     run(variant, config, asked, tensors)
     torch.cuda.synchronize()
     o, lse = passes.forward(tensors["q"], tensors["k"], tensors["v"], causal=causal, softmax_scale=0.1,
