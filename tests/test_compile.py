@@ -227,4 +227,4 @@ def test_a_kernels_ways_are_found_without_the_other_kernels() -> None:
     code = "import sys, torch; from fa2tune.compiling import compiler; compiler.ways('fwd'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     imported = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("fa2tune.kernels.")}
-    assert imported == {"common", "hopper", "hopper_forward", "fwd", "fwd_hopper"}
+    assert imported == {"common", "hopper", "hopper_forward", "fwd", "fwd_hopper", "fwd_norms"}

@@ -4,25 +4,21 @@ tests/gpu/test_specialized.py."""
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hopper_builds import Asked, Built, builder
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, sass
-from fa2tune.compiling.compiler import Binary
 from fa2tune.problem import KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.rows import reader
 from fa2tune.variant import WARP_SPECIALIZED, Variant
@@ -130,33 +126,16 @@ CASES = once([*defaults(), *of_the_sanitizer(), *representatives(named_by_rows()
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@dataclass(frozen=True)
-class Built:
-    binary: Binary
-    said: str  #: by ptxas
-    ttgir: str
-    listing: str  #: of the machine code
-
-
 @pytest.fixture(scope="module")
-def built() -> Iterator[Callable[[Case], Built]]:
-    """Case -> what becomes of it, compiled once, in a cache of its own: only where Triton does call ptxas, as it calls it, can
-    it be heard."""
-    heard: dict[str, str] = {}  # of head dims that are padded alike, the first
-
-    @cache
-    def build(case: Case) -> Built:
-        with redirect_stdout(io.StringIO()) as said:
-            binary = compiler.build(case.variant, case.spec, case.config, 90)
-        command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        ttgir = Path(binary.cubin_path).with_suffix(".ttgir").read_text()
-        return Built(binary, heard.setdefault(binary.cubin_path, said.getvalue()), ttgir, listing)
-
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", folder)
-        patch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-        yield build
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Built]]:
+    """Case -> what becomes of it."""
+    wanted: dict[Case, Asked] = {}
+    for item in request.session.items:
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+        if isinstance(case, Case):
+            wanted[case] = case.variant.name, case.spec, case.settings
+    with builder([*wanted.values()]) as build:
+        yield lambda case: build(wanted[case])
 
 
 # ---- the description
