@@ -24,15 +24,18 @@ def _logged(kind):
 
 
 def true_time(config, bucket):
-    """Microseconds. Best at BLOCK_M 128, BLOCK_N 64, 8 warps, 3 stages; whatever else there is matters less."""
+    """Microseconds. Best at BLOCK_M 128, BLOCK_N 64, 8 warps, 3 stages; whatever else there is matters less. No two configs
+    take the same, or the winner would hang on which came first, which differs from run to run."""
+    noise = {n: zlib.crc32(f"{n} {v}".encode()) for n, v in config.items()}
+    apart = 1e-12 * sum(noise.values())
     if "LOADS" not in config:  # warp-specialised: best of all, but where a length is short
         off = abs(config["GROUPS"] - 2) + 0.1 * abs(config["STAGES"] - 3) + 0.01 * (config["HEADS_PER_WAVE"] != 16)
-        return bucket / 10 * (0.8 + off) * (1 if bucket > 512 else 10)
+        return bucket / 10 * (0.8 + off + apart) * (1 if bucket > 512 else 10)
     off = abs(config["BLOCK_M"] - 128) / 64 + abs(config["BLOCK_N"] - 64) / 64 + (config["num_warps"] == 4)
     off += 0.3 * abs(config["num_stages"] - 3)
     named = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    off += sum(0.05 * (zlib.crc32(f"{n} {v}".encode()) % 5) for n, v in config.items() if n not in named)
-    return bucket / 10 * (1 + off)
+    off += sum(0.05 * (value % 5) for n, value in noise.items() if n not in named)
+    return bucket / 10 * (1 + off + apart)
 
 
 def hangs(config):
