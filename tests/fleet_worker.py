@@ -158,6 +158,7 @@ def main() -> None:
         asked = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # who is started in the background ignores it
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             folder = Path(asked["folder"])
             os.environ.update(asked["environment"])

@@ -60,15 +60,17 @@ def stall():
 
 
 def eat(most=2 << 30):
-    """16 MiB at a time, each page touched."""
+    """16 MiB at a time, each page touched, and then it holds them."""
     held = []
     while len(held) << 24 < most:
         held.append(b"x" * (1 << 24))
         time.sleep(0.02)
+    stall()
 
 
-def spawn(kind, path):
-    """As ptxas would: a process of its own, which stalls or eats; its pid is left at ``path``."""
+def spawn(kind, path, seconds=None):
+    """As ptxas would: a process of its own, which stalls or eats; its pid is left at ``path``. ``seconds`` are what it is
+    given from then on."""
     code = f"import isolation_fakes as f; f.{kind}()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
@@ -76,7 +78,7 @@ def spawn(kind, path):
     with open(path + ".tmp", "w") as file:
         file.write(f"{process.pid} {os.getpid()}")
     os.rename(path + ".tmp", path)
-    worker.report("started", 3.0 if kind == "stall" else None)
+    worker.report("started", seconds)
     process.wait()
 
 

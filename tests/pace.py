@@ -17,6 +17,11 @@ def _unit() -> float:
     return time.process_time() - started
 
 
+def slowness() -> float:
+    """How many times as long something takes here, now, as on such a core; no less than one."""
+    return max(1.0, _unit() / UNIT_S)
+
+
 def timed(command: list[str], **options: Any) -> tuple[subprocess.CompletedProcess[str], float]:
     """Runs a command that is expected to succeed: what it printed, and its CPU seconds over how slow this machine is now."""
     before = _unit()

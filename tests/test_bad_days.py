@@ -27,7 +27,7 @@ def python(code: str, *arguments: object, **environment: str) -> str:
     """What ``code`` prints in a process of its own, which may fork: pytest has threads."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)], capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment}, timeout=300,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment}, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -176,7 +176,8 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
                 seen, me = 0, os.getpid()
                 def hook(event, arguments):
                     nonlocal seen
-                    if os.getpid() == me and event.split(".")[0] in ("os", "sqlite3", "shutil"):
+                    mine = os.getpid() == me and event != "os.listdir"  # that goes by the clock: children's memory
+                    if mine and event.split(".")[0] in ("os", "sqlite3", "shutil"):
                         seen += 1
                         if seen == moment:
                             os.kill(me, 9)
@@ -456,7 +457,7 @@ def test_two_tuners_on_one_file_lose_nothing(tmp_path: Path) -> None:
         for dim in ("64,128", "128")
     ]  # fmt: skip
     for process in tuners:
-        _, said = process.communicate(timeout=300)
+        _, said = process.communicate(timeout=900)
         assert process.returncode == 0, said[-3000:]
     rows = reader.read(path)
     assert {(r.key.head_dim, r.key.bucket) for r in rows} == {

@@ -148,7 +148,8 @@ def test_imports_are_no_part_of_a_deadline(tmp_path, monkeypatch):
 def test_what_a_compiler_started_ends_with_it(kind, tmp_path):
     """ptxas is a process of its own: it must not outlive its compile, and its memory counts."""
     with Crew(1, memory=2 * resident() + ROOM) as crew:
-        job = outcome(crew, "spawn", kind, str(tmp_path / "pids"), seconds=60.0)
+        hung_after = 3.0 if kind == "stall" else None
+        job = outcome(crew, "spawn", kind, str(tmp_path / "pids"), hung_after, seconds=60.0)
         assert fate_of(job) == {"stall": "timeout", "eat": "out_of_memory"}[kind]
         started, child = map(int, (tmp_path / "pids").read_text().split())
         assert until(lambda: not alive(started) and not alive(child))

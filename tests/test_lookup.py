@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pace
 import pytest
 from cache_rows import FULL, KEY, row
 
@@ -201,7 +202,7 @@ def test_a_look_up_among_a_thousand_rows_takes_under_a_millisecond() -> None:
         started = time.perf_counter()
         assert lookup.find(KEY, "gh100", layers, anything, NOW) is not None
         taken.append(time.perf_counter() - started)
-    assert min(taken) < 1e-3
+    assert min(taken) / pace.slowness() < 1e-3
 
 
 def test_pointer_loads_and_the_fused_road_must_be_clearly_faster() -> None:

@@ -54,7 +54,9 @@ def kernels(one_key: Path) -> Path:
     """Its file of binaries."""
     todo, _ = precompile.jobs(H200, layers(one_key), precompile.Wanted())
     path = binaries.companion(one_key)
-    precompile.save(path, precompile.compile_all(todo, H200.arch, workers=2))
+    outcome = precompile.compile_all(todo, H200.arch, workers=2)
+    assert not outcome.failures
+    precompile.save(path, outcome)
     return path
 
 

@@ -40,17 +40,17 @@ def test_a_recording_holds_every_legal_config_through_crashes_and_a_cut_off(reco
 
     def interrupted(line):
         take(line)
-        if len(first.table.binaries) == 150 and first.table.anchors:
+        if len(first.table.binaries) >= 150 and first.table.anchors:
             raise KeyboardInterrupt
 
     first.take = interrupted
     with pytest.raises(KeyboardInterrupt):
-        recorder.record([first], 3, 60.0)
+        recorder.record([first], 3, 600.0)
     cut = tables.load(first.packed)
-    assert not cut.complete and not first.journal.exists() and cut.times and len(cut.binaries) == 150
+    assert not cut.complete and not first.journal.exists() and cut.times and len(cut.binaries) >= 150
     second = start(recorder, tmp_path)
     assert len(second.to_compile) == sum(second._lacks(where) for where in second.wanted)
-    recorder.record([second], 3, 60.0)
+    recorder.record([second], 3, 600.0)
     table = tables.load(second.packed)
     assert table.complete and table.header["seconds"] > cut.header["seconds"]
     configs = legal(variant_named("fwd"), table.key.specialization(), H200).configs
@@ -88,7 +88,7 @@ def test_a_recording_holds_every_legal_config_through_crashes_and_a_cut_off(reco
     monkeypatch.setattr(recorder, "RACE", "table_fakes:none")
     third = start(recorder, tmp_path)
     assert len(third.to_compile) == len(third.wanted)
-    recorder.record([third], 3, 60.0)
+    recorder.record([third], 3, 600.0)
     renewed = tables.load(third.packed)
     assert renewed.complete and renewed.times == table.times and renewed.binaries == table.binaries
 

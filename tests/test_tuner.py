@@ -3,8 +3,10 @@
 import json
 import os
 import sqlite3
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cache_rows import row as cached
@@ -263,7 +265,7 @@ def test_backward_ends_in_split_and_fused_rows(bench):
 
 
 def test_absent_gpu_predicts_and_proves_in_the_interpreter(bench):
-    report = bench.tune(Target(A100, PREDICTED, None), pass_="both", trials=8, dtypes=("bf16", "fp16"))
+    report = bench.tune(Target(A100, PREDICTED, None), pass_="both", trials=8, dtypes=("bf16", "fp16"), workers=1)
     assert not bench.did("screen") and not bench.did("proof")
     assert {row.obtained for row in report.rows} == {"predicted"} and {row.proof for row in report.rows} == {
         "interpreter"
@@ -323,9 +325,12 @@ def test_ctrl_c_keeps_what_was_done(bench):
     assert report.compiled <= 10 - 4
 
 
-def test_time_budget_ends_the_search_and_still_crowns(bench):
+def test_time_budget_ends_the_search_and_still_crowns(bench, monkeypatch):
+    """A compile is a second of its clock, whatever the host is busy with."""
+    clock = SimpleNamespace(monotonic=lambda: float(len(bench.did("compile"))), process_time=time.process_time)
+    monkeypatch.setattr(tuner, "time", clock)
     report = bench.tune(Target(A100, PREDICTED, None), trials=1000, buckets=(512,), time_budget_s=9.0, workers=1)
-    assert report.rows and report.seconds < 120 and report.compiled < 1000
+    assert report.rows and 4 <= report.compiled < 9
 
 
 def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatch):

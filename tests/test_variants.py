@@ -144,11 +144,12 @@ def test_a_wrong_variant_costs_the_others_nothing(bench: Bench, monkeypatch: pyt
         found = real(variant, *asked)
         if variant.serves:
             return found
-        return replace(found, configs=tuple(c for c in found.configs if c == default or few.items() <= c.items()))
+        some = (c for c in found.configs if few.items() <= c.items() and c["BLOCK_N"] in (32, 64))
+        return replace(found, configs=(default, *some))
 
     monkeypatch.setattr(family, "legal", fewer)
     clean = bench.tune(HERE, trials=8, buckets=(4096,))
-    assert 2 < len({json.dumps(c) for c in bench.tried() if "LOADS" in c}) <= 8
+    assert len([c for c in bench.tried() if "LOADS" in c]) == 5
     monkeypatch.setenv("FA2TUNE_FAKE_POISON", "specialized")
     bench.folder = bench.folder / "poisoned"
     bench.folder.mkdir()
