@@ -16,8 +16,9 @@ PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
 #: below 2^-22 of the largest are lost, and the sum of many just above it is biased.
 LOOSEST = 64.0
 LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
-#: And where it is no larger than this: float32 has it, and the scores, within 2^-3.
-LARGEST_BOUND = 2.0**20
+#: And where it is no larger than this: float32 has it, and the scores, within 0.3, in whatever order they are summed. From 1 on
+#: fp16's P may overflow.
+LARGEST_BOUND = 2.0**18
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
 BEST = {

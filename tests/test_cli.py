@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -10,12 +11,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from pace import timed
 
 import fa2tune
-from fa2tune.cli import COMMANDS, doctor, main
+from fa2tune.cli import COMMANDS, _options, doctor, main
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "numpy", "matplotlib")
@@ -197,6 +199,38 @@ def test_a_place_that_cannot_be_written_is_named_and_not_the_file_beside_it(tmp_
     ):  # fmt: skip
         result = CliRunner().invoke(main, ["cache", *arguments])
         assert result.exit_code == 2 and "is no folder" in result.output and not gone.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "rows.sqlite"), 1, "rows.sqlite: No space left on device"),
+        (ConnectionResetError("cut"), 1, "cut"),
+        (RuntimeError("the GPU is gone"), 1, "the GPU is gone"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "typo"), 2, "typo: No such file or directory"),
+        (PermissionError(errno.EACCES, "Permission denied", "theirs"), 2, "theirs: Permission denied"),
+        (ValueError("no cache file"), 2, "no cache file"),
+    ],
+)
+def test_a_wrong_name_is_exit_code_2_and_what_stops_the_work_is_1(error: Exception, code: int, words: str) -> None:
+    with pytest.raises(click.ClickException) as caught, _options.told():
+        raise error
+    assert caught.value.exit_code == code and caught.value.message == words
+
+
+def test_a_disk_that_fills_up_in_a_tune_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(run: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "rows.sqlite")
+
+    monkeypatch.setattr("fa2tune.tuning.tuner.Run.go", full)
+    arguments = ["tune", "--gpu", "a100", "--cache", str(tmp_path / "c.sqlite")]
+    result = CliRunner().invoke(main, [*arguments, "--studies", str(tmp_path / "s.sqlite")])
+    assert (
+        result.exit_code == 1 and "Error: rows.sqlite: No space left on device. What was done is kept" in result.output
+    )
+    gone = tmp_path / "nowhere" / "x.jsonl"
+    result = CliRunner().invoke(main, [*arguments, "--record", str(gone)])
+    assert result.exit_code == 2 and "is no folder" in result.output and not gone.parent.exists()
 
 
 def test_the_listing_of_the_cache_commands_is_whole_at_80_columns() -> None:

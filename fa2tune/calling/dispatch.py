@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -328,8 +328,11 @@ def _is_empty(problem: Problem) -> bool:
 
 
 def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
-    """TypeError: no truth value. The numbers that equal one pass, as they do where a plan is remembered."""
-    if not (value is None or isinstance(value, int)) or value not in allowed:
+    """TypeError: no truth value. One that follows from a length may not be known yet, under torch.compile. The numbers that
+    equal one pass, numpy's truth values too, as they do where a plan is remembered."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return
+    if not isinstance(value, Hashable) or value not in frozenset(allowed):
         raise TypeError(f"{name}: got {value!r:.80}, allowed are {', '.join(map(str, allowed))}")
 
 
@@ -378,12 +381,23 @@ def forward(
 def _check_saved(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
 ) -> None:
-    """That what the forward saved has come back as it was, whatever hooks did to it. TypeError names what has not."""
+    """That what the forward saved has come back as it was, whatever hooks did to it. TypeError or ValueError names what has
+    not."""
+    keys, columns = k.shape[:3], v.shape[3]
+    shapes = {"k": (*keys, q.shape[3]), "v": (*keys, columns)}
+    shapes |= dict.fromkeys(("o", "the gradient of o"), (*q.shape[:3], columns))
     for name, tensor in (("k", k), ("v", v), ("o", o), ("the gradient of o", do)):
         if tensor.dtype is not q.dtype:
             raise TypeError(
                 f"attention's backward: got {name} of dtype {tensor.dtype}, q has {q.dtype}; all must agree"
             )
+        if tensor.shape != shapes[name]:
+            raise ValueError(
+                f"attention's backward: got {name} of shape {tuple(tensor.shape)}, the forward had {shapes[name]}"
+            )
+    for name, tensor in (("k", k), ("v", v), ("o", o), ("lse", lse), ("the gradient of o", do)):
+        if tensor.device != q.device:
+            raise ValueError(f"attention's backward: got {name} on {tensor.device}, q is on {q.device}")
     if lse.dtype is not torch.float32 or tuple(lse.shape) != lse_shape(q):
         raise TypeError(
             f"attention's backward: got lse of dtype {lse.dtype}, shape {tuple(lse.shape)}; the forward of q of dtype "
@@ -407,9 +421,10 @@ def backward(
         do = do.contiguous()
         steps = do.stride()
     key = (  # nothing of it is taken from the forward: hooks on saved tensors may change all of it
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride(), lse.stride(), steps,
+        q.shape, k.shape, v.shape, o.shape, lse.shape, q.stride(), k.stride(), v.stride(), o.stride(), lse.stride(), steps,
         None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
-        q.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
+        q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
         causal, softmax_scale, deterministic, float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)

@@ -75,7 +75,7 @@ def attention(
         raise
     if plan is None:
         _check(q, k, v, causal, softmax_scale, layout, deterministic)
-        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), causal, _scale(q, softmax_scale))
+        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), bool(causal), _scale(q, softmax_scale))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -130,7 +130,8 @@ def _general(
         q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
     _check(q, k, v, causal, softmax_scale, layout, deterministic)
     scale = _scale(q, softmax_scale)
-    exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    causal = causal if isinstance(causal, torch.SymBool) else bool(causal)  # an operator takes no numpy.bool
+    exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
     o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), causal, scale, exact)
     if layout == "bshd":
         o = o.transpose(1, 2)
@@ -194,8 +195,10 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any,
     if softmax_scale is not None and not (
         isinstance(softmax_scale, (int, float)) and -LARGEST_SCALE <= softmax_scale <= LARGEST_SCALE
     ):
+        long = isinstance(softmax_scale, int) and softmax_scale.bit_length() > 1000  # Python may refuse its digits
+        got = "an integer beyond 2^1000" if long else repr(softmax_scale)
         raise ValueError(
-            f"softmax_scale: got {softmax_scale!r:.80}, must be a number from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g} or None"
+            f"softmax_scale: got {got:.80}, must be a number from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g} or None"
         )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.device != q.device:

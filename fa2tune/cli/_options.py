@@ -25,18 +25,22 @@ class CannotUseError(click.ClickException):
     exit_code = CALLED_WRONGLY
 
 
+#: What a wrong name does; any other error of the operating system (a full disk, a connection cut) stops the work.
+WRONG_NAMES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
 @contextmanager
 def told(after: str = "") -> Iterator[None]:
-    """What is wrong with an argument or a file, as a message and exit code 2; what stopped the work (a database that is away, a
-    GPU that is gone), as a message and exit code 1. ``after``: what to do about it."""
+    """What is wrong with an argument or a file, as a message and exit code 2; what stopped the work (a full disk, a database
+    that is away, a GPU that is gone), as a message and exit code 1. ``after``: what to do about it."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit):
         raise
-    except (OSError, ValueError) as error:
+    except (*WRONG_NAMES, ValueError) as error:
         raise CannotUseError(f"{said(error)}{after}") from error
-    except RuntimeError as error:
-        raise click.ClickException(f"{error}{after}") from error
+    except (OSError, RuntimeError) as error:
+        raise click.ClickException(f"{said(error)}{after}") from error
 
 
 def said(error: Exception) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import masks
+from fa2tune.cli._options import check_folder, masks, said
 from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
 if TYPE_CHECKING:
@@ -217,6 +217,8 @@ def tune(
 
     Resumable: Ctrl-C keeps what was done, and the same command goes on from there without compiling or timing anything twice.
     """
+    if record is not None:
+        check_folder(record, "--record")
     if both and causal is not None:
         raise click.UsageError("--both: not with --causal or --full, which ask for one mask only")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
@@ -242,8 +244,10 @@ def tune(
     try:
         with screen.bar if console.is_terminal else nullcontext():
             report = Run(plan, screen, Hands()).go()  # type: ignore[arg-type]  # a Watcher by shape
-    except (GpuLost, StorageError) as error:
-        raise click.ClickException(f"{error}. What was done is kept; the same command goes on from here.") from error
+    except (GpuLost, StorageError, OSError) as error:
+        raise click.ClickException(
+            f"{said(error)}. What was done is kept; the same command goes on from here."
+        ) from error
     _close(console, report)
     if report.interrupted:
         raise SystemExit(130)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fa2tune
+from fa2tune.calling import dispatch
 
 
 def qkv(*shape, dtype=torch.float16, **options):
@@ -63,6 +66,7 @@ def nested(layout):
         ({"layout": "sbhd"}, ValueError, "layout: got 'sbhd', allowed are 'bhsd' and 'bshd'"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan"),
         ({"softmax_scale": 10**40}, ValueError, "softmax_scale: got 10000"),
+        ({"softmax_scale": -(10**5000)}, ValueError, "softmax_scale: got an integer beyond 2"),
         ({"softmax_scale": "big"}, ValueError, "softmax_scale: got 'big'"),
         ({"q": torch.zeros(1, 2, 20, 16, dtype=torch.float16, device="meta")}, ValueError, "q: got device meta"),
     ],
@@ -224,6 +228,30 @@ def test_torch_compile_full_graph(layout):
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+def test_torch_compile_with_a_mask_that_follows_from_the_lengths(dynamic):
+    """Prefill and decode in one function: whether it is causal is not known while the graph is made."""
+
+    def step(q, k, v):
+        return fa2tune.attention(q, k, v, causal=q.shape[2] > 1)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (32, 48, 64):
+        q, k, v = qkv(1, 2, rows, 16, dtype=torch.float32)
+        torch.testing.assert_close(compiled(q, k, v), fa2tune.attention(q, k, v, causal=True))
+    torch.testing.assert_close(compiled(q[:, :, :1], k, v), fa2tune.attention(q[:, :, :1], k, v))
+
+
+def test_truth_values_of_numpy():
+    q, k, v = qkv(1, 2, 21, 16)
+    expected = fa2tune.attention(q, k, v, causal=True)
+    dispatch.FORWARD_PLANS.clear()
+    assert torch.equal(fa2tune.attention(q, k, v, causal=numpy.bool_(True)), expected)
+    with FlopCounterMode(display=False):  # through the operators
+        o = fa2tune.attention(q, k, v, causal=numpy.bool_(True), deterministic=numpy.bool_(True))
+    assert torch.equal(o, expected)
+
+
 def test_parameters_and_modules():
     q = torch.nn.Parameter(torch.randn(1, 2, 20, 16))
     fa2tune.attention(q, q, q).sum().backward()
@@ -242,8 +270,6 @@ def test_deterministic_follows_torch():
 
 
 def test_plans_are_remembered():
-    from fa2tune.calling import dispatch
-
     q, k, v = qkv(1, 2, 23, 16)
     fa2tune.attention(q, k, v)
     made = len(dispatch.FORWARD_PLANS)
@@ -302,6 +328,38 @@ def test_saved_tensors_of_another_dtype_are_refused(unpack, words):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
         o = fa2tune.attention(q, k, v)
     with pytest.raises(TypeError, match=f"attention's backward: got {words}"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("k", r"k of shape \(1, 2, 16, 16\), the forward had \(1, 2, 30, 16\)|v of shape"),
+        ("v", r"v of shape \(1, 2, 16, 24\), the forward had \(1, 2, 30, 24\)"),
+        ("o", r"o of shape \(1, 2, 16, 24\), the forward had \(1, 2, 20, 24\)"),
+        ("meta", "k on meta, q is on cpu"),
+    ],
+)
+def test_saved_tensors_of_another_shape_or_device_are_refused(which, words):
+    """They would be read beyond their end."""
+    q, k, v = (
+        torch.randn(1, 2, rows, dim, dtype=torch.float16, requires_grad=True)
+        for rows, dim in ((20, 16), (30, 16), (30, 24))
+    )
+    if which == "meta":  # the interpreter's tensors have no device number to tell them apart by
+        dispatch.BACKWARD_PLANS.clear()
+    else:
+        fa2tune.attention(q, k, v).sum().backward()  # there is a plan
+    count = itertools.count()
+
+    def unpack(tensor):
+        if which == "meta":
+            return tensor.to("meta") if tensor.shape[2:] == (30, 16) else tensor
+        return tensor[:, :, :16] if next(count) == "qkvo".index(which) else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        o = fa2tune.attention(q, k, v)
+    with pytest.raises(ValueError, match=f"attention's backward: got ({words})"):
         o.sum().backward()
 
 
