@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -250,6 +253,32 @@ def test_what_is_not_trusted_is_not_built_on(kernels: Path, tmp_path: Path) -> N
     path.chmod(0o666)
     with pytest.raises(binaries.BinariesError, match="not trusted"):
         precompile.save(path, precompile.Outcome({}))
+
+
+def test_threads_compile_at_once_though_python_parses_for_one_at_a_time() -> None:
+    """A garbage collection in the midst of a parse lets another thread begin one, which would change the first one's depth."""
+    spec = PROBLEM.specialization
+    known = [compiler.variant_named(name) for name in ("fwd_hopper", "bwd_fused_hopper")]
+    for variant in known:  # what kernels share is hashed by now
+        compiler.source(variant, spec, variant.space.default(spec, 90)).hash()
+    anew = [replace(v, kernel=type(v.kernel)(v.kernel.fn)) for v in known * 25]
+    sources = [compiler.source(variant, spec, variant.space.default(spec, 90)) for variant in anew]
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+
+    def yields(*_: Any) -> None:
+        time.sleep(0)
+
+    gc.callbacks.append(yields)
+    try:
+        gc.set_threshold(50, 2, 2)
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda source: source.hash(), sources))
+    finally:
+        gc.callbacks.remove(yields)
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert len(set(found)) == len(known)
 
 
 def test_a_config_that_does_not_compile_costs_the_others_nothing(

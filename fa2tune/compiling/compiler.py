@@ -13,9 +13,10 @@ import os
 import pkgutil
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ log = logging.getLogger("fa2tune")
 OTHER_WAYS = "hopper"
 #: Modules that hold kernels of other names than their own. (A test holds this against the modules.)
 SHARED = {"bwd_keys": ("bwd_dkdv", "bwd_fused")}
+
+
+#: Held by whoever has Python parse sources, as Triton does to hash a kernel and again to translate it. CPython (3.11 at least)
+#: counts the depth of a syntax tree for all threads together, so two that parse at once may be refused by a SystemError
+#: (python/cpython issue 106905), and Triton would keep its half of a hash for the whole.
+PARSING = threading.RLock()
 
 
 class CompileError(RuntimeError):
@@ -304,15 +311,26 @@ def attributes(variant: Variant, spec: Specialization, config: Config) -> dict[t
     return found
 
 
+def _parsing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def in_turn(*arguments: Any, **options: Any) -> Any:
+        with PARSING:
+            return method(*arguments, **options)
+
+    return in_turn
+
+
 def source(variant: Variant, spec: Specialization, config: Config) -> Any:
-    """Triton's ASTSource of one config, or Gluon's."""
+    """Triton's ASTSource of one config, or Gluon's. Threads may compile theirs at once."""
     from triton.compiler import ASTSource
 
     values = constexprs(variant, spec, config)
     language = _gluon_source() if is_gluon(variant) else ASTSource
     kinds, assumed = signature(variant, spec, config), attributes(variant, spec, config)
     kernel = variant.kernel.real() if isinstance(variant.kernel, hostside.Kernel) else variant.kernel
-    return language(fn=kernel, signature=kinds, constexprs=values, attrs=assumed)
+    found = language(fn=kernel, signature=kinds, constexprs=values, attrs=assumed)
+    found.hash, found.make_ir = _parsing(found.hash), _parsing(found.make_ir)
+    return found
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from fa2tune.compiling import binaries
-from fa2tune.compiling.compiler import variant_named, variants, variants_of
+from fa2tune.compiling.compiler import PARSING, variant_named, variants, variants_of
 from fa2tune.problem import BACKWARD, FUSED, ROADS
 from fa2tune.rows import lookup
 from fa2tune.rows.row import backward_way, hashed_as
@@ -24,16 +24,21 @@ from fa2tune.variant import WARP_SPECIALIZED, Variant
 SOURCES = ("compiling/compiler.py", "compiling/fingerprint.py", "problem.py", "rows/row.py", "variant.py")
 
 
+def _parsed(text: str) -> ast.Module:
+    with PARSING:
+        return ast.parse(text)
+
+
 @cache
 def _tree(path: Path) -> ast.Module:
     """Of a module, for whoever only reads it."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return _parsed(path.read_text(encoding="utf-8"))
 
 
 @cache
 def _code_of(path: Path) -> str:
     """The module written anew from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parsed(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -79,7 +84,7 @@ def _from_spaces(path: Path) -> Iterator[str]:
     for module, name in sorted(taken):
         if name != "SPACE":
             value = getattr(importlib.import_module(module), name)
-            yield ast.unparse(ast.parse(inspect.getsource(value))) if callable(value) else repr(value)
+            yield ast.unparse(_parsed(inspect.getsource(value))) if callable(value) else repr(value)
 
 
 @cache
