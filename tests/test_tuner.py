@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from cache_rows import row as cached
 from click.testing import CliRunner
-from tuner_fakes import hangs, true_time
+from tuner_fakes import hangs, logged, true_time
 
 from fa2tune import gpus
 from fa2tune.cli import main
@@ -74,8 +74,7 @@ class Bench:
         return tuner.tune(TuneRequest(cache=self.folder / "cache.sqlite", **{**values, **request}), listener, FAKES)
 
     def did(self, kind):
-        entries = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
-        return [entry[1:] for entry in entries if entry[0] == kind]
+        return [entry[1:] for entry in logged(self.log, kind)] if self.log.exists() else []
 
     def tried(self):
         """Configs compiled or raced: a good binary's other launches race without a compile."""

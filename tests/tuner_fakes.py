@@ -18,12 +18,15 @@ def _log(kind, *what):
         file.write(json.dumps([kind, *what], default=repr) + "\n")
 
 
-def _logged(kind):
-    with open(os.environ["FA2TUNE_FAKE_LOG"]) as file:
-        entries = [
-            json.loads(line) for line in file if line.endswith("\n")
-        ]  # another process may be in the midst of one
+def logged(path, kind):
+    """What was done of a kind, up to now: another process may be in the midst of a line."""
+    with open(path) as file:
+        entries = [json.loads(line) for line in file if line.endswith("\n")]
     return [entry for entry in entries if entry[0] == kind]
+
+
+def _logged(kind):
+    return logged(os.environ["FA2TUNE_FAKE_LOG"], kind)
 
 
 def true_time(config, bucket):
