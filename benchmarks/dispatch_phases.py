@@ -81,11 +81,11 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
     found: list[re.Match[str]] = []
     labels: dict[str, int] = {}
     for line in texts[0].splitlines():
-        if match := sass._INSTRUCTION.match(line):
+        if match := sass.INSTRUCTION.match(line):
             found.append(match)
-        elif match := sass._LABEL.match(line):
+        elif match := sass.LABEL.match(line):
             labels[match[1]] = len(found)
-    marks = [sass._TARGET.search(match[4]) for match in found]
+    marks = [sass.TARGET.search(match[4]) for match in found]
     code = [_Instruction(int(match[1], 16), match[2] or "", match[3], match[4].strip(), labels[mark[1]] if mark else None)
             for match, mark in zip(found, marks, strict=True)]  # fmt: skip
     at = {instruction.address: index for index, instruction in enumerate(code)}

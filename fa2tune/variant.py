@@ -108,6 +108,8 @@ class Variant:
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
     #: (problem, config) -> integer parameters of these kernels that follow from the problem, beside those that all kernels get
     scalars: Callable[[Problem, Config], dict[str, int]] = field(default=lambda problem, config: {})
+    #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
+    suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
 
     @property
     def filed_under(self) -> str:

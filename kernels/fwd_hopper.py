@@ -229,6 +229,10 @@ def _consume(
                 IS_CAUSAL, False,
             )  # fmt: skip
             p = repack(p)
+            if AT_FIRST and not Q_IN_REGISTERS:
+                # The same tile by an address of its own, n_blocks being 1 or more: the second loop took the first one's, which
+                # ptxas works out only on the way into that (docs/hopper.md).
+                q_tile = q_smem.index(q_slot + gl.minimum(n_blocks - 1, 0)).reshape([ROWS, BLOCK_D])
         acc, total, peak, p = _over_keys(
             acc, total, peak, p, exact, n_blocks, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
             CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, IS_CAUSAL, False,
@@ -419,4 +423,5 @@ VARIANT = Variant(
     workspaces=lambda problem, config: (
         {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
     ),
+    suited=space.suited,
 )  # fmt: skip

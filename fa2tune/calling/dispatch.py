@@ -183,7 +183,8 @@ def choose(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
         )
         return Choice(default_config(kernel, problem, gpu), "default")
-    return Choice(answer.row.config, answer.rung, answer)
+    config = answer.row.config
+    return Choice(variant_of(kernel, config).suited(problem, config), answer.rung, answer)
 
 
 def road_refusal(

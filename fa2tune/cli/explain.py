@@ -99,6 +99,7 @@ def _explain(
 ) -> lookup.Answer | None:  # fmt: skip
     """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
     from fa2tune.calling import defaults, dispatch
+    from fa2tune.compiling import compiler
 
     key = dispatch.key_of(problem, kernel, gpu)
     found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
@@ -129,7 +130,10 @@ def _explain(
         click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
     if kernel != BACKWARD:
         config = answer.row.config if answer else defaults.default_config(kernel, problem, gpu)
-        for line in _binaries(kernel, problem, config, gpu):
+        suited = compiler.variant_of(kernel, config).suited(problem, config)
+        for name in (name for name, value in suited.items() if answer and value != config[name]):
+            click.echo(f"  changed   {name} {config[name]} to {suited[name]}, which suits these lengths and heads better")
+        for line in _binaries(kernel, problem, suited, gpu):
             click.echo(f"  loads     {line}")
     if not answer:
         default = SPLIT if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))

@@ -56,9 +56,9 @@ class Loop:
     ] = ()  #: of a loop with HGMMA, whose products run beside what follows; see PHASE
 
 
-_LABEL = re.compile(r"^(\.L_\w+):")
-_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z0-9_.a-z]+)\s*([^;]*)")
-_TARGET = re.compile(r"`\((\.L_\w+)\)")
+LABEL = re.compile(r"^(\.L_\w+):")
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z0-9_.a-z]+)\s*([^;]*)")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
 _WIDTH = re.compile(r"\.(64|128)(?:\.|$)")
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 _HMMA_SHAPE = re.compile(r"\.(16)(8)(4|8|16|32)\.")
@@ -189,9 +189,9 @@ def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:
     instructions: list[_Instruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
-        if match := _INSTRUCTION.match(line):
+        if match := INSTRUCTION.match(line):
             instructions.append(_Instruction(match[3], match[4], match[2] is not None))
-        elif match := _LABEL.match(line):
+        elif match := LABEL.match(line):
             labels[match[1]] = len(instructions)
     return instructions, labels
 
@@ -215,7 +215,7 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
     targets: dict[int, int] = {}
     ends: set[int] = set()
     for index, instruction in enumerate(instructions):
-        if instruction.opcode.startswith("BRA") and (match := _TARGET.search(instruction.operands)):
+        if instruction.opcode.startswith("BRA") and (match := TARGET.search(instruction.operands)):
             if match[1] in labels:
                 targets[index] = labels[match[1]]
                 ends.add(index)

@@ -66,6 +66,7 @@ def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
 def _problems(key: TuningKey, views: bool) -> Iterator[Problem]:
     problem = key.workload()
     yield problem
+    yield replace(problem, seqlen_q=1)  # as decoders ask, which may suit another binary
     if views:
         yield replace(problem, tma=False)
         yield replace(problem, tma=False, aligned=False)

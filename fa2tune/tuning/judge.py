@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fa2tune.compiling import compiler, limits
+from fa2tune.compiling import astray, compiler, limits
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
 from fa2tune.problem import Config, Problem, Specialization
@@ -37,4 +37,6 @@ def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems:
     refusal = limits.after_compile(binary, gpu)
     if refusal is not None:
         return Verdict(refusal.name, refusal.why, facts)
+    if lost := astray.of(binary.cubin_path):
+        return Verdict("miscompiled", f"on some path the compiler forgot where an operand lies: {lost[0]}", facts)
     return Verdict(binary=facts, predicted_us=tuple(model.predict(binary, problem, gpu) * 1e6 for problem in problems))

@@ -1,0 +1,169 @@
+"""Tensor-core operands whose address in shared memory is not worked out on every path: a compiler's mistake, told without a GPU.
+
+Seen of ptxas 12.8 and 12.9 (Triton 3.6, 3.9) in fwd_hopper: of two loops that multiply the same tile, one after the other, the
+second took half of the address from the way into the first, also where that is passed by. What it found in those registers was
+nothing, or a value of long before (docs/hopper.md).
+
+An HGMMA reads its operands by descriptors in uniform registers. In sound code each of these has one instruction that wrote it,
+whatever the path; so have the registers that it offsets by constants.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fa2tune.compiling import sass
+from fa2tune.compiling.compiler import tool
+
+NOWHERE = -1  #: the place of a register's value before the kernel writes it
+UNIFORM_REGISTERS = 64
+_UNIFORM = re.compile(r"\bUR(\d+)\b")
+_DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")  #: two registers of A and two of B, those of A unused where registers hold it
+_PREDICATE = re.compile(r"!?U?P(?:T|\d+)")
+#: Beside what begins with U: opcodes whose first operand that is no predicate may be a uniform register they write
+_WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU")
+_NO_WRITERS = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG", "UISETP", "UPLOP3")
+_WIDTHS = {".64": 2, ".WIDE": 2, ".128": 4}  #: modifier -> registers written
+_ELSEWHERE = ("CALL", "RET", "JMP", "JMX", "JMXU", "BRXU", "RTT")  #: jumps that are not followed here
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    address: int
+    predicated: bool
+    opcode: str
+    operands: str
+    written: tuple[int, ...]  #: uniform registers
+    read: tuple[int, ...]
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether it copies a uniform register, or offsets it by a constant."""
+        if self.opcode == "UMOV":
+            return True
+        return self.opcode.startswith("UIADD3") and len(self.read) <= 2 and bool(
+            re.search(r", -?0x[0-9a-f]+", self.operands) or ".X" in self.opcode
+        )  # fmt: skip
+
+
+def _instruction(match: re.Match[str]) -> _Instruction:
+    opcode, operands = match[3], match[4].strip()
+    base, parts = opcode.partition(".")[0], [part.strip() for part in operands.split(",")]
+    written: tuple[int, ...] = ()
+    if base in _WRITERS or (base.startswith("U") and not base.startswith(_NO_WRITERS)):
+        place = next((i for i, part in enumerate(parts) if not _PREDICATE.fullmatch(part)), None)
+        if place is not None and (target := re.fullmatch(r"UR(\d+|Z)", parts[place])):
+            del parts[place]
+            if target[1] != "Z":
+                width = next((count for modifier, count in _WIDTHS.items() if modifier in opcode), 1)
+                written = tuple(range(int(target[1]), int(target[1]) + width))
+    rest = ",".join(parts)
+    if descriptors := _DESCRIPTORS.search(rest):
+        first = int(descriptors[1])
+        read = tuple(range(first + (2 if re.match(r"R\d+,R\d+,", rest) else 0), first + 4))
+    else:
+        wide = base.startswith("U") and opcode.endswith(".64")
+        read = tuple(n for one in _UNIFORM.findall(rest) for n in range(int(one), int(one) + 1 + wide))
+    return _Instruction(int(match[1], 16), match[2] is not None, opcode, operands, written, read)
+
+
+def _jump_table(listing: str, index_at: dict[int, int]) -> list[int]:
+    """Where a jump by table may go: the addresses among the kernel's constants."""
+    found = []
+    for section in re.split(r"^\s*\.section\s+(?=\.)", listing, flags=re.MULTILINE):
+        if section.startswith(".nv.constant2"):
+            data = bytes(int(byte, 16) for line in re.findall(r"\.byte\s+(.*)", section) for byte in line.split(","))
+            words = (int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4))
+            found += [index_at[word] for word in words if word in index_at]
+    return found
+
+
+def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
+    """Instructions, and of each where control may go on; no instructions, where a jump cannot be followed."""
+    code: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if match := sass.INSTRUCTION.match(line):
+            code.append(_instruction(match))
+        elif match := sass.LABEL.match(line):
+            labels[match[1]] = len(code)
+    table = _jump_table(listing, {one.address: index for index, one in enumerate(code)})
+    follows = []
+    for index, one in enumerate(code):
+        base = one.opcode.partition(".")[0]
+        if base in _ELSEWHERE or (base == "BRX" and not table):
+            return [], []
+        target = sass.TARGET.search(one.operands) if base in ("BRA", "WARPSYNC") else None
+        goes = table if base == "BRX" else [labels[target[1]]] if target and target[1] in labels else []
+        ends = base in ("EXIT", "BRX") or (base == "BRA" and one.operands.startswith("`"))
+        follows.append([*goes, index + 1] if (one.predicated or not ends) and index + 1 < len(code) else list(goes))
+    return code, follows
+
+
+def _reaching(code: Sequence[_Instruction], follows: Sequence[Sequence[int]]) -> list[frozenset[tuple[int, int]] | None]:
+    """Before each instruction: (uniform register, index of what may have written it last); None where nothing leads."""
+    before: list[frozenset[tuple[int, int]] | None] = [None] * len(code)
+    before[0] = frozenset((register, NOWHERE) for register in range(UNIFORM_REGISTERS))
+    todo = [0]
+    while todo:
+        index = todo.pop()
+        one, known = code[index], before[index]
+        assert known is not None
+        if one.written:
+            kept = known if one.predicated else (each for each in known if each[0] not in one.written)
+            known = frozenset([*kept, *((register, index) for register in one.written)])
+        for follower in follows[index]:
+            there = before[follower]
+            joined = known if there is None else there if known <= there else there | known
+            if joined is not there:
+                before[follower] = joined
+                todo.append(follower)
+    return before
+
+
+@dataclass(frozen=True, slots=True)
+class Astray:
+    """A product whose operand lies where not every path has worked out."""
+
+    address: int  #: of the HGMMA
+    register: int  #: uniform
+    writers: tuple[str, ...]  #: what may have written it last; "nothing" among them
+
+    def __str__(self) -> str:
+        return f"HGMMA at {self.address:#x} takes UR{self.register} from {' or '.join(self.writers)}"
+
+
+def products(listing: str) -> tuple[Astray, ...]:
+    """Of a disassembly with its data sections, in the order of addresses. None, where a jump cannot be followed."""
+    code, follows = _flow(listing)
+    if not any(one.opcode.startswith("HGMMA") for one in code):
+        return ()
+    before = _reaching(code, follows)
+    found = []
+    for index, product in enumerate(code):
+        if not product.opcode.startswith("HGMMA") or before[index] is None:
+            continue
+        todo = [(index, register) for register in product.read]
+        seen = set(todo)
+        while todo:
+            place, register = todo.pop()
+            writers = sorted(where for which, where in before[place] or () if which == register)
+            if writers == [NOWHERE] or len(writers) > 1:
+                said = tuple("nothing" if w == NOWHERE else f"{code[w].opcode} {code[w].operands}" for w in writers)
+                found.append(Astray(product.address, register, said))
+            elif writers and code[writers[0]].passes_on:
+                more = {(writers[0], other) for other in code[writers[0]].read} - seen
+                seen |= more
+                todo += more
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def of(cubin_path: str) -> tuple[Astray, ...]:
+    """``products`` of a cubin. Runs nvdisasm (0.6 s) once per path."""
+    command = [tool("nvdisasm"), "--no-dataflow", cubin_path]
+    return products(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
