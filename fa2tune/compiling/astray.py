@@ -1,11 +1,12 @@
 """Tensor-core operands whose address in shared memory is not worked out on every path: a compiler's mistake, told without a GPU.
 
-Seen of ptxas 12.8 and 12.9 (Triton 3.6, 3.9) in fwd_hopper: of two loops that multiply the same tile, one after the other, the
-second took half of the address from the way into the first, also where that is passed by. What it found in those registers was
-nothing, or a value of long before (docs/hopper.md).
+Seen of ptxas 12.8 (Triton 3.6; not of 12.9, Triton 3.9) in fwd_hopper: of two loops that multiply the same tile, one after the
+other, the second took half of the address from the way into the first, also where that is passed by. What it found in those
+registers was nothing, or a value of long before (docs/hopper.md).
 
-An HGMMA reads its operands by descriptors in uniform registers. In sound code each of these has one instruction that wrote it,
-whatever the path; so have the registers that it offsets by constants.
+An HGMMA reads its operands by descriptors in uniform registers. Followed back from there, over copies and constant offsets and
+along every path, no sound code comes to a register that nothing has written, or to one that a special register was read into.
+Other stale values look like sound ones, so this finds what it can: all 36 wrong binaries of 374 that an H100 ran.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _reaching(code: Sequence[_Instruction], follows: Sequence[Sequence[int]]) ->
         one, known = code[index], before[index]
         assert known is not None
         if one.written:
-            kept = known if one.predicated else (each for each in known if each[0] not in one.written)
+            # what a predicate may skip leaves older values, yet counts as written
+            gone = {(register, NOWHERE) for register in one.written} if one.predicated else known
+            kept = (each for each in known if each[0] not in one.written or each not in gone)
             known = frozenset([*kept, *((register, index) for register in one.written)])
         for follower in follows[index]:
             there = before[follower]
@@ -131,7 +134,7 @@ class Astray:
 
     address: int  #: of the HGMMA
     register: int  #: uniform
-    writers: tuple[str, ...]  #: what may have written it last; "nothing" among them
+    writers: tuple[str, ...]  #: what may have written it last
 
     def __str__(self) -> str:
         return f"HGMMA at {self.address:#x} takes UR{self.register} from {' or '.join(self.writers)}"
@@ -152,13 +155,12 @@ def products(listing: str) -> tuple[Astray, ...]:
         while todo:
             place, register = todo.pop()
             writers = sorted(where for which, where in before[place] or () if which == register)
-            if writers == [NOWHERE] or len(writers) > 1:
+            if any(where == NOWHERE or code[where].opcode == "S2UR" for where in writers):
                 said = tuple("nothing" if w == NOWHERE else f"{code[w].opcode} {code[w].operands}" for w in writers)
                 found.append(Astray(product.address, register, said))
-            elif writers and code[writers[0]].passes_on:
-                more = {(writers[0], other) for other in code[writers[0]].read} - seen
-                seen |= more
-                todo += more
+            more = {(w, other) for w in writers if w != NOWHERE and code[w].passes_on for other in code[w].read} - seen
+            seen |= more
+            todo += more
     return tuple(found)
 
 
