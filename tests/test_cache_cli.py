@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cache_rows import BARE, CONFIG, FULL, row
+from cache_rows import BARE, CONFIG, FULL, KEY, row
 from click.testing import CliRunner, Result
 from pace import timed
 
@@ -205,6 +205,19 @@ def test_explain_shows_the_road_of_the_backward(user: Path) -> None:
     assert "refused   fused, problem exact" in steady
     assert "bwd_dkdv: no row serves" in steady
     assert "bwd_dq: no row serves" in steady
+
+
+def test_explain_tells_what_suits_these_lengths_better(user: Path) -> None:
+    from fa2tune.compiling.compiler import variant_named
+
+    key = {"causal": False, "bucket": 16384}
+    spec = replace(KEY, **key).specialization()
+    config = {**variant_named("fwd_hopper").space.default(spec, 90), "RESCALE": "never"}
+    Store(user).put([row(key, variant="warp_specialized", config=config)])
+    said = "changed   RESCALE never to lazy, which suits these lengths and heads better"
+    square = explained("--gpu", "h200", "--full", "--pass", "fwd", "--seqlen", 16384).output
+    assert "RESCALE never" in square and "changed" not in square
+    assert said in explained("--gpu", "h200", "--full", "--pass", "fwd", "--seqlen", 1, "--seqlen-k", 16384).output
 
 
 def test_explain_a_miss_field_by_field(user: Path) -> None:

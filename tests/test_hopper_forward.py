@@ -57,6 +57,36 @@ def test_who_meets_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -
     assert max(int(name, 16) for name in others) < TRITONS_BARRIERS
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths", "rescale"),
+    [
+        ((16, 16), (16384, 16384), "never"), ((16, 16), (512, 512), "never"), ((16, 16), (1, 1), "never"),
+        ((16, 16), (1, 16384), "lazy"), ((16, 16), (1023, 16384), "lazy"), ((16, 16), (1024, 16384), "never"),
+        ((32, 4), (127, 16384), "lazy"), ((32, 4), (128, 16384), "never"),  # of eight heads on one of K
+    ],
+)  # fmt: skip
+def test_few_queries_take_no_pass_over_many_keys(heads: tuple[int, int], lengths: tuple[int, int], rescale: str) -> None:
+    problem = Problem("bf16", 1, *heads, *lengths, 128, 128, False)
+    config = {**VARIANT.space.default(problem.specialization, 90), "RESCALE": "never"}
+    assert VARIANT.suited(problem, config) == {**config, "RESCALE": rescale}
+    for other in ("lazy", "now"):
+        assert VARIANT.suited(problem, {**config, "RESCALE": other}) == {**config, "RESCALE": other}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_few_queries_take_is_legal(dim: int, causal: bool) -> None:
+    decoding = Problem("bf16", 1, 16, 16, 1, 16384, dim, dim, causal)
+    spec, h200 = decoding.specialization, gpus.named("h200")
+    legal = [
+        config for config in VARIANT.space.points()
+        if config["RESCALE"] == "never" and limits.before_compile(VARIANT, spec, config, h200) is None
+    ]  # fmt: skip
+    assert legal
+    for config in legal:
+        assert limits.before_compile(VARIANT, spec, VARIANT.suited(decoding, config), h200) is None
+
+
 #: As shipped: three programs share a multiprocessor.
 THREE = {
     "BLOCK_M": 64,
