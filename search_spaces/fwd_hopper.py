@@ -19,7 +19,7 @@ LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
 #: And where it is no larger than this: float32 has it, and the scores, within 0.3, in whatever order they are summed. From 1 on
 #: fp16's P may overflow.
 LARGEST_BOUND = 2.0**18
-#: It reads all keys once more, at 3 TB/s about 100 / n of what n query rows a key head take at 600 TFLOP/s, and gains 5 to 12 %.
+#: It reads all keys once more, at 3 TB/s about 100 / n of what n query rows a key head take at 600 TFLOP/s; gains reach 13 %.
 LEAST_QUERIES = 1024
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
@@ -75,8 +75,10 @@ def default(spec: Specialization, arch: int) -> Config:
 
 
 def suited(problem: Problem, config: Config) -> Config:
-    """The config for this problem: no pass over many keys for few queries, of which a decoder has one."""
-    few = problem.seqlen_q * problem.heads_q < min(LEAST_QUERIES, problem.seqlen_k) * problem.heads_kv
+    """The config for this problem: no pass over the keys for few queries, of which a decoder has one. As many queries as keys
+    are what rows were measured with."""
+    few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
+    few = few and (problem.seqlen_q == 1 or problem.seqlen_q < problem.seqlen_k)
     return {**config, "RESCALE": "lazy"} if few and config["RESCALE"] == "never" else config
 
 

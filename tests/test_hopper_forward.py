@@ -60,12 +60,15 @@ def test_who_meets_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -
 @pytest.mark.parametrize(
     ("heads", "lengths", "rescale"),
     [
-        ((16, 16), (16384, 16384), "never"), ((16, 16), (512, 512), "never"), ((16, 16), (1, 1), "never"),
-        ((16, 16), (1, 16384), "lazy"), ((16, 16), (1023, 16384), "lazy"), ((16, 16), (1024, 16384), "never"),
+        ((16, 16), (16384, 16384), "never"), ((16, 16), (512, 512), "never"), ((32, 4), (2, 2), "never"),
+        ((16, 16), (1, 16384), "lazy"), ((32, 4), (1, 1), "lazy"), ((16, 16), (1023, 16384), "lazy"),
+        ((16, 16), (1024, 16384), "never"),
         ((32, 4), (127, 16384), "lazy"), ((32, 4), (128, 16384), "never"),  # of eight heads on one of K
     ],
 )  # fmt: skip
-def test_few_queries_take_no_pass_over_many_keys(heads: tuple[int, int], lengths: tuple[int, int], rescale: str) -> None:
+def test_few_queries_take_no_pass_over_many_keys(
+    heads: tuple[int, int], lengths: tuple[int, int], rescale: str
+) -> None:
     problem = Problem("bf16", 1, *heads, *lengths, 128, 128, False)
     config = {**VARIANT.space.default(problem.specialization, 90), "RESCALE": "never"}
     assert VARIANT.suited(problem, config) == {**config, "RESCALE": rescale}

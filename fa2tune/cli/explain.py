@@ -130,9 +130,11 @@ def _explain(
         click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
     if kernel != BACKWARD:
         config = answer.row.config if answer else defaults.default_config(kernel, problem, gpu)
-        suited = compiler.variant_of(kernel, config).suited(problem, config)
-        for name in (name for name, value in suited.items() if answer and value != config[name]):
-            click.echo(f"  changed   {name} {config[name]} to {suited[name]}, which suits these lengths and heads better")
+        suited = compiler.variant_of(kernel, config).suited(problem, config) if answer else config
+        for name in (name for name, value in suited.items() if value != config[name]):
+            click.echo(
+                f"  changed   {name} {config[name]} to {suited[name]}, which suits these lengths and heads better"
+            )
         for line in _binaries(kernel, problem, suited, gpu):
             click.echo(f"  loads     {line}")
     if not answer:

@@ -1,12 +1,13 @@
-"""Tensor-core operands whose address in shared memory is not worked out on every path: a compiler's mistake, told without a GPU.
+"""Tensor-core operands whose address in shared memory not every path works out: a compiler's mistake, told without a GPU.
 
 Seen of ptxas 12.8 (Triton 3.6; not of 12.9, Triton 3.9) in fwd_hopper: of two loops that multiply the same tile, one after the
 other, the second took half of the address from the way into the first, also where that is passed by. What it found in those
 registers was nothing, or a value of long before (docs/hopper.md).
 
 An HGMMA reads its operands by descriptors in uniform registers. Followed back from there, over copies and constant offsets and
-along every path, no sound code comes to a register that nothing has written, or to one that a special register was read into.
-Other stale values look like sound ones, so this finds what it can: all 36 wrong binaries of 374 that an H100 ran.
+along every path, no sound code that was seen comes to a register that nothing has written, or to one as a special register was
+read into it. Other stale values look like sound ones, and of code with calls nothing is said, so this finds what it can: all 36
+wrong binaries of 374 that an H100 ran.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fa2tune.compiling import sass
-from fa2tune.compiling.compiler import tool
+from fa2tune.compiling.compiler import Binary, tool
 
+ARCH = 90  #: whose products are HGMMA
 NOWHERE = -1  #: the place of a register's value before the kernel writes it
 UNIFORM_REGISTERS = 64
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
-_DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")  #: two registers of A and two of B, those of A unused where registers hold it
+_DESCRIPTORS = re.compile(
+    r"gdesc\[UR(\d+)\]"
+)  #: two registers of A and two of B, those of A unused where registers hold it
 _PREDICATE = re.compile(r"!?U?P(?:T|\d+)")
 #: Beside what begins with U: opcodes whose first operand that is no predicate may be a uniform register they write
 _WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU")
 _NO_WRITERS = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG", "UISETP", "UPLOP3")
 _WIDTHS = {".64": 2, ".WIDE": 2, ".128": 4}  #: modifier -> registers written
-_ELSEWHERE = ("CALL", "RET", "JMP", "JMX", "JMXU", "BRXU", "RTT")  #: jumps that are not followed here
+_BY_TABLE = ("BRX", "BRXU")
+_ELSEWHERE = ("CALL", "RET", "JMP", "JMX", "JMXU", "RTT")  #: jumps that are not followed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class _Instruction:
 
     @property
     def passes_on(self) -> bool:
-        """Whether it copies a uniform register, or offsets it by a constant."""
+        """Whether it copies a uniform register, offsets it by a constant, or adds the carry of such a sum."""
         if self.opcode == "UMOV":
             return True
         return self.opcode.startswith("UIADD3") and len(self.read) <= 2 and bool(
@@ -65,7 +70,7 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     rest = ",".join(parts)
     if descriptors := _DESCRIPTORS.search(rest):
         first = int(descriptors[1])
-        read = tuple(range(first + (2 if re.match(r"R\d+,R\d+,", rest) else 0), first + 4))
+        read = tuple(range(first + (2 if re.match(r"R\d+,R\d+[.\w]*,", rest) else 0), first + 4))
     else:
         wide = base.startswith("U") and opcode.endswith(".64")
         read = tuple(n for one in _UNIFORM.findall(rest) for n in range(int(one), int(one) + 1 + wide))
@@ -96,16 +101,23 @@ def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
     follows = []
     for index, one in enumerate(code):
         base = one.opcode.partition(".")[0]
-        if base in _ELSEWHERE or (base == "BRX" and not table):
+        if base in _ELSEWHERE or (base in _BY_TABLE and not table):
             return [], []
         target = sass.TARGET.search(one.operands) if base in ("BRA", "WARPSYNC") else None
-        goes = table if base == "BRX" else [labels[target[1]]] if target and target[1] in labels else []
-        ends = base in ("EXIT", "BRX") or (base == "BRA" and one.operands.startswith("`"))
+        goes = table if base in _BY_TABLE else [labels[target[1]]] if target and target[1] in labels else []
+        ends = base in ("EXIT", *_BY_TABLE) or (base == "BRA" and one.operands.startswith("`"))
         follows.append([*goes, index + 1] if (one.predicated or not ends) and index + 1 < len(code) else list(goes))
     return code, follows
 
 
-def _reaching(code: Sequence[_Instruction], follows: Sequence[Sequence[int]]) -> list[frozenset[tuple[int, int]] | None]:
+def _is_none(code: Sequence[_Instruction], where: int) -> bool:
+    """Whether what was written there is no address."""
+    return where == NOWHERE or code[where].opcode == "S2UR"
+
+
+def _reaching(
+    code: Sequence[_Instruction], follows: Sequence[Sequence[int]]
+) -> list[frozenset[tuple[int, int]] | None]:
     """Before each instruction: (uniform register, index of what may have written it last); None where nothing leads."""
     before: list[frozenset[tuple[int, int]] | None] = [None] * len(code)
     before[0] = frozenset((register, NOWHERE) for register in range(UNIFORM_REGISTERS))
@@ -115,9 +127,11 @@ def _reaching(code: Sequence[_Instruction], follows: Sequence[Sequence[int]]) ->
         one, known = code[index], before[index]
         assert known is not None
         if one.written:
-            # what a predicate may skip leaves older values, yet counts as written
-            gone = {(register, NOWHERE) for register in one.written} if one.predicated else known
-            kept = (each for each in known if each[0] not in one.written or each not in gone)
+            # what a predicate may skip leaves older values, yet counts as written where these were none
+            kept = (
+                (register, where) for register, where in known
+                if register not in one.written or (one.predicated and not _is_none(code, where))
+            )  # fmt: skip
             known = frozenset([*kept, *((register, index) for register in one.written)])
         for follower in follows[index]:
             there = before[follower]
@@ -142,30 +156,37 @@ class Astray:
 
 def products(listing: str) -> tuple[Astray, ...]:
     """Of a disassembly with its data sections, in the order of addresses. None, where a jump cannot be followed."""
-    code, follows = _flow(listing)
-    if not any(one.opcode.startswith("HGMMA") for one in code):
+    code, follows = _flow(listing) if "HGMMA" in listing else ([], [])
+    if not code:
         return ()
     before = _reaching(code, follows)
     found = []
     for index, product in enumerate(code):
         if not product.opcode.startswith("HGMMA") or before[index] is None:
             continue
-        todo = [(index, register) for register in product.read]
+        todo = [(index, register, True) for register in product.read]
         seen = set(todo)
         while todo:
-            place, register = todo.pop()
+            place, register, unchanged = todo.pop()
             writers = sorted(where for which, where in before[place] or () if which == register)
-            if any(where == NOWHERE or code[where].opcode == "S2UR" for where in writers):
+            if any(where == NOWHERE or (unchanged and _is_none(code, where)) for where in writers):
                 said = tuple("nothing" if w == NOWHERE else f"{code[w].opcode} {code[w].operands}" for w in writers)
                 found.append(Astray(product.address, register, said))
-            more = {(w, other) for w in writers if w != NOWHERE and code[w].passes_on for other in code[w].read} - seen
+            more = {
+                (w, other, unchanged and code[w].opcode == "UMOV")
+                for w in writers if w != NOWHERE and code[w].passes_on for other in code[w].read
+            }  # fmt: skip
+            todo += more - seen
             seen |= more
-            todo += more
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)
-def of(cubin_path: str) -> tuple[Astray, ...]:
-    """``products`` of a cubin. Runs nvdisasm (0.6 s) once per path."""
+def _of(cubin_path: str) -> tuple[Astray, ...]:
     command = [tool("nvdisasm"), "--no-dataflow", cubin_path]
     return products(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def of(binary: Binary) -> tuple[Astray, ...]:
+    """``products`` of a binary; only those of compute capability 9.0 have any. Takes 0.5 to 2 s, once per cubin."""
+    return _of(binary.cubin_path) if binary.arch == ARCH else ()

@@ -1,7 +1,7 @@
 """Compile ahead of the first call: the rows that would serve a GPU -> a file of binaries. Needs no GPU.
 
 What is compiled is what the dispatcher would ask for: its own lookup is walked over every problem that the rows are filed
-under, so a row that another one outruns costs nothing, and what runs around a kernel is there, too.
+under, and a decoder's, so a row that another one outruns costs nothing, and what runs around a kernel is there, too.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.compiler import variant_named, variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
 from fa2tune.problem import ROADS, Config, Problem, Specialization
@@ -24,6 +24,7 @@ from fa2tune.problem import ROADS, Config, Problem, Specialization
 Errors = dict[str, dict[str, float]]
 
 TIMES_REFERENCE, ULPS = 2.0, 2.0
+FEW_QUERIES, MANY_KEYS = 5, 1001  #: as a decoder asks
 #: For the GPU to end what has been launched, and for the comparison; a kernel without end takes longer.
 LAUNCHED_SECONDS = 15.0
 
@@ -152,17 +153,22 @@ def _strict(precision: str) -> Iterator[None]:
 
 
 def check_forward(config: Config, spec: Specialization, device: str, small: bool = False) -> Errors:
-    """Run the forward with ``config`` on every case. Errors of o and lse, each of its worst case. Raises WrongResult,
-    CompileError, and whatever the launch raises.
+    """Run the forward with ``config`` on every case, and with what it becomes for a few queries where that is another. Errors
+    of o and lse, each of its worst case. Raises WrongResult, CompileError, and whatever the launch raises.
 
     device: "cuda" or "cuda:1"; "cpu" needs a process under TRITON_INTERPRET=1."""
+    runs = [(case, config) for case in cases(spec, small=small)]
+    decoding = replace(runs[0][0].problem, seqlen_q=FEW_QUERIES, seqlen_k=MANY_KEYS)
+    suited = variant_of("fwd", config).suited(decoding, config)
+    if suited != config:
+        runs.append((Case(decoding), suited))
     found = []
-    for case in cases(spec, small=small):
+    for case, its_config in runs:
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, False)
             worker.report("launch")
             o, lse = passes.forward(
-                inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=config
+                inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=its_config
             )
             worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))

@@ -37,6 +37,6 @@ def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems:
     refusal = limits.after_compile(binary, gpu)
     if refusal is not None:
         return Verdict(refusal.name, refusal.why, facts)
-    if lost := astray.of(binary.cubin_path):
+    if lost := astray.of(binary):
         return Verdict("miscompiled", f"on some path the compiler forgot where an operand lies: {lost[0]}", facts)
     return Verdict(binary=facts, predicted_us=tuple(model.predict(binary, problem, gpu) * 1e6 for problem in problems))
