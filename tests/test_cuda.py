@@ -47,6 +47,7 @@ class Driver:
         self.attributes: list[tuple[int, int]] = []
         self.sizes: list[int] | None = None  #: of the kernel's parameters; None: a driver that cannot tell
         self.codes: list[int] = []  #: of the next launches
+        self.map_codes: list[int] = []  #: of the next descriptors to encode
         self.takes = lambda address: address % 16 == 0  #: which addresses TMA takes
         self.contexts = 0
         self.during: Any = None
@@ -120,6 +121,8 @@ class Driver:
     def _cuTensorMapEncodeTiled(self) -> Any:
         def call(place, kind, rank, address, shape, strides, block, steps, interleave, swizzle, promotion, fill):  # type: ignore[no-untyped-def]
             assert place.value % 64 == 0
+            if self.map_codes and (code := self.map_codes.pop(0)):
+                return code
             if not self.takes(address.value or 0):
                 return 1
             ctypes.memmove(place.value, struct.pack("<Q", address.value) * 16, 128)
@@ -389,6 +392,21 @@ def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest
     driver.codes, before = [201], driver.contexts
     call(tensors)
     assert len(driver.launched) == 2 and driver.contexts == before + 1
+
+
+def test_a_thread_without_a_context_encodes_descriptors(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose first call finds the kernel loaded, when planning or with tensors at new addresses."""
+    call, tensors, kinds = bound(monkeypatch)
+    driver.map_codes, before = [201], driver.contexts
+    again, _, _ = bound(monkeypatch)
+    assert driver.contexts > before
+    driver.map_codes, before = [201], driver.contexts
+    fresh = [torch.zeros_like(t) for t in tensors]
+    call(fresh)
+    assert driver.contexts == before + 1 and driver.arguments(kinds)[0] == fresh[0].data_ptr()
+    driver.map_codes = [201, 201]
+    with pytest.raises(cuda.CudaError, match="CUDA error 201 while encoding a TMA descriptor"):
+        again([torch.zeros_like(t) for t in tensors])
 
 
 def test_a_refused_launch_is_told_in_the_drivers_words(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

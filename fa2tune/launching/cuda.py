@@ -194,10 +194,14 @@ class Maps(dict[int, tuple[int, Any]]):
         """CudaError: an address that TMA cannot take."""
         buffer = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         place = -addressof(buffer) % MAP_ALIGNMENT + addressof(buffer)
-        code = library().cuTensorMapEncodeTiled(
-            c_void_p(place), self._type, self._rank, c_void_p(address), self._shape, self._strides, self._block,
-            self._steps, 0, self._swizzle, _L2_128B, 0,
+        encode = partial(
+            library().cuTensorMapEncodeTiled, c_void_p(place), self._type, self._rank, c_void_p(address), self._shape,
+            self._strides, self._block, self._steps, 0, self._swizzle, _L2_128B, 0,
         )  # fmt: skip
+        code = encode()
+        if code == _INVALID_CONTEXT:  # the first that this thread asks of CUDA
+            ensure_context(torch._C._cuda_getDevice())
+            code = encode()
         if code:
             shape, strides = list(self._shape)[::-1], list(self._strides)[-2::-1]
             check(code, f"encoding a TMA descriptor of address {address:#x}, shape {shape}, byte strides {strides}")
