@@ -4,8 +4,8 @@ A variant's search space names one config per architecture, head dim and mask, c
 portable and a warp-specialised variant can run a problem, the one serves whose default is faster
 (benchmarks/default_of_variants.py; H200, 2026-11-21, bf16, lengths 512 to 8k, portable time over the other's): from
 padded head dim 128 on the warp-specialised one, by 1.16 to 1.45 times in the forward and 1.32 to 1.89 in the backward;
-at 64 the backward alone (1.08; the forward's is level, and 0.58 at 512 under a causal mask); below 64, where tiles are
-padded to 64 columns, the portable one.
+at 64, too (backward 1.08; forward 1.13 by the tuner's screening of 2026-11-22, lengths 512 to 16k: 1.12 to 1.25 without a
+mask, 0.96, 1.00 and 1.12 to 1.24 with one); below 64, where tiles are padded to 64 columns, the portable one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.problem import Config, Problem, Specialization, padded_head_dim
 
 #: Kernel -> the least padded head dim (the larger of both) from which the warp-specialised default serves
-SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 128, "bwd_dq": 64, "bwd_dkdv": 64}
+SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 64, "bwd_dq": 64, "bwd_dkdv": 64}
 
 
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
