@@ -18,13 +18,10 @@ workers from the default partition, and every path of every role has passed as m
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fa2tune.compiling import sass
-from fa2tune.compiling.compiler import tool
 
 ENOUGH = 8  #: whole-block barriers on a path: one more than any kernel has, so one stands in a loop
 LOADS, STORES = ("LDS", "ATOMS"), ("STS", "ATOMS")
@@ -74,8 +71,7 @@ class _Instruction:
 
 def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
     """Of a disassembly: its instructions, and the table of its BRX as indices of instructions."""
-    sections = re.split(r"^\s*\.section\s+(?=\.)", listing, flags=re.MULTILINE)[1:]
-    texts, tables = ([one for one in sections if one.startswith(kind)] for kind in (".text.", ".nv.constant2"))
+    texts, tables = (sass.sections(listing, kind) for kind in (".text.", sass.JUMP_TABLE))
     if (len(texts), len(tables)) != (1, 1):
         raise Unproven(f"{len(texts)} functions, {len(tables)} jump tables")
     found: list[re.Match[str]] = []
@@ -89,8 +85,7 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
     code = [_Instruction(int(match[1], 16), match[2] or "", match[3], match[4].strip(), labels[mark[1]] if mark else None)
             for match, mark in zip(found, marks, strict=True)]  # fmt: skip
     at = {instruction.address: index for index, instruction in enumerate(code)}
-    data = bytes(int(byte, 16) for line in re.findall(r"\.byte\s+(.*)", tables[0]) for byte in line.split(","))
-    targets = [int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4)]
+    targets = sass.words(tables[0])
     if not targets or not set(targets) <= set(at):
         raise Unproven(f"not a jump table: {targets}")
     return code, [at[target] for target in targets]
@@ -187,11 +182,6 @@ def accesses(listing: str) -> dict[int, Access]:
         one.address: Access(one.opcode, one.operands, frozenset().union(*(f.get(i, ()) for f, _ in walked.values())))
         for i, one in enumerate(code) if one.opcode.startswith(LOADS + STORES)
     }  # fmt: skip
-
-
-def disassembly(cubin_path: str | Path) -> str:
-    command = [tool("nvdisasm"), "--no-dataflow", str(cubin_path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def excused(binaries: Iterable[Accesses], read: int, write: int) -> bool:

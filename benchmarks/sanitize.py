@@ -27,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
-from dispatch_phases import Accesses, Unproven, accesses, disassembly, excused
+from dispatch_phases import Accesses, Unproven, accesses, excused
 
+from fa2tune.compiling import sass
 from fa2tune.problem import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -87,7 +88,7 @@ def binaries_in(cache: Path, kernels: set[str]) -> dict[str, list[Accesses]]:
     found: dict[str, list[Accesses]] = {}
     for kernel in sorted(kernels):
         try:
-            found[kernel] = [accesses(disassembly(path)) for path in sorted(cache.rglob(f"{kernel}.cubin"))]
+            found[kernel] = [accesses(sass.disassembly(path)) for path in sorted(cache.rglob(f"{kernel}.cubin"))]
         except Unproven as error:
             click.echo(f"  {kernel}: nothing is excused, as its barriers are not understood: {error}")
     return found

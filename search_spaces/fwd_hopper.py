@@ -19,7 +19,7 @@ LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
 #: And where it is no larger than this: float32 has it, and the scores, within 0.3, in whatever order they are summed. From 1 on
 #: fp16's P may overflow.
 LARGEST_BOUND = 2.0**18
-#: It reads all keys once more, at 3 TB/s about 100 / n of what n query rows a key head take at 600 TFLOP/s; gains reach 13 %.
+#: "never" reads all keys once more, at 3 TB/s 100 / n of what n query rows a key head take at 600 TFLOP/s, to gain up to 13 %.
 LEAST_QUERIES = 1024
 
 #: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md

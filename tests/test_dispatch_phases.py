@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, sass
 from fa2tune.problem import Specialization
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -25,7 +25,7 @@ KERNEL = "fwd_hopper_kernel"
 
 def listing_of(name: str) -> str:
     variant, spec = compiler.variant_named(name), Specialization("bf16", 64, 64, causal=True)
-    return dispatch_phases.disassembly(compiler.build(variant, spec, variant.space.default(spec, 90), 90).cubin_path)
+    return sass.disassembly(compiler.build(variant, spec, variant.space.default(spec, 90), 90).cubin_path)
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,19 @@ wrong binaries of 374 that an H100 ran.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fa2tune.compiling import sass
-from fa2tune.compiling.compiler import Binary, tool
+from fa2tune.compiling.compiler import Binary
 
 ARCH = 90  #: whose products are HGMMA
 NOWHERE = -1  #: the place of a register's value before the kernel writes it
 UNIFORM_REGISTERS = 64
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
-_DESCRIPTORS = re.compile(
-    r"gdesc\[UR(\d+)\]"
-)  #: two registers of A and two of B, those of A unused where registers hold it
+#: Two registers of A and two of B, those of A unused where registers hold it
+_DESCRIPTORS = re.compile(r"gdesc\[UR(\d+)\]")
 _PREDICATE = re.compile(r"!?U?P(?:T|\d+)")
 #: Beside what begins with U: opcodes whose first operand that is no predicate may be a uniform register they write
 _WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "ELECT", "LDCU")
@@ -77,17 +75,6 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     return _Instruction(int(match[1], 16), match[2] is not None, opcode, operands, written, read)
 
 
-def _jump_table(listing: str, index_at: dict[int, int]) -> list[int]:
-    """Where a jump by table may go: the addresses among the kernel's constants."""
-    found = []
-    for section in re.split(r"^\s*\.section\s+(?=\.)", listing, flags=re.MULTILINE):
-        if section.startswith(".nv.constant2"):
-            data = bytes(int(byte, 16) for line in re.findall(r"\.byte\s+(.*)", section) for byte in line.split(","))
-            words = (int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4))
-            found += [index_at[word] for word in words if word in index_at]
-    return found
-
-
 def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
     """Instructions, and of each where control may go on; no instructions, where a jump cannot be followed."""
     code: list[_Instruction] = []
@@ -97,7 +84,8 @@ def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
             code.append(_instruction(match))
         elif match := sass.LABEL.match(line):
             labels[match[1]] = len(code)
-    table = _jump_table(listing, {one.address: index for index, one in enumerate(code)})
+    at = {one.address: index for index, one in enumerate(code)}
+    table = [at[word] for data in sass.sections(listing, sass.JUMP_TABLE) for word in sass.words(data) if word in at]
     follows = []
     for index, one in enumerate(code):
         base = one.opcode.partition(".")[0]
@@ -183,8 +171,7 @@ def products(listing: str) -> tuple[Astray, ...]:
 
 @lru_cache(maxsize=4096)
 def _of(cubin_path: str) -> tuple[Astray, ...]:
-    command = [tool("nvdisasm"), "--no-dataflow", cubin_path]
-    return products(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return products(sass.disassembly(cubin_path))
 
 
 def of(binary: Binary) -> tuple[Astray, ...]:

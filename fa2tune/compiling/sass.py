@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fa2tune.compiling.compiler import tool
@@ -58,6 +59,7 @@ class Loop:
 
 LABEL = re.compile(r"^(\.L_\w+):")
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z0-9_.a-z]+)\s*([^;]*)")
+JUMP_TABLE = ".nv.constant2"  #: section of addresses that BRX jumps by
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 _WIDTH = re.compile(r"\.(64|128)(?:\.|$)")
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)")
@@ -182,6 +184,24 @@ def _phases(body: list[_Instruction]) -> tuple[tuple[float, ...], ...]:
 
 def _loop(body: Sequence[_Instruction]) -> Loop:
     return replace(_tally(list(body)), phases=_phases(list(body)))
+
+
+def disassembly(cubin_path: str | Path) -> str:
+    """A cubin's code and data sections. Without data-flow analysis: nothing here needs it, and it is slow."""
+    command = [tool("nvdisasm"), "--no-dataflow", str(cubin_path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sections(listing: str, kind: str) -> list[str]:
+    """Of a disassembly, those whose names begin with ``kind``: ".text." for code, JUMP_TABLE."""
+    found = re.split(r"^\s*\.section\s+(?=\.)", listing, flags=re.MULTILINE)[1:]
+    return [one for one in found if one.startswith(kind)]
+
+
+def words(section: str) -> list[int]:
+    """The 32-bit words of a data section."""
+    data = bytes(int(byte, 16) for line in re.findall(r"\.byte\s+(.*)", section) for byte in line.split(","))
+    return [int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4)]
 
 
 def _parse(listing: str) -> tuple[list[_Instruction], dict[str, int]]:

@@ -27,17 +27,9 @@ COMPILE, LAUNCH = "compile", "launch"  #: where it happened
 
 #: What is the candidate's own doing, and would happen again.
 FATES = frozenset(
-    (
-        "compile_error",
-        "miscompiled",
-        "launch_error",
-        "crash",
-        "illegal_access",
-        "device_assert",
-        "timeout",
-        "out_of_memory",
-    )
-)
+    ("compile_error", "miscompiled", "launch_error", "crash", "illegal_access", "device_assert", "timeout",
+     "out_of_memory")
+)  # fmt: skip
 #: What is not, or nobody knows: an exception on the host, a process killed from outside. Tried again by the next run.
 BLAMELESS = frozenset(("failed", "killed"))
 
