@@ -6,9 +6,11 @@ import ctypes
 import gc
 import re
 import struct
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import dispatch, ops
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, variant_named
 from fa2tune.launching import cuda, launch, passes, precompiled
@@ -558,6 +560,86 @@ def test_another_setting_is_refused(capturing: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "tune")
     with pytest.raises(ValueError, match="FA2TUNE_CAPTURE_MISS: got 'tune', allowed are error and default"):
         dispatch._plan_in_capture(launch.CaptureMiss("fwd"), PROBLEM, ("fwd",), 0, Missing())
+
+
+# ---- what a first call leaves behind
+
+
+@pytest.fixture
+def serving(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
+    """CPU tensors pass for an H200's, nothing is compiled yet, and nothing is collected."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    monkeypatch.setattr(ops, "interpreted", lambda: True)
+    monkeypatch.setattr(passes, "arch_of", lambda index: 90)
+    monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpus.named("h200"))
+    monkeypatch.setattr(dispatch, "FORWARD_PLANS", {})
+    monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
+    enabled = gc.isenabled()
+    gc.disable()
+    yield driver
+    if enabled:
+        gc.enable()
+
+
+def kept(call: Callable[..., Any]) -> list[str]:
+    """What is still there after a call that is handed q, k and v, of them and of what it returns."""
+    tensors = [torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    seen = [(name, weakref.ref(tensor)) for name, tensor in zip("qkv", tensors, strict=True)]
+    seen += [("a result", weakref.ref(result)) for result in call(*tensors)]
+    del tensors
+    return [name for name, tensor in seen if tensor() is not None]
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(ops.attention(q, k, v).sum(), (q, k, v))
+
+
+def test_a_first_call_that_compiles_keeps_no_tensor(serving: Driver, tmp_path: Path) -> None:
+    assert kept(gradients) == []
+    assert len(serving.launched) >= 3 and len([*tmp_path.glob("*/*.cubin")]) >= 3, "forward and backward were compiled"
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_nor_does_one_whose_config_does_not_compile(
+    serving: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: int
+) -> None:
+    """Of the forward, or of the backward."""
+    import triton
+
+    compile_, asked = triton.compile, list[Any]()
+
+    def refusing(source: Any, **options: Any) -> Any:
+        asked.append(source)
+        if len(asked) == refused:
+            raise RuntimeError("it is only a test")
+        return compile_(source, **options)
+
+    monkeypatch.setattr(triton, "compile", refusing)
+    dispatch._log_once.cache_clear()
+    assert kept(gradients) == []
+    assert "that came first failed" in caplog.text and serving.launched
+
+
+def test_nor_does_one_that_fails_for_good(serving: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[Any]()
+
+    def compile_kernel(variant: Any, *asked: Any) -> Any:
+        try:
+            raise ValueError(f"a reason against {variant.name}")
+        except ValueError as error:
+            raise CompileError("it does not compile") from error
+
+    def failing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        try:
+            ops.attention(q, k, v)
+        except CompileError as error:
+            said.extend((str(error), str(error.__cause__)))
+        return ()
+
+    monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+    assert kept(failing) == []
+    assert said == ["it does not compile", "a reason against fwd"]
 
 
 # ---- held against what the compiler makes

@@ -244,6 +244,16 @@ def _is_refusal(error: Exception) -> bool:
     return isinstance(error, CompileError) or type(error).__name__ == "OutOfResources"
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """The same, and what it came from, without tracebacks. A frame holds its callers' frames, and those hold tensors: where
+    one of them keeps the error, too, nothing of it goes before the garbage collector comes by."""
+    error.__traceback__ = None
+    for link in (error.__cause__, error.__context__):
+        if link is not None and link.__traceback__ is not None:
+            _without_frames(link)
+    return error
+
+
 def _plan(
     problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
 ) -> Plan:
@@ -257,7 +267,7 @@ def _plan(
         ("default config", lambda kernel: Choice(default_config(kernel, problem, gpu), "default")),
         ("portable default", lambda kernel: Choice(portable_default(kernel, problem, gpu.arch), "default")),
     )
-    failure: Exception | None = None
+    failure: BaseException | None = None
     tried: list[Mapping[str, Choice]] = []
     for name, chosen in ladder:
         choices = {kernel: chosen(kernel) for kernel in kinds}
@@ -271,12 +281,15 @@ def _plan(
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            failure = error.with_traceback(None)  # its frames hold tensors
+            failure = _without_frames(error)
             continue
         SERVED.update(choice.rung for choice in choices.values())
         return plan
     assert failure is not None
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # else this frame and the error that tells of it would hold each other
 
 
 def _plan_in_capture(
