@@ -1,12 +1,16 @@
-"""Make the shipped cache files from what a tune measured.
+"""Make the shipped cache files from what tunes measured.
 
     python benchmarks/ship_cache.py measured.sqlite cache/h200.sqlite
-    python benchmarks/ship_cache.py measured.sqlite cache/h100.sqlite --sibling h100-sxm
+    python benchmarks/ship_cache.py cache/h200.sqlite later.sqlite cache/h200.sqlite
+    python benchmarks/ship_cache.py cache/h200.sqlite cache/h100.sqlite --sibling h100-sxm
 
-The first ships rows as they are, sorted and vacuumed, with their JSON twin; the second files them under a GPU of the same
-silicon.
+The first ships rows as they are, sorted and vacuumed, with their JSON twin; the third files them under a GPU of the same
+silicon. A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
 
-A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
+Of several runs (the second), a kernel's row is the one that gained most over the default in its own race, as times of
+different cards do not compare; an earlier file's, where the next is ahead by less than half a percent. The rows of a whole
+backward were raced against each other, so a key's come from one run. What other kernel sources than today's were measured
+with is left out, and with its leader a whole backward's key: then a neighbour's row serves.
 
 With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
 the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
@@ -15,15 +19,42 @@ the lookup then takes the bf16 row, instead of a portable one that no longer is 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from fa2tune import gpus
+from fa2tune.compiling import fingerprint
+from fa2tune.problem import BACKWARD
 from fa2tune.rows import reader
+from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import MEASURED, SIBLING, Row
 from fa2tune.rows.store import Store
+
+NOTEWORTHY = 1.005  #: a later run's row has to be ahead by this factor
+
+
+def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain) -> list[Row]:
+    """The rows to ship of several runs, earlier ones first."""
+    best: dict[tuple[object, ...], list[Row]] = {}
+    for rows in runs:
+        together: dict[tuple[object, ...], list[Row]] = {}
+        for row in rows:
+            name = (row.key,) if row.key.kernel == BACKWARD else (row.key, row.variant, row.obtained)
+            together.setdefault(name, []).append(row)
+        for name, found in together.items():
+            leader = min(found, key=lambda row: row.rank_us)
+            if toolchain.stale(leader):
+                continue
+            if name not in best or _gain(found) > NOTEWORTHY * _gain(best[name]):
+                best[name] = [row for row in found if not toolchain.stale(row)]
+    return [row for found in best.values() for row in found]
+
+
+def _gain(rows: Sequence[Row]) -> float:
+    return min(rows, key=lambda row: row.rank_us).gain or 0.0
 
 
 def raced(rows: list[Row]) -> list[Row]:
@@ -39,12 +70,14 @@ def _leader_won(row: Row, rows: list[Row]) -> bool:
 
 
 @click.command(help=__doc__)
-@click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
 @click.argument("shipped", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
 @click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
-def main(measured: Path, shipped: Path, sibling: str | None, raced_only: bool) -> None:
-    rows = list(reader.read(measured))
+def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, raced_only: bool) -> None:
+    rows = list(reader.read(measured[0]))
+    if len(measured) > 1:
+        rows = best_of([reader.read(run) for run in measured], Toolchain(kernel_hashes=fingerprint.kernel_hashes()))
     if raced_only:
         kept = raced(rows)
         click.echo(f"{len(rows) - len(kept)} rows left out")
@@ -54,7 +87,7 @@ def main(measured: Path, shipped: Path, sibling: str | None, raced_only: bool) -
         wrong = {row.key.gpu for row in rows if gpus.named(row.key.gpu).silicon != target.silicon}
         if wrong or target.sm_count != rows[0].key.sm_count:
             raise click.BadParameter(
-                f"got {target.name}, not the silicon and SM count of {', '.join(wrong) or measured}"
+                f"got {target.name}, not the silicon and SM count of {', '.join(wrong) or measured[0]}"
             )
         rows = [
             replace(row, key=row.key.with_(gpu=target.name), obtained=SIBLING, proof=SIBLING)

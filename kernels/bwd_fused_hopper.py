@@ -23,10 +23,12 @@ from fa2tune.kernels.hopper_fused import (
     GROUPS,
     KEYS,
     PIECE_GONE,
+    V_EMPTY,
     add,
     add_from_registers,
     as_block_of,
     come,
+    come_if,
     hand_over,
     issue_dq,
     make_barriers,
@@ -47,18 +49,18 @@ from fa2tune.variant import Variant, Workspaces
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, v_own, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
+    dk_acc, dv_acc, v_own, s, h_dq, row_dq, k_place, begin, end, done, base, limit, sums, words, smem, barriers,
     b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    MASK: gl.constexpr,
+    K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
     limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
     SCORES_AHEAD: s holds S^T of block begin, and S^T of the next block is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -71,7 +73,7 @@ def _over_queries(
         turn = done + j
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
-        k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
+        k_tile = k_smem.index(k_place + mine).reshape([KEYS, BLOCK_D])
         v_tile = v_own if V_IN_REGISTERS else v_smem.index(mine).reshape([KEYS, BLOCK_D])
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
@@ -94,6 +96,8 @@ def _over_queries(
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(do_ready.index(stage), phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
+        if K_STAGES > 1:
+            come_if(turn + 1 == limit, V_EMPTY, 288)
         if DQ_BEHIND:
             dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
         delta = delta_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
@@ -115,10 +119,12 @@ def _over_queries(
             # the first block multiplies whatever lies in the buffer; its reduction is aimed past the end
             before = gl.maximum(turn - 1, 0)
             mbarrier.wait(ds_ready.index(before % DS_STAGES), (before // DS_STAGES) & 1, pred=turn >= 1)
-            dq_next = issue_dq(ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            dq_next = issue_dq(
+                ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D
+            )
         else:
             meet(DS_READY, 256)
-            dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            dq_next = issue_dq(ds_smem, k_smem, buffer, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
             h_dq = h
             row_dq = j * BLOCK_M
         if SCORES_AHEAD:
@@ -166,10 +172,11 @@ def _consume(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
     V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -177,7 +184,6 @@ def _consume(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     offset = seqlen_k - seqlen_q
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    k_tile = k_smem.index(CONSUMER).reshape([KEYS, BLOCK_D])
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
@@ -193,7 +199,10 @@ def _consume(
             dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
             dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
             s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-            mbarrier.wait(k_ready, filled & 1, pred=total > 0)
+            k_stage = filled % K_STAGES
+            k_place = k_stage * GROUPS
+            k_tile = k_smem.index(k_place + CONSUMER).reshape([KEYS, BLOCK_D])
+            mbarrier.wait(k_ready.index(k_stage), (filled // K_STAGES) & 1, pred=total > 0)
             if SCORES_AHEAD:
                 mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
                 q_tile = q_smem.index(base % STAGES).reshape([BLOCK_M, BLOCK_D])
@@ -211,23 +220,23 @@ def _consume(
                 done = base + g * n_blocks - first
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, full if part else first, end if part else full,
+                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, k_place, full if part else first, end if part else full,
                         done, base, base + total, sums, words, smem, barriers,
                         b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
                         CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, part == 0,
+                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, K_STAGES, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
                 mbarrier.wait(ds_ready.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=total > 0)
                 zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
-                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
                 piece = warpgroup_mma_wait(0, deps=[dq_next])
                 if total > 0:
                     reduce_dq(
                         sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
                     )  # fmt: skip
-            mbarrier.arrive(kv_empty, count=1, pred=total > 0)
+            mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
             if REDUCE == "tma" and not DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
@@ -255,15 +264,15 @@ def _consume(
 
 @gluon.jit
 def _joined_over_queries(
-    dk_acc, dv_acc, words, first_word, begin, end, done, base, tile_phase, smem, barriers, start_n, offset,
+    dk_acc, dv_acc, words, first_word, k_stage, begin, end, done, base, limit, tile_phase, smem, barriers, start_n, offset,
     seqlen_k, qk_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, MASK: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head, whose sums of dQ start at first_word. Turns of the rings: done before block 0 of
     this head, base before this tile."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
@@ -273,7 +282,7 @@ def _joined_over_queries(
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
     zero_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout)
-    k_tile = k_smem.index(0).reshape([BLOCK_N, BLOCK_D])
+    k_tile = k_smem.index(k_stage).reshape([BLOCK_N, BLOCK_D])
     v_tile = v_smem.index(0).reshape([BLOCK_N, BLOCK_D])
     for j in range(begin, end):
         turn = done + j
@@ -295,6 +304,8 @@ def _joined_over_queries(
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(v_ready, tile_phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
+        if K_STAGES > 1:
+            come_if(turn + 1 == limit, V_EMPTY, 288)
         delta = delta_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
@@ -322,11 +333,11 @@ def _consume_joined(
     words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
     heads_per_wave, qk_scale, softmax_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
     offset = seqlen_k - seqlen_q
@@ -344,33 +355,34 @@ def _consume_joined(
             total = group * n_blocks
             dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
             dv_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
-            mbarrier.wait(k_ready, filled & 1, pred=total > 0)
+            k_stage = filled % K_STAGES
+            mbarrier.wait(k_ready.index(k_stage), (filled // K_STAGES) & 1, pred=total > 0)
             mbarrier.wait(v_ready, filled & 1, pred=total > 0)
+            # dK and dV of the tile before have left: what staged them is wanted again
+            tma_store_wait(0)
+            thread_barrier()
             for g in range(group):  # every query head that reads this key head
                 done = base + g * n_blocks - first
                 first_word = (b * heads_q + h_kv * group + g).to(gl.int64) * rows_padded * BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _joined_over_queries(
-                        dk_acc, dv_acc, words, first_word, full if part else first, end if part else full, done, base,
-                        filled & 1, smem, barriers, start_n, offset, seqlen_k, qk_scale,
-                        IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, part == 0,
+                        dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full, done,
+                        base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k, qk_scale,
+                        IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, K_STAGES, part == 0,
                     )  # fmt: skip
-            mbarrier.arrive(kv_empty, count=1, pred=total > 0)
+            mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
             stage = out_smem.index(0)
             if REDUCE == "tma":  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)
                 if total > 0:  # the last piece has left it
                     meet(PIECE_GONE, 288)
-            tma_store_wait(0)
-            thread_barrier()
+            thread_barrier()  # both groups have read the last dS
             stage.reshape([BLOCK_N, BLOCK_D]).store(dv_acc.to(dtype))
+            other = as_block_of(ds_smem, dk)
+            other.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
             fence_async_shared()
             tma_store(dv, [b, h_kv, start_n, 0], stage)
-            tma_store_wait(0)
-            thread_barrier()
-            stage.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
-            fence_async_shared()
-            tma_store(dk, [b, h_kv, start_n, 0], stage)
+            tma_store(dk, [b, h_kv, start_n, 0], other)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if DYNAMIC:
@@ -386,7 +398,7 @@ def bwd_fused_hopper_kernel(
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr,
-    DYNAMIC: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; stats [2, B, Hq, rows_padded] float32:
     lse * log2(e), +inf where p is to be zero, and delta -> dk, dv, and dS K added to a float32 workspace [B, Hq, rows_padded,
@@ -395,10 +407,11 @@ def bwd_fused_hopper_kernel(
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
+    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N // TILE_ROWS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N // TILE_ROWS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_M], stats.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_M], stats.layout)
     DS_STAGES: gl.constexpr = 3 if DQ_BEHIND else 2
@@ -408,7 +421,6 @@ def bwd_fused_hopper_kernel(
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BLOCK_M], ds_layout)
     OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or JOINED else 2
-    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     if REDUCE == "tma":
         piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
         dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
@@ -417,7 +429,7 @@ def bwd_fused_hopper_kernel(
         dq_smem = lse_smem  # there is none
         out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], dk.layout)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
-    barriers = make_barriers(STAGES, DS_STAGES, PARTS, DQ_BEHIND)
+    barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     tiles_told = make_tiles_told(PARTS + 1 if ADDS else PARTS, DYNAMIC)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
@@ -426,10 +438,10 @@ def bwd_fused_hopper_kernel(
             (_consume_joined, (
                 words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
                 HEADS_PER_WAVE, qk_scale, softmax_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC)),
+                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, K_STAGES)),
             (produce, (
                 q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS)),
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
@@ -440,15 +452,15 @@ def bwd_fused_hopper_kernel(
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC, K_STAGES)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC, K_STAGES)),
             (produce, (
                 q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS)),
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),

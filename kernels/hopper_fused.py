@@ -28,8 +28,10 @@ PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrie
 PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: nobody reads the stage of Q and dO: one a stage
+V_EMPTY = gl.constexpr(15)  #: nobody reads V any more (where K of two tiles fits)
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
+_COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
 
 
 @gluon.jit
@@ -49,14 +51,29 @@ def come(number, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, DQ_BEHIND: gl.constexpr):
-    """mbarriers, initialised: (k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready). None that nobody waits on: its
+def come_if(condition, number, THREADS: gl.constexpr):
+    """Comes to a numbered barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
+    gl.inline_asm_elementwise(
+        _COME_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_barriers(
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, K_STAGES: gl.constexpr, DQ_BEHIND: gl.constexpr
+):
+    """mbarriers, initialised: (k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready). None that nobody waits on: its
     memory would be given to what the partitions capture (docs/hopper.md)."""
-    once = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(3):
-        mbarrier.init(once.index(i), count=PARTS if i == 2 else 1)
+    mbarrier.init(v_ready.index(0), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=PARTS)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
@@ -69,7 +86,7 @@ def make_barriers(STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.const
             mbarrier.init(empty.index(i), count=GROUPS)
         for i in gl.static_range(DS_STAGES):
             mbarrier.init(ds_ready.index(i), count=GROUPS)
-    return once.index(0), once.index(1), once.index(2), q_ready, empty, do_ready, ds_ready
+    return k_ready, v_ready.index(0), k_empty, q_ready, empty, do_ready, ds_ready
 
 
 @gluon.jit
@@ -195,11 +212,12 @@ def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
 def produce(
     q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with lse and dO with delta through rings."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, kv_empty, q_ready, empty, do_ready, ds_ready = barriers
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
+    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     taken = gl.program_id(0)
     lap = 0
@@ -224,12 +242,17 @@ def produce(
             tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
             tma_load(stats, [0, b, h, row], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
-                mbarrier.wait(kv_empty, (filled & 1) ^ 1)
-                mbarrier.expect(k_ready, BLOCK_N // TILE_ROWS * k.block_type.nbytes)
-                for c in gl.static_range(BLOCK_N // TILE_ROWS):
-                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], k_ready, k_smem.index(c))
-                mbarrier.expect(v_ready, BLOCK_N // TILE_ROWS * v.block_type.nbytes)
-                for c in gl.static_range(BLOCK_N // TILE_ROWS):
+                place = filled % K_STAGES
+                ready = k_ready.index(place)
+                mbarrier.wait(k_empty.index(place), ((filled // K_STAGES) & 1) ^ 1)
+                mbarrier.expect(ready, PARTS * k.block_type.nbytes)
+                for c in gl.static_range(PARTS):
+                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(place * PARTS + c))
+                if K_STAGES > 1:
+                    if filled > 0:
+                        meet(V_EMPTY, 288)
+                mbarrier.expect(v_ready, PARTS * v.block_type.nbytes)
+                for c in gl.static_range(PARTS):
                     tma_load(v, [b, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
             mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + stats.block_type.nbytes)
             tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
@@ -239,9 +262,12 @@ def produce(
         if DYNAMIC:
             taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
         lap += 1
-    if not DQ_BEHIND:
-        for turn in range(gl.maximum(base, STAGES), base + STAGES):  # the last stages: nobody is left at a barrier
+    if not DQ_BEHIND:  # nobody is left at a barrier
+        for turn in range(gl.maximum(base, STAGES), base + STAGES):
             meet(EMPTY + turn % STAGES, 288)
+        if K_STAGES > 1:
+            if filled > 0:
+                meet(V_EMPTY, 288)
 
 
 @gluon.jit
@@ -344,14 +370,16 @@ def opaque(x):
 
 
 @gluon.jit
-def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def issue_dq(
+    ds_smem, k_smem, buffer, k_place, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
+):
     """This group's piece [64, BLOCK_M * BLOCK_D / 128] of dS K, over both groups' keys: of 64 query rows its half of the
     columns, of 128 query rows its half of the rows."""
     HALF: gl.constexpr = BLOCK_D // 2
     dq = zero
     for c in gl.static_range(GROUPS):
         ds = ds_smem.index(buffer * GROUPS + c)
-        k = k_smem.index(c).reshape([KEYS, BLOCK_D])
+        k = k_smem.index(k_place + c).reshape([KEYS, BLOCK_D])
         if BLOCK_M == 64:
             k = k.slice(CONSUMER * HALF, HALF, dim=1)
         else:

@@ -13,9 +13,9 @@ PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie togeth
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
 #: docs/experiments.md
 BEST = {
-    (64, False): (128, "tma", "together", True, False, 1, 4),
+    (64, False): (128, "tma", "ahead", True, True, 1, 4),
     (64, True): (128, "tma", "behind", True, True, 4, 4),
-    (128, False): (64, "vector", "together", False, False, 1, 8),
+    (128, False): (64, "tma", "ahead", True, False, 1, 4),
     (128, True): (64, "vector", "together", False, True, 8, 8),
 }
 
@@ -44,7 +44,7 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
         "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
         "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
         "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
-        "CONSUMER_REGISTERS": REGISTERS,
+        "CONSUMER_REGISTERS": REGISTERS, "K_STAGES": _k_stages(spec, config),
     }  # fmt: skip
 
 
@@ -63,13 +63,19 @@ def default(spec: Specialization, arch: int) -> Config:
     }  # fmt: skip
 
 
+def _k_stages(spec: Specialization, config: Config) -> int:
+    """Two, where that pays: the next tile's K is there when a tile ends, and its V soon after. At 128 columns they do not fit;
+    of groups apart the loops get slower by more than a tile's end gets faster."""
+    return 2 if joined(config) and columns(spec) == 64 else 1
+
+
 def _shared_bytes(config: Config, spec: Specialization) -> int:
     d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
     rings = config["STAGES"] * 2 * m * (2 * d + 4)  # Q and lse, dO and delta
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
-    return int(2 * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
+    return int((_k_stages(spec, config) + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
 
 
 SPACE = SearchSpace(
@@ -138,10 +144,11 @@ SPACE = SearchSpace(
             lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
         ),
         Constraint(
-            "orders_are_for_uneven_tiles",
-            "without a mask all tiles are alike, and a program a tile has nothing to pair or to take next",
+            "orders_are_for_persistent_programs",
+            "without a mask all tiles are alike, and there is nothing to pair; a program a tile has nothing to take next",
             lambda config, spec, arch: (
-                config["PAIRS"] + config["DYNAMIC"] <= (1 if spec.causal and config["PERSISTENT"] else 0)
+                config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
+                and (spec.causal or not config["PAIRS"])
             ),
         ),
         Constraint(

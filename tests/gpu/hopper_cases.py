@@ -273,6 +273,8 @@ class Form(NamedTuple):
 
 #: One consumer group, of programs that share a multiprocessor.
 ONE = {"BLOCK_M": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False}
+#: Joined groups at 64 columns.
+_HALF = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "num_warps": 8}
 #: Each on more tiles than there are programs, so that a program takes a second one.
 FORMS = (
     Form("fwd_hopper", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
@@ -295,15 +297,23 @@ FORMS = (
             product((64, 128, 256), (False, True)), ({}, {}, {}, {}, {}, {"O_THROUGH": "q"}), strict=True
         )
     ),
-    Form("bwd_fused_hopper", 128, False, {"num_warps": 8, "REDUCE": "tma"}),  # groups joined, dQ handed to its own warp
-    Form("bwd_fused_hopper", 64, False, {"V_IN_REGISTERS": True}),
-    Form("bwd_fused_hopper", 64, False, {"POLYNOMIAL": True}),
+    *(  # groups joined, dQ handed to its own warp, or not; and apart
+        Form("bwd_fused_hopper", 128, False, {"ORDER": "together", "num_warps": warps, "REDUCE": reduce})
+        for warps, reduce in ((8, "tma"), (8, "vector"), (4, "tma"))
+    ),
+    *(
+        Form("bwd_fused_hopper", 64, False, {"ORDER": "together", "DYNAMIC": dynamic, **more})
+        for dynamic, more in ((False, {"V_IN_REGISTERS": True}), (False, {"POLYNOMIAL": True}), (True, {}))
+    ),
     *(
         Form("bwd_fused_hopper", 64, True, {"ORDER": order, "PAIRS": not dynamic, "DYNAMIC": dynamic})
         for order, dynamic in product(("together", "behind"), (False, True))
     ),
     Form("bwd_fused_hopper", 128, True, {"PAIRS": False, "DYNAMIC": True}),  # the counter, groups joined
-    Form("bwd_fused_hopper", 128, False, {"num_warps": 4, "REDUCE": "tma"}),  # groups apart
+    *(  # K of two tiles
+        Form("bwd_fused_hopper", 64, True, {**_HALF, "DYNAMIC": dynamic, "PAIRS": not dynamic})
+        for dynamic in (False, True)
+    ),
 )
 
 
