@@ -1,9 +1,14 @@
 """How the suite runs.
 
+Some tests run in child pytests, which work while this process runs the ordinary ones. Here each of them is an item like any
+other (selectable, counted, reported); its reports come from the child.
+
 ``TRITON_INTERPRET`` is read when ``@triton.jit`` runs, so a process either compiles kernels or interprets them. Tests under
-tests/interpreter therefore run in one child pytest with ``TRITON_INTERPRET=1``. Here each of them is an item like any other
-(selectable, counted, reported); its reports come from the child, which works while this process runs the ordinary tests.
-With ``TRITON_INTERPRET=1`` already set (say, for ``--pdb``), they run in this process.
+tests/interpreter therefore have a child of their own with ``TRITON_INTERPRET=1``. With that already set (say, for ``--pdb``),
+they run in this process.
+
+The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and have the other child. One that
+the command line names runs in this process; with ``--pdb`` all of them do.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -13,11 +18,12 @@ from __future__ import annotations
 import functools
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -28,24 +34,29 @@ os.environ["FA2TUNE_KERNELS"] = "off"  # kernels are imported and compiled, what
 
 TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PIPE = "FA2TUNE_TESTS_PIPE"  #: in the child: file descriptor of its end of the pipe
+PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pipe
+#: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
+COMPILING = tuple(
+    TESTS / f"test_{name}.py"
+    for name in ("astray", "compile", "dispatch_phases", "hopper_forward", "hostside", "hopper")
+)
 
 
-# --- the parent: one stand-in per interpreter test
+# --- the parent: one stand-in per test of a child
 
 
-class InterpreterProcess:
-    """The child pytest. Collects all of tests/interpreter, waits for a choice, runs it, and sends every report."""
+class Child:
+    """A child pytest. Collects all of what it is for, waits for a choice, runs it, and sends every report."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, paths: Sequence[Path], environment: Mapping[str, str]) -> None:
         self.config = config
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop()
         pipe, childs_end = Pipe()
         options = [f"--rootdir={config.rootpath}", f"--tb={config.option.tbstyle}", *["-v"] * config.option.verbose]
         options += ["--showlocals"] * config.option.showlocals
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(TESTS / "interpreter")],
-            env={**os.environ, "TRITON_INTERPRET": "1", PIPE: str(childs_end.fileno())},
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, paths)],
+            env={**os.environ, **environment, PIPE: str(childs_end.fileno())},
             cwd=config.rootpath, pass_fds=[childs_end.fileno()], stdout=self.output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         childs_end.close()
@@ -83,61 +94,78 @@ class InterpreterProcess:
     def death(self) -> str:
         status = self.process.wait()
         self.output.seek(0)
-        return (
-            f"the interpreter process ended with status {status}; the end of its output:\n{self.output.read()[-4000:]}"
-        )
+        return f"the child process ended with status {status}; the end of its output:\n{self.output.read()[-4000:]}"
 
     def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+        self.process.send_signal(signal.SIGINT)  # as Ctrl-C: what its tests started ends as well
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.pipe.close()
         self.output.close()
 
 
-class InterpreterItem(pytest.Item):
+class ChildsItem(pytest.Item):
     def runtest(self) -> None:
-        """Only reached when the child died: replay_reports did not find this test's reports."""
-        pytest.fail(self.process.death(), pytrace=False)
+        """Only reached when the child died: pytest_runtest_protocol did not find this test's reports."""
+        pytest.fail(self.child.death(), pytrace=False)
 
     @property
-    def process(self) -> InterpreterProcess:
-        return interpreter_process(self.config)
+    def child(self) -> Child:
+        return child_for(self.config, self.path)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.name
 
 
-class InterpreterFile(pytest.File):
-    def collect(self) -> Iterator[InterpreterItem]:
-        process = interpreter_process(self.config)
-        if self.nodeid in process.errors:
-            raise self.CollectError(process.errors[self.nodeid])
-        if not process.collected and not process.errors:
-            raise self.CollectError(process.death())
-        for nodeid in process.collected:
+class ChildsFile(pytest.File):
+    def collect(self) -> Iterator[ChildsItem]:
+        child = child_for(self.config, self.path)
+        if self.nodeid in child.errors:
+            raise self.CollectError(child.errors[self.nodeid])
+        if not child.collected and not child.errors:
+            raise self.CollectError(child.death())
+        for nodeid in child.collected:
             file, _, name = nodeid.partition("::")
             if file == self.nodeid:
-                yield InterpreterItem.from_parent(self, name=name)
+                yield ChildsItem.from_parent(self, name=name)
 
 
 @functools.cache
-def interpreter_process(config: pytest.Config) -> InterpreterProcess:
-    return InterpreterProcess(config)
+def compiling_child(config: pytest.Config) -> Child:
+    return Child(config, COMPILING, {})
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> InterpreterFile | None:
-    if INTERPRETED or TESTS / "interpreter" not in module_path.parents:
-        return None
-    return InterpreterFile.from_parent(parent, path=module_path)
+@functools.cache
+def interpreting_child(config: pytest.Config) -> Child:
+    return Child(config, [TESTS / "interpreter"], {"TRITON_INTERPRET": "1"})
+
+
+def child_for(config: pytest.Config, path: Path) -> Child:
+    return compiling_child(config) if path in COMPILING else interpreting_child(config)
+
+
+def stays_here(config: pytest.Config, path: Path) -> bool:
+    if path not in COMPILING:
+        return INTERPRETED or TESTS / "interpreter" not in path.parents
+    named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
+    # a worker of pytest-xdist would start a child of its own
+    return INTERPRETED or config.option.usepdb or path in named or hasattr(config, "workerinput")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> ChildsFile | None:
+    return None if stays_here(parent.config, module_path) else ChildsFile.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if not isinstance(item, InterpreterItem):
+    if not isinstance(item, ChildsItem):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     try:
-        for report in item.process.reports(item.nodeid):
+        for report in item.child.reports(item.nodeid):
             item.ihook.pytest_runtest_logreport(report=report)
     except RuntimeError:
         return None  # pytest's own protocol runs the item, which fails with the reason
@@ -146,9 +174,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    chosen = [item.nodeid for item in session.items if isinstance(item, InterpreterItem)]
-    if chosen and not session.config.option.collectonly:
-        interpreter_process(session.config).start(chosen)
+    chosen: dict[Child, list[str]] = {}
+    for item in session.items:
+        if isinstance(item, ChildsItem):
+            chosen.setdefault(item.child, []).append(item.nodeid)
+    if not session.config.option.collectonly:
+        for child, nodeids in chosen.items():
+            child.start(nodeids)
 
 
 # --- the child
@@ -181,6 +213,7 @@ class Reporter:
 
 def pytest_configure(config: pytest.Config) -> None:
     if PIPE in os.environ:
+        os.nice(10)  # the parent's tests have the tighter deadlines
         config.pluginmanager.register(Reporter(config))
 
 
@@ -188,9 +221,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: isinstance(item, InterpreterItem)
-    )  # last, so that this process does not wait for the child
+    # last, so that this process does not wait for a child, and what takes longest at the very end
+    turns = {path: turn for turn, path in enumerate(COMPILING, 2)}
+    items.sort(key=lambda item: turns.get(item.path, 1) if isinstance(item, ChildsItem) else 0)
     on_gpu = [item for item in items if TESTS / "gpu" in item.path.parents]
     if on_gpu:
         import torch
