@@ -1,0 +1,63 @@
+"""benchmarks/ship_cache.py: which rows of several runs are shipped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from cache_rows import row
+
+from fa2tune.problem import BACKWARD
+from fa2tune.rows.lookup import Toolchain
+from fa2tune.rows.row import Row
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from ship_cache import best_of
+
+NOW, BEFORE = "a" * 16, "b" * 16
+
+
+@pytest.fixture
+def toolchain() -> Toolchain:
+    return Toolchain(kernel_hashes=dict.fromkeys(("fwd", "bwd split", "bwd fused_warp_specialized"), NOW))
+
+
+def forward(time_us: float, gain: float, kernel_hash: str = NOW, **key: object) -> Row:
+    return row(dict(key), time_us=time_us, gain=gain, kernel_hash=kernel_hash)
+
+
+def whole(variant: str, time_us: float, gain: float, kernel_hash: str = NOW) -> Row:
+    return row({"kernel": BACKWARD}, variant=variant, time_us=time_us, gain=gain, kernel_hash=kernel_hash, config={})
+
+
+@pytest.mark.parametrize(("later", "shipped"), [(1.203, 1.2), (1.21, 1.21)])
+def test_a_later_row_has_to_gain_half_a_percent_more(toolchain: Toolchain, later: float, shipped: float) -> None:
+    """Whatever the times: cards differ."""
+    kept = best_of([[forward(500.0, 1.2)], [forward(900.0, later)]], toolchain)
+    assert [row.gain for row in kept] == [shipped]
+
+
+def test_keys_that_one_run_has_stay(toolchain: Toolchain) -> None:
+    kept = best_of([[forward(1.0, 1.1, bucket=512)], [forward(1.0, 1.1, bucket=1024)]], toolchain)
+    assert {row.key.bucket for row in kept} == {512, 1024}
+
+
+def test_rows_of_other_sources_are_left_out(toolchain: Toolchain) -> None:
+    assert best_of([[forward(1.0, 2.0, BEFORE)], [forward(1.0, 1.1)]], toolchain) == [forward(1.0, 1.1)]
+    assert best_of([[forward(1.0, 2.0, BEFORE)], []], toolchain) == []
+
+
+def test_a_whole_backward_comes_from_one_run(toolchain: Toolchain) -> None:
+    first = [whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5)]
+    second = [whole("split", 800.0, 1.1), whole("fused_warp_specialized", 550.0, 1.6)]
+    assert best_of([first, second], toolchain) == second
+
+
+def test_a_whole_backward_whose_best_is_of_other_sources_serves_nobody(toolchain: Toolchain) -> None:
+    """Its second best would keep a neighbour's row from serving."""
+    assert (
+        best_of([[whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5, BEFORE)], []], toolchain)
+        == []
+    )
