@@ -7,10 +7,10 @@
 The first ships rows as they are, sorted and vacuumed, with their JSON twin; the third files them under a GPU of the same
 silicon. A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
 
-Of several runs (the second), a kernel's row is the one that gained most over the default in its own race, as times of
-different cards do not compare; an earlier file's, where the next is ahead by less than half a percent. The rows of a whole
-backward were raced against each other, so a key's come from one run. What other kernel sources than today's were measured
-with is left out, and with its leader a whole backward's key: then a neighbour's row serves.
+Of several runs (the second), a key's rows are those of the run whose winner gained most over the default, or of an earlier
+file where the next is ahead by less than half a percent: times of different cards do not compare, so a key's rows stay
+together. Only ways that the run has not at all come from another, where they are slower than the winner. A run whose winner was
+measured with other kernel sources than today's has no say; a key that no other run has is left out: a neighbour's row serves.
 
 With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
 the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
@@ -27,7 +27,7 @@ import click
 
 from fa2tune import gpus
 from fa2tune.compiling import fingerprint
-from fa2tune.problem import BACKWARD
+from fa2tune.problem import TuningKey
 from fa2tune.rows import reader
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import MEASURED, SIBLING, Row
@@ -38,23 +38,29 @@ NOTEWORTHY = 1.005  #: a later run's row has to be ahead by this factor
 
 def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain) -> list[Row]:
     """The rows to ship of several runs, earlier ones first."""
-    best: dict[tuple[object, ...], list[Row]] = {}
+    best: dict[tuple[TuningKey, str], list[Row]] = {}
+    spare: dict[tuple[TuningKey, str], list[Row]] = {}
     for rows in runs:
-        together: dict[tuple[object, ...], list[Row]] = {}
+        keys: dict[tuple[TuningKey, str], list[Row]] = {}
         for row in rows:
-            name = (row.key,) if row.key.kernel == BACKWARD else (row.key, row.variant, row.obtained)
-            together.setdefault(name, []).append(row)
-        for name, found in together.items():
-            leader = min(found, key=lambda row: row.rank_us)
-            if toolchain.stale(leader):
-                continue
-            if name not in best or _gain(found) > NOTEWORTHY * _gain(best[name]):
-                best[name] = [row for row in found if not toolchain.stale(row)]
-    return [row for found in best.values() for row in found]
+            keys.setdefault((row.key, row.obtained), []).append(row)
+        for key, found in keys.items():
+            fresh = [row for row in found if not toolchain.stale(row)]
+            spare.setdefault(key, []).extend(fresh)
+            if _winner(found) in fresh and (key not in best or _gain(fresh) > NOTEWORTHY * _gain(best[key])):
+                best[key] = fresh
+    for key, chosen in best.items():
+        ways = {row.variant: row for row in spare[key] if row.rank_us > _winner(chosen).rank_us}
+        best[key] = list((ways | {row.variant: row for row in chosen}).values())
+    return [row for chosen in best.values() for row in chosen]
+
+
+def _winner(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.rank_us)
 
 
 def _gain(rows: Sequence[Row]) -> float:
-    return min(rows, key=lambda row: row.rank_us).gain or 0.0
+    return _winner(rows).gain or 0.0
 
 
 def raced(rows: list[Row]) -> list[Row]:

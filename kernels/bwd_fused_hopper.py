@@ -22,11 +22,9 @@ from fa2tune.kernels.hopper_fused import (
     GROUPS,
     KEYS,
     PIECE_GONE,
-    V_EMPTY,
     add,
     as_block_of,
     come,
-    come_if,
     hand_over,
     issue_dq,
     make_barriers,
@@ -48,12 +46,12 @@ from fa2tune.variant import Variant, Workspaces
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, v_own, s, h_dq, row_dq, k_place, begin, end, done, base, limit, sums, words, smem, barriers,
+    dk_acc, dv_acc, v_own, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
     b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    K_STAGES: gl.constexpr, MASK: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
     limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
@@ -72,7 +70,7 @@ def _over_queries(
         turn = done + j
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
-        k_tile = k_smem.index(k_place + mine).reshape([KEYS, BLOCK_D])
+        k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
         v_tile = v_own if V_IN_REGISTERS else v_smem.index(mine).reshape([KEYS, BLOCK_D])
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
@@ -95,8 +93,6 @@ def _over_queries(
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(do_ready.index(stage), phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        if K_STAGES > 1:
-            come_if(turn + 1 == limit, V_EMPTY, 288)
         if DQ_BEHIND:
             dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
         delta = delta_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
@@ -118,12 +114,10 @@ def _over_queries(
             # the first block multiplies whatever lies in the buffer; its reduction is aimed past the end
             before = gl.maximum(turn - 1, 0)
             mbarrier.wait(ds_ready.index(before % DS_STAGES), (before // DS_STAGES) & 1, pred=turn >= 1)
-            dq_next = issue_dq(
-                ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D
-            )
+            dq_next = issue_dq(ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
         else:
             meet(DS_READY, 256)
-            dq_next = issue_dq(ds_smem, k_smem, buffer, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
             h_dq = h
             row_dq = j * BLOCK_M
         if SCORES_AHEAD:
@@ -170,7 +164,7 @@ def _consume(
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -182,6 +176,7 @@ def _consume(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     offset = seqlen_k - seqlen_q
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    k_tile = k_smem.index(CONSUMER).reshape([KEYS, BLOCK_D])
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
@@ -197,10 +192,7 @@ def _consume(
             dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
             dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
             s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-            k_stage = filled % K_STAGES
-            k_place = k_stage * GROUPS
-            k_tile = k_smem.index(k_place + CONSUMER).reshape([KEYS, BLOCK_D])
-            mbarrier.wait(k_ready.index(k_stage), (filled // K_STAGES) & 1, pred=total > 0)
+            mbarrier.wait(k_ready.index(0), filled & 1, pred=total > 0)
             if SCORES_AHEAD:
                 mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
                 q_tile = q_smem.index(base % STAGES).reshape([BLOCK_M, BLOCK_D])
@@ -218,23 +210,23 @@ def _consume(
                 done = base + g * n_blocks - first
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, k_place, full if part else first, end if part else full,
+                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, full if part else first, end if part else full,
                         done, base, base + total, sums, words, smem, barriers,
                         b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
                         CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, K_STAGES, part == 0,
+                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
                 mbarrier.wait(ds_ready.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=total > 0)
                 zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
-                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, k_place, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
                 piece = warpgroup_mma_wait(0, deps=[dq_next])
                 if total > 0:
                     reduce_dq(
                         sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
                     )  # fmt: skip
-            mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
+            mbarrier.arrive(k_empty.index(0), count=1, pred=total > 0)
             if REDUCE == "tma" and not DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
@@ -321,12 +313,12 @@ def bwd_fused_hopper_kernel(
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC, K_STAGES)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC, K_STAGES)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (produce, (
                 q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),

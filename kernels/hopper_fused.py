@@ -28,7 +28,7 @@ PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrie
 PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: nobody reads the stage of Q and dO: one a stage
-V_EMPTY = gl.constexpr(15)  #: nobody reads V any more (where K of two tiles fits)
+V_EMPTY = gl.constexpr(15)  #: nobody reads V any more (joined groups with K of two tiles)
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
 _COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
@@ -242,12 +242,12 @@ def produce(
             tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
             tma_load(stats, [0, b, h, row], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
-                place = filled % K_STAGES
-                ready = k_ready.index(place)
-                mbarrier.wait(k_empty.index(place), ((filled // K_STAGES) & 1) ^ 1)
+                k_stage = filled % K_STAGES
+                ready = k_ready.index(k_stage)
+                mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
                 mbarrier.expect(ready, PARTS * k.block_type.nbytes)
                 for c in gl.static_range(PARTS):
-                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(place * PARTS + c))
+                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(k_stage * PARTS + c))
                 if K_STAGES > 1:
                     if filled > 0:
                         meet(V_EMPTY, 288)
@@ -370,16 +370,14 @@ def opaque(x):
 
 
 @gluon.jit
-def issue_dq(
-    ds_smem, k_smem, buffer, k_place, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
-):
+def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
     """This group's piece [64, BLOCK_M * BLOCK_D / 128] of dS K, over both groups' keys: of 64 query rows its half of the
     columns, of 128 query rows its half of the rows."""
     HALF: gl.constexpr = BLOCK_D // 2
     dq = zero
     for c in gl.static_range(GROUPS):
         ds = ds_smem.index(buffer * GROUPS + c)
-        k = k_smem.index(k_place + c).reshape([KEYS, BLOCK_D])
+        k = k_smem.index(c).reshape([KEYS, BLOCK_D])
         if BLOCK_M == 64:
             k = k.slice(CONSUMER * HALF, HALF, dim=1)
         else:
@@ -455,7 +453,8 @@ def reduce_dq(
 
 @gluon.jit
 def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers."""
+    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Joined groups have
+    waited for dV of the tile before at the tile's start.)"""
     if new_tile:  # dK of the tile before may still be on its way out of this memory
         tma_store_wait(0)
         thread_barrier()

@@ -39,7 +39,7 @@ def _over_queries(
     EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head, whose sums of dQ start at first_word. Turns of the rings: done before block 0 of
-    this head, base before this tile."""
+    this head, base before this tile, limit with it. k_stage: where this tile's K lies; tile_phase: of its v_ready."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -147,11 +147,11 @@ def consume_joined(
                     meet(PIECE_GONE, 288)
             thread_barrier()  # both groups have read the last dS
             stage.reshape([BLOCK_N, BLOCK_D]).store(dv_acc.to(dtype))
-            other = as_block_of(ds_smem, dk)
-            other.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
+            dk_stage = as_block_of(ds_smem, dk)
+            dk_stage.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
             fence_async_shared()
             tma_store(dv, [b, h_kv, start_n, 0], stage)
-            tma_store(dk, [b, h_kv, start_n, 0], other)
+            tma_store(dk, [b, h_kv, start_n, 0], dk_stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if DYNAMIC:

@@ -44,7 +44,10 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
         "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
         "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
         "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
-        "CONSUMER_REGISTERS": REGISTERS, "K_STAGES": _k_stages(spec, config),
+        "CONSUMER_REGISTERS": REGISTERS,
+        # of K, two where that pays: the next tile's K is there when a tile ends, and its V soon after. At 128 columns they do
+        # not fit; of groups apart the loops get slower by more than a tile's end gets faster
+        "K_STAGES": 2 if one and d == 64 else 1,
     }  # fmt: skip
 
 
@@ -63,19 +66,13 @@ def default(spec: Specialization, arch: int) -> Config:
     }  # fmt: skip
 
 
-def _k_stages(spec: Specialization, config: Config) -> int:
-    """Two, where that pays: the next tile's K is there when a tile ends, and its V soon after. At 128 columns they do not fit;
-    of groups apart the loops get slower by more than a tile's end gets faster."""
-    return 2 if joined(config) and columns(spec) == 64 else 1
-
-
 def _shared_bytes(config: Config, spec: Specialization) -> int:
     d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
     rings = config["STAGES"] * 2 * m * (2 * d + 4)  # Q and lse, dO and delta
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
-    return int((_k_stages(spec, config) + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
+    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
 
 
 SPACE = SearchSpace(
@@ -89,7 +86,7 @@ SPACE = SearchSpace(
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # no waiting for dP before all of them are computed
         "V_IN_REGISTERS": (False, True),  # for the whole tile, instead of read from shared memory for every block
-        "POLYNOMIAL": (False, True),  # every fourth exponential on the FMA units; in its present form not yet raced
+        "POLYNOMIAL": (False, True),  # every fourth exponential on the FMA units
         "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (
@@ -112,7 +109,7 @@ SPACE = SearchSpace(
         Constraint(
             "half_blocks_for_short_causal",
             "at 64 columns a block of 64 queries pays its barriers for half the work; it came near the lead only under a "
-            "causal mask at lengths of 512 and 1024, with vector reductions, joined or with dQ behind",
+            "causal mask at lengths up to 2048, with vector reductions, joined or with dQ behind",
             lambda config, spec, arch: (
                 columns(spec) > 64
                 or config["BLOCK_M"] == 128

@@ -35,6 +35,7 @@ os.environ["FA2TUNE_KERNELS"] = "off"  # kernels are imported and compiled, what
 TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pipe
+CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests start is no child
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
 COMPILING = tuple(
     TESTS / f"test_{name}.py"
@@ -148,11 +149,13 @@ def child_for(config: pytest.Config, path: Path) -> Child:
 
 
 def stays_here(config: pytest.Config, path: Path) -> bool:
+    if CHILD:
+        return True
     if path not in COMPILING:
         return INTERPRETED or TESTS / "interpreter" not in path.parents
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     # a worker of pytest-xdist would start a child of its own
-    return INTERPRETED or config.option.usepdb or path in named or hasattr(config, "workerinput")
+    return INTERPRETED or config.option.usepdb or path.resolve() in named or hasattr(config, "workerinput")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> ChildsFile | None:
@@ -214,6 +217,7 @@ class Reporter:
 def pytest_configure(config: pytest.Config) -> None:
     if PIPE in os.environ:
         os.nice(10)  # the parent's tests have the tighter deadlines
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit an ignored one
         config.pluginmanager.register(Reporter(config))
 
 

@@ -260,6 +260,10 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
         for name, warps, order in (("an adder beside", GROUP_WARPS, "together"), ("none", GROUP_WARPS, "behind"),
                                    ("joined", 2 * GROUP_WARPS, "together"))
     },
+    "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and not p.causal and takes_several(v, c, p),
+    "K of two tiles": lambda v, c, p: (
+        "DYNAMIC" in c and v.constants(p.specialization, c)["K_STAGES"] == 2 and takes_several(v, c, p)
+    ),
     "pairs of tiles": lambda v, c, p: bool(c.get("PAIRS")),
     "several pairs a program": lambda v, c, p: bool(c.get("PAIRS")) and takes_several(v, c, p),
     "several tiles a program, joined": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),

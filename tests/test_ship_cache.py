@@ -49,6 +49,15 @@ def test_rows_of_other_sources_are_left_out(toolchain: Toolchain) -> None:
     assert best_of([[forward(1.0, 2.0, BEFORE)], []], toolchain) == []
 
 
+def test_a_way_that_the_best_run_lacks_comes_from_another(toolchain: Toolchain) -> None:
+    """Calls that the winner cannot serve, deterministic ones say, would have nothing. It must not pass for the winner."""
+    first = [whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5)]
+    second = [whole("fused_warp_specialized", 550.0, 1.6)]
+    assert {row.time_us for row in best_of([first, second], toolchain)} == {900.0, 550.0}
+    slow_card = [whole("fused_warp_specialized", 950.0, 1.6)]
+    assert best_of([first, slow_card], toolchain) == slow_card
+
+
 def test_a_whole_backward_comes_from_one_run(toolchain: Toolchain) -> None:
     first = [whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5)]
     second = [whole("split", 800.0, 1.1), whole("fused_warp_specialized", 550.0, 1.6)]
