@@ -40,8 +40,9 @@ def _over_queries(
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DESCENDING: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [begin, end) of one head, whose sums of dQ start at first_word. Turns of the rings: done before block 0 of
-    this head, base before this tile, limit with it. k_stage: where this tile's K lies; tile_phase: of its v_ready."""
+    """Query blocks of one head, those with numbers [begin, end) of the tile's [first_block, end_block); its sums of dQ start at
+    first_word. Turns of the rings: done before block 0 of this head, base before this tile, limit with it. k_stage: where this
+    tile's K lies; tile_phase: of its v_ready."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
