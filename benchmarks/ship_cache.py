@@ -30,7 +30,7 @@ from fa2tune.compiling import fingerprint
 from fa2tune.problem import TuningKey
 from fa2tune.rows import reader
 from fa2tune.rows.lookup import Toolchain
-from fa2tune.rows.row import MEASURED, SIBLING, Row
+from fa2tune.rows.row import MEASURED, SIBLING, Row, precedence
 from fa2tune.rows.store import Store
 
 NOTEWORTHY = 1.005  #: a later run's row has to be ahead by this factor
@@ -56,7 +56,7 @@ def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain) -> list[Row]:
 
 
 def _winner(rows: Sequence[Row]) -> Row:
-    return min(rows, key=lambda row: row.rank_us)
+    return min(rows, key=precedence)
 
 
 def _gain(rows: Sequence[Row]) -> float:
@@ -72,7 +72,7 @@ def raced(rows: list[Row]) -> list[Row]:
 def _leader_won(row: Row, rows: list[Row]) -> bool:
     """Whether a warp-specialised row is the best of the same key in bf16."""
     leading = [other for other in rows if other.key == row.key.with_(dtype="bf16")]
-    return bool(leading) and min(leading, key=lambda other: other.rank_us).specialized
+    return bool(leading) and _winner(leading).specialized
 
 
 @click.command(help=__doc__)
@@ -81,9 +81,8 @@ def _leader_won(row: Row, rows: list[Row]) -> bool:
 @click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
 @click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
 def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, raced_only: bool) -> None:
-    rows = list(reader.read(measured[0]))
-    if len(measured) > 1:
-        rows = best_of([reader.read(run) for run in measured], Toolchain(kernel_hashes=fingerprint.kernel_hashes()))
+    runs = [list(reader.read(run)) for run in measured]
+    rows = runs[0] if len(runs) == 1 else best_of(runs, Toolchain(kernel_hashes=fingerprint.kernel_hashes()))
     if raced_only:
         kept = raced(rows)
         click.echo(f"{len(rows) - len(kept)} rows left out")

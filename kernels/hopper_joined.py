@@ -93,12 +93,8 @@ def _over_queries(
         dv_acc, p_operand, dq = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
         if REDUCE == "vector":
             add_from_registers(
-                words,
-                first_word + block_of(j, first_block, end_block, DESCENDING) * (BLOCK_M * BLOCK_D),
-                dq,
-                BLOCK_M,
-                BLOCK_D,
-            )
+                words, first_word + block_of(j, first_block, end_block, DESCENDING) * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
         else:
             hand_over(dq, dq_smem, turn == base, 0, BLOCK_M, BLOCK_D, 288)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])

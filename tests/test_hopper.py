@@ -474,9 +474,7 @@ def test_no_group_waits_for_another_among_its_exponentials(case: Case, built: Ca
     stretches = 0
     pieces = re.split(r"^HGMMA.*\n?", "\n".join(operations), flags=re.MULTILINE)
     # ptxas may issue a product step by step among them
-    for some, stretch in ((some, "".join(found)) for some, found in groupby(pieces, lambda piece: "MUFU.EX2" in piece)):
-        if not some:
-            continue
+    for stretch in ("".join(found) for some, found in groupby(pieces, lambda piece: "MUFU.EX2" in piece) if some):
         exponentials = [match.start() for match in re.finditer(r"^MUFU\.EX2", stretch, re.MULTILINE)]
         if len(exponentials) >= SCORES:
             stretches += 1
