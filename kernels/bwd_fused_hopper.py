@@ -24,7 +24,6 @@ from fa2tune.kernels.hopper_fused import (
     PIECE_GONE,
     add,
     as_block_of,
-    block_of,
     come,
     hand_over,
     issue_dq,
@@ -37,7 +36,6 @@ from fa2tune.kernels.hopper_fused import (
     reduce_dq,
     share,
     taken_for,
-    turning_point,
     work,
 )
 from fa2tune.kernels.hopper_joined import consume_joined
@@ -48,12 +46,12 @@ from fa2tune.variant import Variant, Workspaces
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, v_own, s, h_dq, row_dq, begin, end, first_block, end_block, done, base, limit, sums, words, smem, barriers,
+    dk_acc, dv_acc, v_own, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
     b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    DESCENDING: gl.constexpr, MASK: gl.constexpr,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks of one head, those with numbers [begin, end) of the tile's [first_block, end_block). Turns of the rings:
     done before block 0 of this head, base before this tile, limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
@@ -87,7 +85,7 @@ def _over_queries(
         if not SCORES_AHEAD:
             s = warpgroup_mma_wait(1, deps=[s_next])
         p = probabilities(
-            s, lse_smem, stage, block_of(j, first_block, end_block, DESCENDING) * BLOCK_M, key, offset, seqlen_k, qk_scale,
+            s, lse_smem, stage, j * BLOCK_M, key, offset, seqlen_k, qk_scale,
             KEYS, BLOCK_M, IS_CAUSAL, MASK, POLYNOMIAL, s_layout,
         )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
@@ -121,7 +119,7 @@ def _over_queries(
             meet(DS_READY, 256)
             dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
             h_dq = h
-            row_dq = block_of(j, first_block, end_block, DESCENDING) * BLOCK_M
+            row_dq = j * BLOCK_M
         if SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = warpgroup_mma_wait(3, deps=[dv_next, p_operand])
@@ -147,7 +145,7 @@ def _over_queries(
                 sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
             )  # fmt: skip
         h_dq = h
-        row_dq = block_of(j, first_block, end_block, DESCENDING) * BLOCK_M
+        row_dq = j * BLOCK_M
         if SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
@@ -166,8 +164,7 @@ def _consume(
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, DESCENDING: gl.constexpr, PAIRS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -211,15 +208,13 @@ def _consume(
             for g in range(group):  # every query head that reads this key head
                 h = h_kv * group + g
                 done = base + g * n_blocks - first
-                turning = turning_point(first, full, end, DESCENDING)
-                # queries under the mask, then those that see every key; descending the other way round
-                for part in gl.static_range(2):
+                for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, turning if part else first, end if part else turning,
-                        first, end, done, base, base + total, sums, words, smem, barriers,
+                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, full if part else first, end if part else full,
+                        done, base, base + total, sums, words, smem, barriers,
                         b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
                         CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, DESCENDING, (part == 0) != DESCENDING,
+                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
@@ -263,9 +258,8 @@ def bwd_fused_hopper_kernel(
     rows_padded, HEADS_PER_WAVE, counter,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, DESCENDING: gl.constexpr,
-    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr,
+    DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; stats [2, B, Hq, rows_padded] float32:
     lse * log2(e), +inf where p is to be zero, and delta -> dk, dv, and dS K added to a float32 workspace [B, Hq, rows_padded,
@@ -305,13 +299,13 @@ def bwd_fused_hopper_kernel(
             (consume_joined, (
                 words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
                 HEADS_PER_WAVE, qk_scale, softmax_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, DESCENDING, PAIRS, DYNAMIC, K_STAGES)),
+                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, K_STAGES)),
             (produce, (
                 q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DESCENDING, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, DESCENDING, JOINED, ADDS)),
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -319,18 +313,18 @@ def bwd_fused_hopper_kernel(
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, DESCENDING, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, DESCENDING, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
             (produce, (
                 q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DESCENDING, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, DESCENDING, JOINED, ADDS)),
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 

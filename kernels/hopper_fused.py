@@ -119,24 +119,6 @@ def query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, IS_CAUSAL: 
     return first, full, end
 
 
-@gluon.jit
-def block_of(number, first, end, DESCENDING: gl.constexpr):
-    """Which of the query blocks [first, end) has a number when they are taken in order: it, or from the last one down."""
-    block = number
-    if DESCENDING:
-        block = first + end - 1 - number
-    return block
-
-
-@gluon.jit
-def turning_point(first, full, end, DESCENDING: gl.constexpr):
-    """The number at which the blocks under the mask end, or (DESCENDING) begin."""
-    number = full
-    if DESCENDING:
-        number = first + end - full
-    return number
-
-
 #: Triton 3.9 has it in public.
 _PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
 
@@ -230,7 +212,7 @@ def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
 def produce(
     q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    DESCENDING: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with lse and dO with delta through rings."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -250,7 +232,7 @@ def produce(
         for i in range(total):
             turn = base + i
             h = h_kv * group + i // n_blocks
-            row = block_of(first + i % n_blocks, first, end, DESCENDING) * BLOCK_M
+            row = (first + i % n_blocks) * BLOCK_M
             stage = turn % STAGES
             if DQ_BEHIND:
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -292,7 +274,7 @@ def produce(
 def add(
     sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    DESCENDING: gl.constexpr, JOINED: gl.constexpr, ADDS: gl.constexpr,
+    JOINED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums. Without ADDS it has
     nothing to do."""
@@ -309,7 +291,7 @@ def add(
             total = gl.where(alive, group * n_blocks, 0)
             for i in range(total):
                 h = h_kv * group + i // n_blocks
-                row = block_of(first + i % n_blocks, first, end, DESCENDING) * BLOCK_M
+                row = (first + i % n_blocks) * BLOCK_M
                 if JOINED:
                     meet(PIECE_READY, 288)
                     tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))

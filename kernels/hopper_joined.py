@@ -20,7 +20,6 @@ from fa2tune.kernels.hopper_fused import (
     V_EMPTY,
     add_from_registers,
     as_block_of,
-    block_of,
     come,
     come_if,
     hand_over,
@@ -28,21 +27,19 @@ from fa2tune.kernels.hopper_fused import (
     probabilities,
     share,
     taken_for,
-    turning_point,
     work,
 )
 
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, words, first_word, k_stage, begin, end, first_block, end_block, done, base, limit,
-    tile_phase, smem, barriers, start_n, offset, seqlen_k, qk_scale,
+    dk_acc, dv_acc, words, first_word, k_stage, begin, end, done, base, limit, tile_phase, smem, barriers, start_n, offset,
+    seqlen_k, qk_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, DESCENDING: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks of one head, those with numbers [begin, end) of the tile's [first_block, end_block); its sums of dQ start at
-    first_word. Turns of the rings: done before block 0 of this head, base before this tile, limit with it. k_stage: where this
-    tile's K lies; tile_phase: of its v_ready."""
+    """Query blocks [begin, end) of one head, whose sums of dQ start at first_word. Turns of the rings: done before block 0 of
+    this head, base before this tile, limit with it. k_stage: where this tile's K lies; tile_phase: of its v_ready."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -68,7 +65,7 @@ def _over_queries(
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         p = probabilities(
-            s, lse_smem, stage, block_of(j, first_block, end_block, DESCENDING) * BLOCK_M, start_n, offset, seqlen_k, qk_scale,
+            s, lse_smem, stage, j * BLOCK_M, start_n, offset, seqlen_k, qk_scale,
             BLOCK_N, BLOCK_M, IS_CAUSAL, MASK, False, s_layout,
         )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
@@ -92,9 +89,7 @@ def _over_queries(
         dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
         dv_acc, p_operand, dq = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
         if REDUCE == "vector":
-            add_from_registers(
-                words, first_word + block_of(j, first_block, end_block, DESCENDING) * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+            add_from_registers(words, first_word + j * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D)
         else:
             hand_over(dq, dq_smem, turn == base, 0, BLOCK_M, BLOCK_D, 288)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
@@ -107,8 +102,7 @@ def consume_joined(
     words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
     heads_per_wave, qk_scale, softmax_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, DESCENDING: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    K_STAGES: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -139,14 +133,11 @@ def consume_joined(
             for g in range(group):  # every query head that reads this key head
                 done = base + g * n_blocks - first
                 first_word = (b * heads_q + h_kv * group + g).to(gl.int64) * rows_padded * BLOCK_D
-                turning = turning_point(first, full, end, DESCENDING)
-                # queries under the mask, then those that see every key; descending the other way round
-                for part in gl.static_range(2):
+                for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
-                        dk_acc, dv_acc, words, first_word, k_stage, turning if part else first, end if part else turning,
-                        first, end, done, base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k, qk_scale,
-                        IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, DESCENDING, K_STAGES,
-                        (part == 0) != DESCENDING,
+                        dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full, done,
+                        base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k, qk_scale,
+                        IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, K_STAGES, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
             stage = out_smem.index(0)

@@ -61,7 +61,7 @@ def default(spec: Specialization, arch: int) -> Config:
     block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first,
-        "V_IN_REGISTERS": False, "POLYNOMIAL": False, "DESCENDING": False, "STAGES": 2,
+        "V_IN_REGISTERS": False, "POLYNOMIAL": False, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "HEADS_PER_WAVE": heads, "num_warps": warps,
     }  # fmt: skip
 
@@ -93,9 +93,6 @@ SPACE = SearchSpace(
             False,
             True,
         ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
-        # a head's queries from the last block down to the diagonal: its tiles then are at the same block at a time, as they are
-        # without a mask; not yet measured
-        "DESCENDING": (False, True),
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
         "HEADS_PER_WAVE": (1, 4, 8, 32),
         "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
@@ -150,11 +147,6 @@ SPACE = SearchSpace(
                 config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
                 and (spec.causal or not config["PAIRS"])
             ),
-        ),
-        Constraint(
-            "queries_descend_to_a_diagonal",
-            "without a mask every tile begins at the same block of queries either way",
-            lambda config, spec, arch: spec.causal or not config["DESCENDING"],
         ),
         Constraint(
             "polynomials_spare_a_busy_unit",

@@ -262,12 +262,6 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
                                    ("joined", 2 * GROUP_WARPS, "together"))
     },
     "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and not p.causal and takes_several(v, c, p),
-    **{
-        f"queries from the last block down, {columns}, {warps}": lambda v, c, p, columns=columns, warps=warps: (
-            bool(c.get("DESCENDING")) and (p.head_dim, c["num_warps"]) == (columns, warps) and takes_several(v, c, p)
-        )
-        for columns in (64, 128) for warps in (GROUP_WARPS, 2 * GROUP_WARPS)
-    },
     "K of two tiles": lambda v, c, p: (
         "DYNAMIC" in c and v.constants(p.specialization, c)["K_STAGES"] == 2 and takes_several(v, c, p)
     ),

@@ -310,16 +310,6 @@ FORMS = (
         for order, dynamic in product(("together", "behind"), (False, True))
     ),
     Form("bwd_fused_hopper", 128, True, {"PAIRS": False, "DYNAMIC": True}),  # the counter, groups joined
-    *(  # queries from the last block down
-        Form("bwd_fused_hopper", dim, True, {"DESCENDING": True, **more})
-        for dim, more in (
-            (64, {"ORDER": "together"}),
-            (64, {}),
-            (64, _HALF),
-            (128, {}),
-            (128, {"ORDER": "ahead", "REDUCE": "tma", "num_warps": 4}),
-        )
-    ),
     *(  # K of two tiles
         Form("bwd_fused_hopper", 64, True, {**_HALF, "DYNAMIC": dynamic, "PAIRS": not dynamic})
         for dynamic in (False, True)
