@@ -243,7 +243,7 @@ def tune(portable_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def mended(path: Path, tune: Any, card: Card | None = CARD) -> repair.Repaired:
     seen = look(reader.read(path), card)
-    return repair.repair(path, seen.go(), seen, tune, trials=4, workers=2)
+    return repair.repair(path, seen.go(), seen, tune, trials=6, workers=2)
 
 
 def test_repair_refreshes_what_holds_and_tunes_only_the_rest(tmp_path: Path, tune: Any, faults: Any) -> None:
@@ -285,6 +285,34 @@ def test_a_row_of_this_very_toolchain_is_searched_for_anew(tmp_path: Path, tune:
     assert [row.variant for row in done.retuned if row.variant == "pointer"] or done.kept
     assert after["pointer"].created >= before["pointer"].created
     assert (after["pointer"].time_us or 0) != before["pointer"].time_us, "not what the studies kept"
+
+
+def test_repair_leaves_nothing_slower_than_it_found(tmp_path: Path, tune: Any, faults: Any) -> None:
+    """A search files every way of a key, and four trials need not come to what served before."""
+    path = tmp_path / "cache.sqlite"
+    held = made(variant="descriptor", config=config(LOADS="descriptor"), triton="3.5.1")
+    Store(path).put([held, made(triton="3.5.1")])
+    faults(["slow", {"BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer"}, 1.05])
+    seen = look(reader.read(path))
+    findings = {finding.row.variant: finding for finding in seen.go()}
+    assert (findings["descriptor"].state, findings["pointer"].state) == (HOLDS, LOST)
+
+    def in_vain(request: TuneRequest) -> Any:
+        """Finds slower ones."""
+        report = tune(request)
+        slower = [replace(r, config=config(BLOCK_N=16, LOADS=r.variant), time_us=9e3) for r in report.rows]
+        Store(path).put(slower)
+        report.rows[:] = slower
+        return report
+
+    done = repair.repair(path, list(findings.values()), seen, in_vain, trials=4, workers=2)
+    rows = {row.variant: row for row in reader.read(path)}
+    for variant in ("descriptor", "pointer"):
+        assert rows[variant].config == findings[variant].row.config
+        assert rows[variant].time_us == pytest.approx(findings[variant].time_us)
+    [(kept, why)] = done.kept
+    assert kept.variant == "pointer" and "kept with today's time" in why
+    assert [row.variant for row in done.refreshed] == ["descriptor"] and not done.retuned
 
 
 def test_what_nothing_replaces_is_kept_or_withdrawn_never_lost(tmp_path: Path, faults: Any) -> None:

@@ -112,6 +112,7 @@ def repair(
     _settle(store, beyond, [], "`fa2tune tune` searches no such key", done)
     for request, members in requests(single, path, **search):
         new, why = _tuned(request, members, tune, say)
+        new = _no_slower(store, findings, new)
         done.retuned += new
         _settle(store, members, new, why, done)
     _whole(store, findings, look, done)
@@ -143,6 +144,19 @@ def _tuned(
     if report.interrupted:  # what it did not come to is not settled
         raise KeyboardInterrupt
     return report.rows, ""
+
+
+def _no_slower(store: Store, findings: Sequence[Finding], new: Sequence[Row]) -> list[Row]:
+    """The rows of a search, but those that took the place of a faster one, which is put back with today's time: a search files
+    every way of its keys, those that held, too, and within its trials may not come to what served."""
+    today = {record.identity(f.row): f.fresh for f in findings if f.fresh and f.fresh.time_us}
+    back = {}
+    for row in new:
+        before = today.get(record.identity(row))
+        if before and row.time_us and row.config != before.config and row.time_us > (before.time_us or 0):
+            back[record.identity(row)] = before
+    store.put(list(back.values()))
+    return [row for row in new if record.identity(row) not in back]
 
 
 def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: str, done: Repaired) -> None:

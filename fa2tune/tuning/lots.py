@@ -20,7 +20,7 @@ from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.tuning import crown
 from fa2tune.tuning.family import Family
 from fa2tune.tuning.plan import PASSES, Plan
-from fa2tune.tuning.search import winners
+from fa2tune.tuning.search import incumbents, winners
 from fa2tune.variant import Variant
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ def opened(lot: Lot, plan: Plan, shelf: Shelf, stamp: str, ledger: Ledger, known
         for variant in _variants(lot, plan):
             family = Family(variant, spec, plan, shelf, stamp, ledger, retry)
             own = [row for row in known if row.variant in variant.ways]
+            family.search.seeds.extend(incumbents(own, family.keys))
             family.search.seeds.extend(winners(own, family.kernel, spec, gpu.arch))
             if family.legal.configs:
                 families.append(family)

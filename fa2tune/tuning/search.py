@@ -1,7 +1,7 @@
 """What to try next, for one kernel, dtype, head dim and mask, at all its lengths at once.
 
 In this order: points that an earlier run tried at some lengths only; other launches of a binary that turned out good, which
-cost no compile; seeds (the default, winners found elsewhere); now and then the best of a neighbour, or the best so far with
+cost no compile; seeds (the default, what serves these keys, winners found elsewhere); now and then the best of a neighbour, or the best so far with
 the other way of loading; else what the sampler of one of the lengths wants, in turns.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
-from fa2tune.problem import Config, Specialization
+from fa2tune.problem import Config, Specialization, TuningKey
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.tuning.candidates import Field, Point, point
 from fa2tune.tuning.study import KeyStudy, Outcome
@@ -22,6 +22,11 @@ NEIGHBOUR_EVERY = 3
 #: A binary this close to the best of its load variant at some length is tried with its other launches, too.
 LAUNCHES_WITHIN = 1.08
 WINNERS = 4  #: for other GPUs and lengths, out of cache files, that a search starts from
+
+
+def incumbents(rows: Iterable[Row], keys: Collection[TuningKey]) -> Sequence[Config]:
+    """What serves these very keys by now, out of cache files: a search must not end with less than it found."""
+    return list({point(row.config): row.config for row in rows if row.key in keys}.values())
 
 
 def winners(rows: Iterable[Row], kernel: str, spec: Specialization, arch: int) -> Sequence[Config]:
