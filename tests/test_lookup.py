@@ -14,7 +14,7 @@ import pytest
 from cache_rows import FULL, KEY, row
 
 from fa2tune.problem import TuningKey
-from fa2tune.rows import lookup
+from fa2tune.rows import lookup, reader
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import MEASURED, OBTAINED, PREDICTED, SIBLING, Row
@@ -140,6 +140,31 @@ def test_fresh_before_layer_before_time() -> None:
     served = [c.row for c in lookup.candidates(KEY, "gh100", layers, NOW)]
     assert served == [slow, fast, stale]
     best_first(fast, slow, row(variant="fused", time_us=None))
+
+
+def test_of_stale_rows_the_one_made_with_the_nearest_serves() -> None:
+    """Another driver costs little, another Triton up to half the speed, and another kernel may be another one altogether."""
+    order = [
+        row(driver="555.42.02", time_us=9.0), row(triton="3.6.1", time_us=8.0), row(triton="3.7.0", time_us=7.0),
+        row(triton="3.7.0", driver="555.42.02", time_us=6.0), row(triton="3.4.0", time_us=5.0),
+        row(triton="2.6.0", time_us=4.0), row(kernel_hash="beef", time_us=3.0),
+        row(kernel_hash="beef", triton="3.7.0", time_us=2.0),
+    ]  # fmt: skip
+    layers = [layer(one, name=str(place)) for place, one in enumerate(reversed(order))]
+    assert [c.row for c in lookup.candidates(KEY, "gh100", layers, NOW)] == order
+    unknown = row(triton="", time_us=1.0)
+    assert [c.row for c in lookup.candidates(KEY, "gh100", [layer(unknown, order[4])], NOW)] == [order[4], unknown]
+
+
+@pytest.mark.parametrize(
+    ("triton", "file"), [("3.6.0", "h200"), ("3.9.0", "h200-triton3.9"), ("3.10.1", "h200-triton3.9")]
+)
+def test_each_triton_is_served_what_was_tuned_with_it(triton: str, file: str) -> None:
+    """Whatever the driver: rows of the other one are the slower ones there, though they name shorter times."""
+    layers = [Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 16384)
+    served = lookup.find(key, "gh100", layers, anything, Toolchain(triton, "600.1"))
+    assert served is not None and served.layer.path.stem == file
 
 
 def test_stale_rows_serve_and_say_why() -> None:

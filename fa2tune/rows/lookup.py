@@ -11,7 +11,8 @@ or 32-bit element type. Among the rest the first difference decides, in this ord
    row "measured on a sibling" holds. So a laptop's prediction never shadows a fleet's measurement of the same problem.
    Of two GPUs on one rung the one with the nearest SM count comes first. An unlisted GPU matches its own name exactly
    or else the architecture rung.
-3. **Fresh** over stale: made with this Triton, this driver and this kernel source.
+3. **Fresh** over stale: made with this kernel source, this Triton and this driver. Of stale rows first those of this kernel
+   source, then those of the nearest Triton (one release cost rows up to half their speed), then those of this driver.
 4. **Layer**: named over user over fleet over shipped.
 5. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
    ``Row.rank_us``.
@@ -23,6 +24,7 @@ documented default config. Pure: no torch, no files.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
@@ -62,18 +64,34 @@ class Toolchain:
     driver: str = ""
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)  #: fingerprint.kernel_hashes
 
-    def stale(self, row: Row) -> tuple[str, ...]:
-        """What ``row`` was made with that is not so today; empty: fresh. A prediction involved no driver."""
+    def _parts(self, row: Row) -> tuple[tuple[str, str, str], ...]:
+        """(what, then, now) of all that is compared. A prediction involved no driver."""
         kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.variant), "")
-        return tuple(
-            f"{part} {then or 'unknown'}, now {now}"
-            for part, then, now in (
-                ("triton", row.triton, self.triton),
-                ("driver", row.driver, "" if row.obtained == PREDICTED else self.driver),
-                ("kernel source", row.kernel_hash, kernel_hash),
-            )
-            if now not in ("", then)
+        return (
+            ("triton", row.triton, self.triton),
+            ("driver", row.driver, "" if row.obtained == PREDICTED else self.driver),
+            ("kernel source", row.kernel_hash, kernel_hash),
         )
+
+    def stale(self, row: Row) -> tuple[str, ...]:
+        """What ``row`` was made with that is not so today; empty: fresh."""
+        return tuple(
+            f"{part} {then or 'unknown'}, now {now}" for part, then, now in self._parts(row) if now not in ("", then)
+        )
+
+    def age(self, row: Row) -> tuple[bool, float, bool]:
+        """How far a row's toolchain is from today's, for sorting: (another kernel source, Triton how far, another driver)."""
+        triton, driver, source = (now not in ("", then) for _, then, now in self._parts(row))
+        return source, _apart(row.triton, self.triton) if triton else 0.0, driver
+
+
+def _apart(one: str, other: str) -> float:
+    """How far two releases of Triton lie apart: minor ones count 1, others of the same minor release less; an unknown one, or
+    another major one, is the farthest."""
+    mine, theirs = (re.match(r"(\d+)\.(\d+)", version) for version in (one, other))
+    if not mine or not theirs or mine[1] != theirs[1]:
+        return math.inf
+    return abs(int(mine[2]) - int(theirs[2])) or 0.5
 
 
 @dataclass(frozen=True)
@@ -176,7 +194,7 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
             gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
             stale = toolchain.stale(row)
             standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
-            order = (rung, *distances, *standing, bool(stale), place, row.rank_us, row.variant)
+            order = (rung, *distances, *standing, toolchain.age(row), place, row.rank_us, row.variant)
             found.append((order, row, layer, rung, gpu_rung, stale))
     for _, row, layer, rung, gpu_rung, stale in sorted(found, key=itemgetter(0)):
         yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)

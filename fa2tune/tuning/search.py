@@ -1,8 +1,8 @@
 """What to try next, for one kernel, dtype, head dim and mask, at all its lengths at once.
 
 In this order: points that an earlier run tried at some lengths only; other launches of a binary that turned out good, which
-cost no compile; seeds (the default, what serves these keys, winners found elsewhere); now and then the best of a neighbour, or the best so far with
-the other way of loading; else what the sampler of one of the lengths wants, in turns.
+cost no compile; seeds (the default, what serves these keys, winners found elsewhere); now and then the best of a neighbour, or
+the best so far with the other way of loading; else what the sampler of one of the lengths wants, in turns.
 """
 
 from __future__ import annotations
