@@ -4,7 +4,8 @@
 
 OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, and bwd_delta's, is
 compiled from both trees, each in a process of its own. Only if the machine code of all of them is the same, instruction by
-instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU.
+instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU,
+but the Triton that the rows were made with: files of another one are for a run of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import click
 
 from fa2tune.compiling import compiler
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.problem import BACKWARD
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row, hashed_as
@@ -84,6 +86,9 @@ def main(old_tree: Path, files: tuple[Path, ...]) -> None:
     click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
     tables = {path: reader.read(path) for path in files}
     rows = [row for found in tables.values() for row in found]
+    others = {row.triton for row in rows} - {triton_version()}
+    if others:
+        raise click.BadParameter(f"files: rows of Triton {', '.join(sorted(others))}, but here is {triton_version()}")
     jobs = _jobs(rows, edited)
     old, new = _of(old_tree.absolute(), jobs)[1], _of(HERE, jobs)[1]
     changed = [job for job, a, b in zip(jobs, old, new, strict=True) if a != b]

@@ -53,8 +53,8 @@ def _over_queries(
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks of one head, those with numbers [begin, end) of the tile's [first_block, end_block). Turns of the rings:
-    done before block 0 of this head, base before this tile, limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
+    """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
+    limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
     SCORES_AHEAD: s holds S^T of block begin, and S^T of the next block is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers

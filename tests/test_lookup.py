@@ -145,7 +145,7 @@ def test_fresh_before_layer_before_time() -> None:
 def test_of_stale_rows_the_one_made_with_the_nearest_serves() -> None:
     """Another driver costs little, another Triton up to half the speed, and another kernel may be another one altogether."""
     order = [
-        row(driver="555.42.02", time_us=9.0), row(triton="3.6.1", time_us=8.0), row(triton="3.7.0", time_us=7.0),
+        row(triton="3.6.1", time_us=9.0), row(driver="555.42.02", time_us=8.0), row(triton="3.7.0", time_us=7.0),
         row(triton="3.7.0", driver="555.42.02", time_us=6.0), row(triton="3.4.0", time_us=5.0),
         row(triton="2.6.0", time_us=4.0), row(kernel_hash="beef", time_us=3.0),
         row(kernel_hash="beef", triton="3.7.0", time_us=2.0),

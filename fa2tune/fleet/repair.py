@@ -111,8 +111,7 @@ def repair(
     beyond = [finding for finding in single if not searchable(finding.row.key)]
     _settle(store, beyond, [], "`fa2tune tune` searches no such key", done)
     for request, members in requests(single, path, **search):
-        new, why = _tuned(request, members, tune, say)
-        new = _no_slower(store, findings, new)
+        new, why = _tuned(store, request, members, tune, say)
         done.retuned += new
         _settle(store, members, new, why, done)
     _whole(store, findings, look, done)
@@ -123,9 +122,12 @@ def repair(
 
 
 def _tuned(
-    request: TuneRequest, members: Sequence[Finding], tune: Callable[[TuneRequest], Report], say: Callable[[str], None]
-) -> tuple[list[Row], str]:
-    """The rows that a search filed, and why it filed none."""
+    store: Store, request: TuneRequest, members: Sequence[Finding], tune: Callable[[TuneRequest], Report],
+    say: Callable[[str], None],
+) -> tuple[list[Row], str]:  # fmt: skip
+    """The rows of a search that are filed, and why there are none. It works on a copy of the file, since it finds rows for
+    every way of its keys: the file takes what is to be mended and what it lacked. A way that holds, or of which nothing
+    could be told, stays as it is."""
     key = members[0].row.key
     wanted = members[0].row.obtained
     title = f"{key.gpu} {key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'}"
@@ -136,27 +138,20 @@ def _tuned(
     if wanted != PREDICTED and target.obtained != wanted:
         return [], f"{members[0].row.obtained_on or key.gpu}, on which it was measured, is not here"
     say(f"tuning {title}, {', '.join(map(str, request.buckets))}")
-    if members[0].stale:
-        report = tune(request)
-    else:  # made by this very toolchain: its studies would hand back what they found then
-        with tempfile.TemporaryDirectory() as folder:
-            report = tune(replace(request, studies=Path(folder) / "studies.sqlite"))
+    there = store.rows()
+    with tempfile.TemporaryDirectory() as folder:
+        aside = Path(folder)
+        Store(aside / "cache.sqlite").put(there)
+        # of a row made by this very toolchain the studies would hand back what they found then
+        studies = (store.path.parent if members[0].stale else aside) / "studies.sqlite"
+        report = tune(replace(request, cache=aside / "cache.sqlite", studies=studies))
+    mended = {record.identity(finding.row) for finding in members}
+    stays = {record.identity(row) for row in there} - mended
+    new = [row for row in report.rows if record.identity(row) not in stays]
+    store.put(new)
     if report.interrupted:  # what it did not come to is not settled
         raise KeyboardInterrupt
-    return report.rows, ""
-
-
-def _no_slower(store: Store, findings: Sequence[Finding], new: Sequence[Row]) -> list[Row]:
-    """The rows of a search, but those that took the place of a faster one, which is put back with today's time: a search files
-    every way of its keys, those that held, too, and within its trials may not come to what served."""
-    today = {record.identity(f.row): f.fresh for f in findings if f.fresh and f.fresh.time_us}
-    back = {}
-    for row in new:
-        before = today.get(record.identity(row))
-        if before and row.time_us and row.config != before.config and row.time_us > (before.time_us or 0):
-            back[record.identity(row)] = before
-    store.put(list(back.values()))
-    return [row for row in new if record.identity(row) not in back]
+    return new, ""
 
 
 def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: str, done: Repaired) -> None:

@@ -12,7 +12,8 @@ or 32-bit element type. Among the rest the first difference decides, in this ord
    Of two GPUs on one rung the one with the nearest SM count comes first. An unlisted GPU matches its own name exactly
    or else the architecture rung.
 3. **Fresh** over stale: made with this kernel source, this Triton and this driver. Of stale rows first those of this kernel
-   source, then those of the nearest Triton (one release cost rows up to half their speed), then those of this driver.
+   source, then those of the nearest minor release of Triton (another one cost rows up to half their speed), then those of
+   this driver, then those of this very Triton.
 4. **Layer**: named over user over fleet over shipped.
 5. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
    ``Row.rank_us``.
@@ -79,19 +80,20 @@ class Toolchain:
             f"{part} {then or 'unknown'}, now {now}" for part, then, now in self._parts(row) if now not in ("", then)
         )
 
-    def age(self, row: Row) -> tuple[bool, float, bool]:
-        """How far a row's toolchain is from today's, for sorting: (another kernel source, Triton how far, another driver)."""
+    def age(self, row: Row) -> tuple[bool, float, bool, bool]:
+        """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
+        another driver, another Triton)."""
         triton, driver, source = (now not in ("", then) for _, then, now in self._parts(row))
-        return source, _apart(row.triton, self.triton) if triton else 0.0, driver
+        return source, _apart(row.triton, self.triton) if triton else 0.0, driver, triton
 
 
 def _apart(one: str, other: str) -> float:
-    """How far two releases of Triton lie apart: minor ones count 1, others of the same minor release less; an unknown one, or
-    another major one, is the farthest."""
+    """How many minor releases of Triton lie between two versions, a major one counting as a thousand; unknown ones are the
+    farthest."""
     mine, theirs = (re.match(r"(\d+)\.(\d+)", version) for version in (one, other))
-    if not mine or not theirs or mine[1] != theirs[1]:
+    if not mine or not theirs:
         return math.inf
-    return abs(int(mine[2]) - int(theirs[2])) or 0.5
+    return abs(1000 * (int(mine[1]) - int(theirs[1])) + int(mine[2]) - int(theirs[2]))
 
 
 @dataclass(frozen=True)

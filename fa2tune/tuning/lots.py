@@ -160,7 +160,7 @@ def opened(lot: Lot, plan: Plan, shelf: Shelf, stamp: str, ledger: Ledger, known
         for variant in _variants(lot, plan):
             family = Family(variant, spec, plan, shelf, stamp, ledger, retry)
             own = [row for row in known if row.variant in variant.ways]
-            family.search.seeds.extend(incumbents(own, family.keys))
+            family.search.also(incumbents(own, family.keys))
             family.search.seeds.extend(winners(own, family.kernel, spec, gpu.arch))
             if family.legal.configs:
                 families.append(family)

@@ -25,7 +25,8 @@ WINNERS = 4  #: for other GPUs and lengths, out of cache files, that a search st
 
 
 def incumbents(rows: Iterable[Row], keys: Collection[TuningKey]) -> Sequence[Config]:
-    """What serves these very keys by now, out of cache files: a search must not end with less than it found."""
+    """What serves these very keys by now, out of cache files: raced with the others, so that a search ends with no less than it
+    began with."""
     return list({point(row.config): row.config for row in rows if row.key in keys}.values())
 
 
@@ -77,6 +78,13 @@ class Search:
         self.seeds.extendleft(reversed([*default, *winners]))
         wanted = {self.field.binary(point(config)) for config in [*default, *winners] if point(config) in self.allowed}
         self.trials = max(self.trials, len(self._binaries | wanted))
+
+    def also(self, configs: Sequence[Config]) -> None:
+        """Try these right after the default, beside so many trials. Nothing has been proposed yet."""
+        default = [self.seeds.popleft()] if self.seeds else []
+        self.seeds.extendleft(reversed([*default, *configs]))
+        binaries = {self.field.binary(point(config)) for config in configs if point(config) in self.allowed}
+        self.trials += len(binaries - self._binaries)
 
     def tried(self) -> Set[Point]:
         """What has been filed, for any length."""
