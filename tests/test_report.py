@@ -197,7 +197,7 @@ def test_a_regret_is_told_where_it_was_measured_only() -> None:
     assert regret.rung_between(key, key) is None and regret.told(key, None) is None
     assert regret.told(key, regret.rung_between(key, key.with_(bucket=4096, dtype="fp16"))) is None
     for other in (
-        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 96, "head_dim_v": 96},
         {"gpu": "a100-sxm-80gb"},
         {"dtype": "fp32"},
         {"kernel": "bwd_dq"},

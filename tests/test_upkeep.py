@@ -288,8 +288,8 @@ def test_a_row_of_this_very_toolchain_is_searched_for_anew(tmp_path: Path, tune:
 
 
 def test_repair_touches_nothing_but_what_is_to_be_mended(tmp_path: Path, tune: Any, faults: Any) -> None:
-    """A search finds a row for every way of a key: the way that holds keeps its own, one that nobody looked at, too, and one that
-    the file lacked comes in. Also where the search is cut off."""
+    """A search finds a row for every way of a key: the way that holds keeps its own, one that nobody looked at, too, and one
+    that the file lacked comes in. Also where the search is cut off."""
     path = tmp_path / "cache.sqlite"
     held = made(variant="descriptor", config=config(LOADS="descriptor", num_stages=2), triton="3.5.1")
     elsewhere = made(replace(KEY, bucket=1024), triton="3.5.1")
