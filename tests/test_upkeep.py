@@ -141,7 +141,6 @@ def test_a_card_at_a_lower_clock_is_no_loss_and_a_default_that_overtook_is(fault
         (0.8, 1.02, HOLDS),
         (0.8, 0.9, HOLDS),
         (0.8, 1.05, LOST),
-        (1.5, 1.5, UNTOLD),
     ):
         faults(["clock", {}, clock], ["slow", {}, slow])
         assert [f.state for f in found([made(config=mine)])] == [state], (clock, slow)
@@ -149,6 +148,19 @@ def test_a_card_at_a_lower_clock_is_no_loss_and_a_default_that_overtook_is(fault
     [one] = found([made(config=mine)])
     assert one.state == LOST
     assert "the default config is now faster" in one.why
+
+
+def test_at_a_much_lower_clock_a_row_holds_by_its_lead_over_the_default_or_nothing_is_told(faults: Any) -> None:
+    mine, led = config(BLOCK_N=32), crown.rival(variant_named("fwd").space, KEY.specialization(), 90, "pointer")
+    row = replace(
+        made(config=mine), default_time_us=true_time(led, KEY.bucket), gain=true_time(led, 512) / true_time(mine, 512)
+    )
+    faults(["clock", {}, 1.5], ["slow", {}, 1.5])
+    [one] = found([row])
+    assert (one.state, one.fresh) == (HOLDS, None) and "as before; the card ran at 1320 MHz, and at 1980" in one.why
+    assert [f.state for f in found([replace(row, triton="3.5.1")])] == [UNTOLD], "the default may have lost as much"
+    faults(["clock", {}, 1.5], ["slow", {"BLOCK_N": 32}, 1.1], ["slow", {}, 1.05])
+    assert [f.state for f in found([row])] == [UNTOLD]
 
 
 def test_without_the_gpu_a_measured_row_is_compiled_and_that_is_said(log: Path, faults: Any) -> None:

@@ -191,7 +191,7 @@ def _whole(store: Store, findings: Sequence[Finding], look: Verification, done: 
         if finding.fresh:
             store.put([finding.fresh])
             done.retuned.append(finding.fresh)
-        else:
+        elif finding.state != HOLDS:
             _settle(store, [before if before.dangerous else finding], [], finding.why, done)
 
 

@@ -335,9 +335,22 @@ class Verification:
                 if (other.time_us or 0.0) < (fresh.time_us or 0.0):
                     fresh, race = other, second
         if _slower_clock(row, fresh) > CLOCKS and (fresh.time_us or 0.0) > (row.time_us or 0.0) * (1 + TOLERANCE):
-            self._file(row, UNTOLD, f"the card ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} when it was timed")
+            clocks = f"the card ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} when it was timed"
+            if self._keeps_its_lead(row, fresh, race):  # its time is another card's still, so nothing is filed
+                self._file(
+                    row, HOLDS, f"{fresh.gain:.2f} x the default config, as before; {clocks}", time_us=fresh.time_us
+                )
+            else:
+                self._file(row, UNTOLD, clocks)
             return
         self._weigh(row, fresh, race)
+
+    def _keeps_its_lead(self, row: Row, fresh: Row, race: Race) -> bool:
+        """Whether it is as far ahead of the default config as it says. Of a row made by another toolchain that says little: the
+        default may have lost as much as it."""
+        if self.toolchain.stale(row) or len(race.times) < 2 or not row.gain or not fresh.gain:
+            return False
+        return fresh.gain >= row.gain / (1 + TOLERANCE)
 
     def _fresh(self, row: Row, race: Race, evidence: Mapping[str, Any]) -> Row:
         alone = len(race.times) == 1
