@@ -81,14 +81,14 @@ def _jobs(rows: list[Row], edited: set[str]) -> list[Any]:
 @click.argument("old_tree", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(old_tree: Path, files: tuple[Path, ...]) -> None:
-    before, after = (_of(tree, [])[0] for tree in (old_tree.absolute(), HERE))
-    edited = {name for name in after if before.get(name) != after[name]}
-    click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
     tables = {path: reader.read(path) for path in files}
     rows = [row for found in tables.values() for row in found]
     others = {row.triton for row in rows} - {triton_version()}
     if others:
         raise click.BadParameter(f"files: rows of Triton {', '.join(sorted(others))}, but here is {triton_version()}")
+    before, after = (_of(tree, [])[0] for tree in (old_tree.absolute(), HERE))
+    edited = {name for name in after if before.get(name) != after[name]}
+    click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
     jobs = _jobs(rows, edited)
     old, new = _of(old_tree.absolute(), jobs)[1], _of(HERE, jobs)[1]
     changed = [job for job, a, b in zip(jobs, old, new, strict=True) if a != b]

@@ -194,12 +194,11 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
         for row in _relatives(layer, family):
             rung, *distances = _problem(key, row.key)
             gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
-            stale = toolchain.stale(row)
             standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             order = (rung, *distances, *standing, toolchain.age(row), place, row.rank_us, row.variant)
-            found.append((order, row, layer, rung, gpu_rung, stale))
-    for _, row, layer, rung, gpu_rung, stale in sorted(found, key=itemgetter(0)):
-        yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, stale)
+            found.append((order, row, layer, rung, gpu_rung))
+    for _, row, layer, rung, gpu_rung in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, toolchain.stale(row))
 
 
 def find(

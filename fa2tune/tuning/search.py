@@ -74,17 +74,23 @@ class Search:
 
     def start_from(self, winners: Sequence[Config]) -> None:
         """Try these right after the default, all of them however few trials there are. Nothing has been proposed yet."""
-        default = [self.seeds.popleft()] if self.seeds else []
-        self.seeds.extendleft(reversed([*default, *winners]))
-        wanted = {self.field.binary(point(config)) for config in [*default, *winners] if point(config) in self.allowed}
-        self.trials = max(self.trials, len(self._binaries | wanted))
+        first = self._put_first(winners)
+        self.trials = max(self.trials, len(self._binaries | self._binaries_of(first)))
 
     def also(self, configs: Sequence[Config]) -> None:
         """Try these right after the default, beside so many trials. Nothing has been proposed yet."""
-        default = [self.seeds.popleft()] if self.seeds else []
-        self.seeds.extendleft(reversed([*default, *configs]))
-        binaries = {self.field.binary(point(config)) for config in configs if point(config) in self.allowed}
-        self.trials += len(binaries - self._binaries)
+        self._put_first(configs)
+        self.trials += len(self._binaries_of(configs) - self._binaries)
+
+    def _put_first(self, configs: Sequence[Config]) -> list[Config]:
+        """The default and these, which now come right behind it."""
+        first = [*([self.seeds.popleft()] if self.seeds else []), *configs]
+        self.seeds.extendleft(reversed(first))
+        return first
+
+    def _binaries_of(self, configs: Iterable[Config]) -> set[Point]:
+        """Of those that may be seeds."""
+        return {self.field.binary(point(config)) for config in configs if point(config) in self.allowed}
 
     def tried(self) -> Set[Point]:
         """What has been filed, for any length."""
