@@ -65,7 +65,7 @@ class SearchSpace:
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 
 
-#: Tensor -> (shape, element type "fp32", "i32", or "" for the problem's dtype), or the name of another one, whose memory it is.
+#: Tensor -> (shape, element type "fp32", "bf16", "i32", or "" for the problem's dtype), or the name of another: its memory.
 Workspaces = Mapping[str, tuple[tuple[int, ...], str] | str]
 
 
@@ -81,7 +81,7 @@ class Variant:
     name: str  #: "fwd", "bwd_dkdv", "fwd_hopper", ...
     kernel: Any  #: the @triton.jit or @gluon.jit function
     space: SearchSpace
-    #: tensor parameter -> element type: "" for the problem's dtype, else "fp32" or "i32"
+    #: tensor parameter -> element type: "" for the problem's dtype, else "fp32", "bf16" or "i32"
     tensors: Mapping[str, str]
     #: tensor parameters that a descriptor may read or write -> block, as constexpr names or numbers: (rows, columns) stands
     #: for a block [1, 1, rows, columns] of a (batch, heads, rows, dim) tensor; any other length is the whole block
@@ -101,6 +101,9 @@ class Variant:
     #: ``passes_on(spec, config)`` says
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    #: whether it may be launched before the kernel before it in a plan has ended, for whose memory it waits by itself
+    #: (griddepcontrol; compute capability 9.0 and up)
+    early: bool = False
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: whether a config wants these kernels
     surrounded: Callable[[Config], bool] = field(default=lambda config: True)

@@ -6,6 +6,7 @@ registers; dQ is summed over the key blocks by reductions into a float32 workspa
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fa2tune.kernels.hopper import (
     fence_async_shared,
@@ -21,8 +22,11 @@ from fa2tune.kernels.hopper_fused import (
     EMPTY,
     GROUPS,
     KEYS,
+    LEAST_SCALE,
     PIECE_GONE,
+    TERM_COLUMNS,
     add,
+    add_terms,
     as_block_of,
     come,
     hand_over,
@@ -46,16 +50,15 @@ from fa2tune.variant import Variant, Workspaces
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, v_own, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
+    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
     b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    MASK: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
-    limit with it. v_own: V [KEYS, BLOCK_D], if V_IN_REGISTERS.
-    SCORES_AHEAD: s holds S^T of block begin, and S^T of the next block is computed beside this block's reduction."""
+    limit with it.
+    SCORES_AHEAD: s holds S^T - lse of block begin, and S^T of the next block is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -71,7 +74,7 @@ def _over_queries(
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
         k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
-        v_tile = v_own if V_IN_REGISTERS else v_smem.index(mine).reshape([KEYS, BLOCK_D])
+        v_tile = v_smem.index(mine).reshape([KEYS, BLOCK_D])
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
         buffer = turn % DS_STAGES
@@ -80,14 +83,13 @@ def _over_queries(
         if not SCORES_AHEAD:
             mbarrier.wait(q_ready.index(stage), phase)
             s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s_next = add_terms(s_next, lse_smem, stage, KEYS, BLOCK_M, s_layout)
         mbarrier.wait(do_ready.index(stage), phase)
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        dp_next = add_terms(dp_next, delta_smem, stage, KEYS, BLOCK_M, s_layout)
         if not SCORES_AHEAD:
-            s = warpgroup_mma_wait(1, deps=[s_next])
-        p = probabilities(
-            s, lse_smem, stage, j * BLOCK_M, key, offset, seqlen_k, qk_scale,
-            KEYS, BLOCK_M, IS_CAUSAL, MASK, POLYNOMIAL, s_layout,
-        )  # fmt: skip
+            s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
+        p = probabilities(s, j * BLOCK_M, key, offset, seqlen_k, qk_scale, KEYS, BLOCK_M, IS_CAUSAL, MASK, s_layout)
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -95,8 +97,7 @@ def _over_queries(
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if DQ_BEHIND:
             dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
-        delta = delta_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds = (p * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         if SCORES_AHEAD:
             dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
@@ -128,7 +129,8 @@ def _over_queries(
             mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < limit)
             ahead = q_smem.index(following % STAGES).reshape([BLOCK_M, BLOCK_D])
             s_next = warpgroup_mma(k_tile, ahead.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-            dk_acc, ds_operand, piece = warpgroup_mma_wait(1, deps=[dk_next, ds_operand, dq_next])
+            s_next = add_terms(s_next, lse_smem, following % STAGES, KEYS, BLOCK_M, s_layout)
+            dk_acc, ds_operand, piece = warpgroup_mma_wait(2, deps=[dk_next, ds_operand, dq_next])
             mbarrier.arrive(empty.index(stage), count=1)
         else:
             dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
@@ -164,7 +166,7 @@ def _consume(
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -197,12 +199,9 @@ def _consume(
                 mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
                 q_tile = q_smem.index(base % STAGES).reshape([BLOCK_M, BLOCK_D])
                 s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+                s_next = add_terms(s_next, lse_smem, base % STAGES, KEYS, BLOCK_M, s_layout)
                 s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.wait(v_ready, filled & 1, pred=total > 0)
-            v_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-            v_own = gl.zeros([KEYS, BLOCK_D], dtype, v_layout)
-            if V_IN_REGISTERS:
-                v_own = v_smem.index(CONSUMER).reshape([KEYS, BLOCK_D]).load(v_layout)
             h_dq = h_kv * group
             row_dq = rows_padded
             for g in range(group):  # every query head that reads this key head
@@ -210,11 +209,11 @@ def _consume(
                 done = base + g * n_blocks - first
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, v_own, s, h_dq, row_dq, full if part else first, end if part else full,
+                        dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
                         done, base, base + total, sums, words, smem, barriers,
                         b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
                         CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, part == 0,
+                        DQ_BEHIND, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
@@ -254,18 +253,21 @@ def _consume(
 
 @gluon.jit
 def bwd_fused_hopper_kernel(
-    q, k, v, do, stats, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
+    q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, HEADS_PER_WAVE, counter,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, V_IN_REGISTERS: gl.constexpr, POLYNOMIAL: gl.constexpr, PAIRS: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr,
     DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; stats [2, B, Hq, rows_padded] float32:
-    lse * log2(e), +inf where p is to be zero, and delta -> dk, dv, and dS K added to a float32 workspace [B, Hq, rows_padded,
-    BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"), both in register order.
-    counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's first."""
+    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
+    one: of lse, and B entries later of delta, as bwd_prepare_hopper.py leaves them -> dk, dv, and dS K added to a float32
+    workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
+    both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
+    first."""
     dtype: gl.constexpr = q.dtype
+    gdc_launch_dependents()  # the programs of the next kernel come as these go
+    gdc_wait()  # and what the one before leaves is read from here on
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -273,8 +275,10 @@ def bwd_fused_hopper_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do.layout)
     k_smem = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
     v_smem = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_M], stats.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 1, 1, BLOCK_M], stats.layout)
+    qk_scale = gl.where(gl.abs(qk_scale) < LEAST_SCALE, LEAST_SCALE, qk_scale)
+    # the columns that memory lacks TMA fills with zeros
+    lse_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
+    delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     DS_STAGES: gl.constexpr = 3 if DQ_BEHIND else 2
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     if JOINED:
@@ -301,7 +305,7 @@ def bwd_fused_hopper_kernel(
                 HEADS_PER_WAVE, qk_scale, softmax_scale,
                 IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, K_STAGES)),
             (produce, (
-                q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
@@ -313,14 +317,14 @@ def bwd_fused_hopper_kernel(
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, V_IN_REGISTERS, POLYNOMIAL, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC)),
             (produce, (
-                q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
@@ -336,9 +340,10 @@ def _grid(problem: Problem, config: Config, sm_count: int) -> int:
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
+    terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
-    return {"stats": ((2, *rows), "fp32"), "words": words, "sums": "words", "counter": counter}
+    return {"terms": terms, "words": words, "sums": "words", "counter": counter}
 
 
 VARIANT = Variant(
@@ -346,15 +351,16 @@ VARIANT = Variant(
     serves="bwd_fused",
     kernel=bwd_fused_hopper_kernel,
     space=space.SPACE,
-    tensors={"q": "", "k": "", "v": "", "do": "", "stats": "fp32", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
+    tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
              "counter": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_D"), "k": ("TILE_ROWS", "BLOCK_D"),
                  "v": ("TILE_ROWS", "BLOCK_D"), "dk": ("TILE_ROWS", "BLOCK_D"), "dv": ("TILE_ROWS", "BLOCK_D"),
-                 "stats": (1, "BLOCK_M"), "sums": ("PIECE_ROWS", "BLOCK_D")},
+                 "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D")},
     grid=_grid,
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
     min_arch=90, max_arch=90,
+    early=True,
     before=("bwd_prepare_hopper",),
     after=("bwd_finish_hopper",),
     passes_on=lambda spec, config: {

@@ -1,27 +1,47 @@
-"""Before the fused Hopper backward: lse and delta of every row as its TMA loads want them, and the dQ workspace zeroed.
+"""Before the fused Hopper backward: lse and delta of every row as its products want them, and the dQ workspace zeroed.
 
 Bound by memory, so it has no search space: one fixed config."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from fa2tune.kernels.common import LOG2E, delta_of_rows, head_base, load_tile
-from fa2tune.search_spaces.bwd_fused_hopper import padded_rows
+from fa2tune.search_spaces import bwd_fused_hopper as space
 from fa2tune.search_spaces.bwd_prepare_hopper import SPACE
 from fa2tune.variant import Variant
+
+#: Columns of terms in memory: 16 bytes a row, the least that TMA moves.
+TERMS = tl.constexpr(space.TERMS)
+LEAST_SCALE = tl.constexpr(space.LEAST_SCALE)
+#: A bfloat16 near the largest.
+HUGE = tl.constexpr(3e38)
+
+
+@triton.jit
+def _as_terms(x):
+    """x [R] as bfloat16 numbers of which it is the sum [R, TERMS]: three hold a float32, the rest are zeros."""
+    column = tl.arange(0, TERMS)[None, :]
+    first = x.to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(first == x, 0.0, x - first)  # of an infinite x: not NaN
+    second = rest.to(tl.bfloat16).to(tl.float32)
+    third = rest - second
+    terms = tl.where(column == 0, first[:, None], tl.where(column == 1, second[:, None], third[:, None]))
+    return tl.where(column < 3, terms, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
 def bwd_prepare_hopper_kernel(
-    o, do, lse, dlse, stats, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
+    qk_scale, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> stats [2, B, Hq, rows_padded]:
-    lse * log2(e), +inf where p is to be zero (rows past the end, rows that see no key), and rowsum(dO * O) - dlse; words
-    [B, Hq, rows_padded, SUM_COLUMNS] float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of
-    BLOCK_R."""
+    """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2, B, Hq, rows_padded, TERMS]
+    bfloat16, which add up to what scores and dP lack: -lse / softmax_scale, but where p is to be zero (rows past the end, rows
+    that see no key) more than any exponential survives, and dlse - rowsum(dO * O); words [B, Hq, rows_padded, SUM_COLUMNS]
+    float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
+    gdc_launch_dependents()  # the programs of the next kernel come as these go
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -38,22 +58,25 @@ def bwd_prepare_hopper_kernel(
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
     o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [R, DV]
     do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")
-    sums = delta_of_rows(
+    delta = delta_of_rows(
         o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
     )  # [R]
     word = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf")) * LOG2E
     if IS_CAUSAL:
         word = tl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), word)
-    every = tl.cast(batch * heads_q, tl.int64) * rows_padded
-    tl.store(stats + first + tl.arange(0, BLOCK_R), word)
-    tl.store(stats + every + first + tl.arange(0, BLOCK_R), sums)
+    lacks = -word / tl.where(tl.abs(qk_scale) < LEAST_SCALE, LEAST_SCALE, qk_scale)
+    lacks = tl.where(tl.abs(lacks) > HUGE, tl.where(lacks < 0, -HUGE, HUGE), lacks)
+    own = (first + tl.arange(0, BLOCK_R)[:, None]) * TERMS + tl.arange(0, TERMS)[None, :]
+    every = tl.cast(batch * heads_q, tl.int64) * rows_padded * TERMS
+    tl.store(terms + own, _as_terms(lacks))
+    tl.store(terms + every + own, _as_terms(-delta))
 
 
 VARIANT = Variant(
     name="bwd_prepare_hopper",
     kernel=bwd_prepare_hopper_kernel,
     space=SPACE,
-    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "stats": "fp32", "words": "fp32", "counter": "i32"},
+    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "terms": "bf16", "words": "fp32", "counter": "i32"},
     descriptors={},
-    grid=lambda problem, config: padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q,
+    grid=lambda problem, config: space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q,
 )

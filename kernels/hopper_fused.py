@@ -21,6 +21,9 @@ GROUPS = gl.constexpr(space.GROUPS)
 KEYS = gl.constexpr(space.KEYS)
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
+#: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
+TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
+LEAST_SCALE = gl.constexpr(space.LEAST_SCALE)
 
 #: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
 #: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
@@ -210,11 +213,12 @@ def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q, k, v, do, stats, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
     DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: K and V of each tile, and for every query head of the group Q with lse and dO with delta through rings."""
+    """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
+    through rings."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -238,9 +242,9 @@ def produce(
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             elif turn >= STAGES:
                 meet(EMPTY + stage, 288)
-            mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + stats.block_type.nbytes)
+            mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + terms.block_type.nbytes)
             tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
-            tma_load(stats, [0, b, h, row], q_ready.index(stage), lse_smem.index(stage))
+            tma_load(terms, [b, h, row, 0], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
                 k_stage = filled % K_STAGES
                 ready = k_ready.index(k_stage)
@@ -254,9 +258,9 @@ def produce(
                 mbarrier.expect(v_ready, PARTS * v.block_type.nbytes)
                 for c in gl.static_range(PARTS):
                     tma_load(v, [b, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
-            mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + stats.block_type.nbytes)
+            mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + terms.block_type.nbytes)
             tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
-            tma_load(stats, [1, b, h, row], do_ready.index(stage), delta_smem.index(stage))
+            tma_load(terms, [batch + b, h, row, 0], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
         if DYNAMIC:
@@ -308,49 +312,22 @@ def add(
             lap += 1
 
 
-#: exp2 of four numbers, the last by a polynomial of degree 4 on the FMA units, within 3e-6: 2^(x - n) (1 + 0.69312 f + ...) for
-#: the n nearest x, times 2^n, whose bits are n + 127 shifted. Below -126.5 it is 0, as ex2 has it far down; NaN stays NaN. P is
-#: at most 1: x is far below 128, where this ends.
-_EXP2_OF_FOUR = gl.constexpr("""{
-    .reg .f32 x, n, f, y, scale;
-    .reg .b32 bits;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.NaN.f32 x, $7, 0fC2FE0000;
-    add.rn.f32 n, x, 0f4B40007F;
-    add.rn.f32 f, n, 0fCB40007F;
-    sub.rn.f32 f, x, f;
-    fma.rn.f32 y, f, 0f3C1D0170, 0f3D64FE2D;
-    fma.rn.f32 y, y, f, 0f3E7601BC;
-    fma.rn.f32 y, y, f, 0f3F317096;
-    fma.rn.f32 y, y, f, 0f3F800000;
-    mov.b32 bits, n;
-    shl.b32 bits, bits, 23;
-    mov.b32 scale, bits;
-    mul.rn.f32 $3, y, scale;
-}""")
-
-
 @gluon.jit
-def _exponentials(x, POLYNOMIAL: gl.constexpr):
-    """exp2, of every fourth number without the special function unit (POLYNOMIAL)."""
-    if POLYNOMIAL:
-        p = gl.inline_asm_elementwise(_EXP2_OF_FOUR, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
-    else:
-        p = gl.exp2(x)
-    return p
+def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
+    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way."""
+    ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
+    terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])
+    return warpgroup_mma(ones, terms.permute((1, 0)), product, is_async=True)
 
 
 @gluon.jit
 def probabilities(
-    s, lse_smem, stage, row, key, offset, seqlen_k, qk_scale,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, POLYNOMIAL: gl.constexpr,
-    layout: gl.constexpr,
+    s, row, key, offset, seqlen_k, qk_scale,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """P^T [ROWS, M] of scores S^T, whose first row is that of a key."""
-    lse = lse_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, layout))
-    p = _exponentials(s * qk_scale - lse[None, :], POLYNOMIAL)
+    """P^T [ROWS, M] of scores S^T less lse, whose first row is that of a key and whose first column that of a query."""
+    p = gl.exp2(s * qk_scale)
     if MASK:
         # how far into the block the first query lies that sees the key: two numbers a thread
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

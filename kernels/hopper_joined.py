@@ -19,6 +19,7 @@ from fa2tune.kernels.hopper_fused import (
     PIECE_GONE,
     V_EMPTY,
     add_from_registers,
+    add_terms,
     as_block_of,
     come,
     come_if,
@@ -61,13 +62,14 @@ def _over_queries(
         do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
         mbarrier.wait(q_ready.index(stage), phase)
         s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        s_next = add_terms(s_next, lse_smem, stage, BLOCK_N, BLOCK_M, s_layout)
         mbarrier.wait(do_ready.index(stage), phase)
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s_next])
+        dp_next = add_terms(dp_next, delta_smem, stage, BLOCK_N, BLOCK_M, s_layout)
+        s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
         p = probabilities(
-            s, lse_smem, stage, j * BLOCK_M, start_n, offset, seqlen_k, qk_scale,
-            BLOCK_N, BLOCK_M, IS_CAUSAL, MASK, False, s_layout,
-        )  # fmt: skip
+            s, j * BLOCK_M, start_n, offset, seqlen_k, qk_scale, BLOCK_N, BLOCK_M, IS_CAUSAL, MASK, s_layout
+        )
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -75,8 +77,7 @@ def _over_queries(
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if K_STAGES > 1:
             come_if(turn + 1 == limit, V_EMPTY, 288)
-        delta = delta_smem.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, s_layout))
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds = (p * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         # both groups read both halves; this buffer's last readers were done before the last barrier
         ds_tile = ds_smem.index(turn % 2)

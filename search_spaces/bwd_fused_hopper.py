@@ -8,15 +8,18 @@ from fa2tune.variant import Constraint, SearchSpace
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
+TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
+TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
+LEAST_SCALE = 1e-30  #: of the scores: lse is divided by it, and bfloat16 holds what comes out
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
 #: docs/experiments.md
 BEST = {
-    (64, False): (128, "tma", "ahead", True, True, 1, 4),
-    (64, True): (128, "tma", "behind", True, True, 4, 4),
-    (128, False): (64, "tma", "ahead", True, False, 1, 4),
-    (128, True): (64, "vector", "together", False, True, 8, 8),
+    (64, False): (128, "vector", "behind", False, True, 1, 4),
+    (64, True): (128, "vector", "behind", False, True, 4, 4),
+    (128, False): (64, "vector", "behind", False, True, 8, 4),
+    (128, True): (64, "tma", "behind", False, True, 8, 4),
 }
 
 
@@ -60,8 +63,7 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
-        "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first,
-        "V_IN_REGISTERS": False, "POLYNOMIAL": False, "STAGES": 2,
+        "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "HEADS_PER_WAVE": heads, "num_warps": warps,
     }  # fmt: skip
 
@@ -69,7 +71,7 @@ def default(spec: Specialization, arch: int) -> Config:
 def _shared_bytes(config: Config, spec: Specialization) -> int:
     d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
-    rings = config["STAGES"] * 2 * m * (2 * d + 4)  # Q and lse, dO and delta
+    rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
     return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
@@ -85,8 +87,6 @@ SPACE = SearchSpace(
         # scores of the next block ahead, beside the reduction
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # no waiting for dP before all of them are computed
-        "V_IN_REGISTERS": (False, True),  # for the whole tile, instead of read from shared memory for every block
-        "POLYNOMIAL": (False, True),  # every fourth exponential on the FMA units
         "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (
@@ -107,27 +107,11 @@ SPACE = SearchSpace(
             lambda config, spec, arch: columns(spec) + config["BLOCK_M"] <= 192,
         ),
         Constraint(
-            "half_blocks_for_short_causal",
-            "at 64 columns a block of 64 queries pays its barriers for half the work; it came near the lead only under a "
-            "causal mask at lengths up to 2048, with vector reductions, joined or with dQ behind",
+            "half_blocks_if_joined",
+            "at 64 columns a block of 64 queries pays its barriers for half the work; it leads only at lengths up to 2048, by "
+            "joined groups with vector reductions",
             lambda config, spec, arch: (
-                columns(spec) > 64
-                or config["BLOCK_M"] == 128
-                or (spec.causal and config["REDUCE"] == "vector" and (config["ORDER"] == "behind") != joined(config))
-            ),
-        ),
-        Constraint(
-            "registers_hold_v",
-            "V of 64 keys takes 16 registers of 64 columns; with the mask's code, other orders or vector reductions it spills, "
-            "and 32 of 128 columns serialise every product",
-            lambda config, spec, arch: (
-                not config["V_IN_REGISTERS"]
-                or (
-                    columns(spec) == 64
-                    and not spec.causal
-                    and not joined(config)
-                    and (config["ORDER"], config["REDUCE"]) == ("together", "tma")
-                )
+                columns(spec) > 64 or config["BLOCK_M"] == 128 or (config["REDUCE"] == "vector" and joined(config))
             ),
         ),
         Constraint(
@@ -137,7 +121,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "joined_groups_at_64_columns",
-            "5 to 15 % behind groups apart, but with the half blocks of short causal problems",
+            "5 to 15 % behind groups apart, but with the half blocks of short problems",
             lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
         ),
         Constraint(
@@ -146,22 +130,6 @@ SPACE = SearchSpace(
             lambda config, spec, arch: (
                 config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
                 and (spec.causal or not config["PAIRS"])
-            ),
-        ),
-        Constraint(
-            "polynomials_spare_a_busy_unit",
-            "exponentials take the special function units 1024 of a block's 2560 cycles at 64 columns, half of that at 128; "
-            "with a mask's code they spill",
-            lambda config, spec, arch: (
-                not config["POLYNOMIAL"]
-                or (
-                    columns(spec) == 64
-                    and not spec.causal
-                    and (config["REDUCE"], config["BLOCK_M"]) == ("tma", 128)
-                    and config["ORDER"] != "ahead"
-                    and config["EXPONENTIALS_FIRST"]
-                    and not config["V_IN_REGISTERS"]
-                )
             ),
         ),
         Constraint(

@@ -249,7 +249,6 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     "joined groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
     "dQ behind at head dim 64": lambda v, c, p: c.get("ORDER") == "behind" and p.head_dim == 64,
-    "V in registers": lambda v, c, p: bool(c.get("V_IN_REGISTERS")),
     **{
         f"dQ by TMA, {order}": lambda v, c, p, order=order: c.get("REDUCE") == "tma" and c["ORDER"] == order
         for order in ("together", "behind")
@@ -321,9 +320,9 @@ def test_the_sanitizer_sees_every_form() -> None:
 
 @pytest.mark.usefixtures("on_an_h200")
 def test_a_form_that_is_no_longer_legal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = hopper_cases.Form("bwd_fused_hopper", 128, False, {"V_IN_REGISTERS": True})
+    lost = hopper_cases.Form("bwd_fused_hopper", 128, False, {"ORDER": "behind", "num_warps": 8})
     monkeypatch.setattr(hopper_cases, "FORMS", (*hopper_cases.FORMS, lost))
-    with pytest.raises(ValueError, match=r"bwd_fused_hopper.*V_IN_REGISTERS.*registers_hold_v"):
+    with pytest.raises(ValueError, match=r"bwd_fused_hopper.*behind.*joined_groups_go_together"):
         hopper_cases.small_cases()
 
 

@@ -21,7 +21,7 @@ from fa2tune.variant import Workspaces
 #: a variant that names kernels of its own for that leaves nothing to do.
 SUMS_DQ = "bwd_fused"
 #: Element types of workspaces; any other is the problem's.
-_DTYPES = {"fp32": torch.float32, "i32": torch.int32}
+_DTYPES = {"fp32": torch.float32, "i32": torch.int32, "bf16": torch.bfloat16}
 #: Bytes: what the caching allocator gives the start of a tensor, and more than any load or descriptor asks.
 ALIGNMENT = 512
 

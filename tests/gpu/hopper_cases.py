@@ -302,14 +302,16 @@ FORMS = (
         for warps, reduce in ((8, "tma"), (8, "vector"), (4, "tma"))
     ),
     *(
-        Form("bwd_fused_hopper", 64, False, {"ORDER": "together", "DYNAMIC": dynamic, **more})
-        for dynamic, more in ((False, {"V_IN_REGISTERS": True}), (False, {"POLYNOMIAL": True}), (True, {}))
+        Form("bwd_fused_hopper", 64, False, {"ORDER": "together", "REDUCE": "tma", "DYNAMIC": dynamic})
+        for dynamic in (False, True)
     ),
     *(
-        Form("bwd_fused_hopper", 64, True, {"ORDER": order, "PAIRS": not dynamic, "DYNAMIC": dynamic})
-        for order, dynamic in product(("together", "behind"), (False, True))
+        Form("bwd_fused_hopper", 64, True, {"ORDER": order, "REDUCE": reduce, "PAIRS": not dynamic, "DYNAMIC": dynamic})
+        for (order, reduce), dynamic in product((("together", "tma"), ("behind", "vector")), (False, True))
     ),
-    Form("bwd_fused_hopper", 128, True, {"PAIRS": False, "DYNAMIC": True}),  # the counter, groups joined
+    Form(
+        "bwd_fused_hopper", 128, True, {"ORDER": "together", "REDUCE": "vector", "num_warps": 8}
+    ),  # the counter, groups joined
     *(  # K of two tiles
         Form("bwd_fused_hopper", 64, True, {**_HALF, "DYNAMIC": dynamic, "PAIRS": not dynamic})
         for dynamic in (False, True)
