@@ -101,9 +101,6 @@ class Variant:
     #: ``passes_on(spec, config)`` says
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    #: whether it may be launched before the kernel before it in a plan has ended, for whose memory it waits by itself
-    #: (griddepcontrol; compute capability 9.0 and up)
-    early: bool = False
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: whether a config wants these kernels
     surrounded: Callable[[Config], bool] = field(default=lambda config: True)

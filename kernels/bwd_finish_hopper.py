@@ -4,7 +4,6 @@ Bound by memory, so it has no search space: one fixed config."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from fa2tune.kernels.common import head_base, store_tile
 from fa2tune.search_spaces.bwd_finish_hopper import SPACE
@@ -19,7 +18,6 @@ def bwd_finish_hopper_kernel(
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (bwd_fused_hopper.py). BLOCK_R is a multiple of 64 that
     divides rows_padded."""
-    gdc_wait()
     tiles = tl.cdiv(seqlen_q, BLOCK_R)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -37,7 +35,6 @@ def bwd_finish_hopper_kernel(
 
 VARIANT = Variant(
     name="bwd_finish_hopper",
-    early=True,
     kernel=bwd_finish_hopper_kernel,
     space=SPACE,
     tensors={"words": "fp32", "dq": ""},

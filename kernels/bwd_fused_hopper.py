@@ -6,7 +6,6 @@ registers; dQ is summed over the key blocks by reductions into a float32 workspa
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fa2tune.kernels.hopper import (
     fence_async_shared,
@@ -266,8 +265,6 @@ def bwd_fused_hopper_kernel(
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first."""
     dtype: gl.constexpr = q.dtype
-    gdc_launch_dependents()  # the programs of the next kernel come as these go
-    gdc_wait()  # and what the one before leaves is read from here on
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -360,7 +357,6 @@ VARIANT = Variant(
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
     min_arch=90, max_arch=90,
-    early=True,
     before=("bwd_prepare_hopper",),
     after=("bwd_finish_hopper",),
     passes_on=lambda spec, config: {

@@ -4,7 +4,6 @@ Bound by memory, so it has no search space: one fixed config."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from fa2tune.kernels.common import LOG2E, delta_of_rows, head_base, load_tile
 from fa2tune.search_spaces import bwd_fused_hopper as space
@@ -41,7 +40,6 @@ def bwd_prepare_hopper_kernel(
     bfloat16, which add up to what scores and dP lack: -lse / softmax_scale, but where p is to be zero (rows past the end, rows
     that see no key) more than any exponential survives, and dlse - rowsum(dO * O); words [B, Hq, rows_padded, SUM_COLUMNS]
     float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
-    gdc_launch_dependents()  # the programs of the next kernel come as these go
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R

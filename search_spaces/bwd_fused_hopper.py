@@ -18,8 +18,8 @@ PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie togeth
 BEST = {
     (64, False): (128, "vector", "behind", False, True, 1, 4),
     (64, True): (128, "vector", "behind", False, True, 4, 4),
-    (128, False): (64, "vector", "behind", False, True, 8, 4),
-    (128, True): (64, "tma", "behind", False, True, 8, 4),
+    (128, False): (64, "vector", "behind", False, True, 1, 4),
+    (128, True): (64, "tma", "behind", True, True, 4, 4),
 }
 
 

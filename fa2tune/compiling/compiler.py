@@ -333,12 +333,12 @@ def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     return found
 
 
-def options(variant: Variant, config: Config) -> dict[str, Any]:
+def options(config: Config) -> dict[str, Any]:
     """Compile options of a config. FP fusion is set explicitly: Triton 3.10 turns it off by default."""
     chosen = {name: config[name] for name in OPTIONS if name in config}
     if not chosen.get("maxnreg"):
         chosen["maxnreg"] = None
-    return {**chosen, "enable_fp_fusion": True, "launch_pdl": variant.early}
+    return {**chosen, "enable_fp_fusion": True}
 
 
 #: How Triton words the end of a ptxas that got SIGKILL or SIGTERM.
@@ -356,7 +356,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     except (ImportError, AttributeError) as error:
         raise CompileError(f"this Triton lacks what {variant.name} is written with: {error}"[:300]) from error
     try:
-        compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(variant, config))
+        compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise
     except Exception as error:

@@ -88,7 +88,7 @@ def key_of(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     made_from = [
         triton_build(), variant.name, fingerprint.kernel_hash(variant), arch,
         compiler.signature(variant, spec, config, layouts=False), repr(compiler.constexprs(variant, spec, config)),
-        repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(variant, config).items())),
+        repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(config).items())),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
