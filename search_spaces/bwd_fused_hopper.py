@@ -86,7 +86,7 @@ SPACE = SearchSpace(
         # dQ of a block together with its dK; or a block behind, so that no group waits for the other's dS; or that, and the
         # scores of the next block ahead, beside the reduction
         "ORDER": ("together", "behind", "ahead"),
-        "EXPONENTIALS_FIRST": (False, True),  # no waiting for dP before all of them are computed
+        "EXPONENTIALS_FIRST": (False, True),  # asks ptxas not to wait for dP before all of them are computed
         "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (

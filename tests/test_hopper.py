@@ -417,17 +417,11 @@ BESIDE = 0.8
 def beside_its_own(case: Case) -> bool:
     """Whether a config claims that the exponentials of a group run while a product of its own, dP, is in flight.
 
-    The dimension EXPONENTIALS_FIRST claims it ("no waiting for dP before all of them are computed"). Without it, and in the
-    other kernels, ptxas moves the wait above most of them, and what kept it from that was slower (docs/experiments.md). It
-    moves it, whatever is claimed, in the order "together" where dQ is handed to a warp of its own (by TMA: 0 to 0.9 by
-    loop, head dims 64 and 128, both Tritons), and for one of the groups in the order "behind" with vector reductions at head
-    dim 64 (Triton 3.6)."""
+    The dimension EXPONENTIALS_FIRST asks ptxas for it, which does as it likes: in the order "together" with vector reductions
+    it can be relied on, apart or joined, with both Tritons. Elsewhere it is so in some loops, and moves the wait above most
+    exponentials in others (docs/experiments.md), in the other kernels in all of them."""
     config = case.config
-    if not config.get("EXPONENTIALS_FIRST"):
-        return False
-    if config["REDUCE"] == "tma":
-        return bool(config["ORDER"] != "together")
-    return config["ORDER"] != "behind" or max(case.spec.head_dim, case.spec.head_dim_v) > 64
+    return bool(config.get("EXPONENTIALS_FIRST") and (config["ORDER"], config["REDUCE"]) == ("together", "vector"))
 
 
 def beside_anothers(case: Case) -> bool:
