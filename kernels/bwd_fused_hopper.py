@@ -21,7 +21,6 @@ from fa2tune.kernels.hopper_fused import (
     EMPTY,
     GROUPS,
     KEYS,
-    LEAST_SCALE,
     PIECE_GONE,
     TERM_COLUMNS,
     add,
@@ -56,8 +55,8 @@ def _over_queries(
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
-    limit with it.
-    SCORES_AHEAD: s holds S^T - lse of block begin, and S^T of the next block is computed beside this block's reduction."""
+    limit with it. SCORES_AHEAD: s holds S^T of block begin, terms added, and that of the next block is computed beside this
+    block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -272,7 +271,6 @@ def bwd_fused_hopper_kernel(
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do.layout)
     k_smem = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
     v_smem = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
-    qk_scale = gl.where(gl.abs(qk_scale) < LEAST_SCALE, LEAST_SCALE, qk_scale)
     # the columns that memory lacks TMA fills with zeros
     lse_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)

@@ -12,20 +12,17 @@ from fa2tune.variant import Variant
 
 #: Columns of terms in memory: 16 bytes a row, the least that TMA moves.
 TERMS = tl.constexpr(space.TERMS)
-LEAST_SCALE = tl.constexpr(space.LEAST_SCALE)
-#: A bfloat16 near the largest.
-HUGE = tl.constexpr(3e38)
 
 
 @triton.jit
 def _as_terms(x):
     """x [R] as bfloat16 numbers of which it is the sum [R, TERMS]: three hold a float32, the rest are zeros."""
     column = tl.arange(0, TERMS)[None, :]
-    first = x.to(tl.bfloat16).to(tl.float32)
-    rest = tl.where(first == x, 0.0, x - first)  # of an infinite x: not NaN
-    second = rest.to(tl.bfloat16).to(tl.float32)
-    third = rest - second
-    terms = tl.where(column == 0, first[:, None], tl.where(column == 1, second[:, None], third[:, None]))
+    high = x.to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(high == x, 0.0, x - high)  # of an infinite x: not NaN
+    middle = rest.to(tl.bfloat16).to(tl.float32)
+    low = rest - middle
+    terms = tl.where(column == 0, high[:, None], tl.where(column == 1, middle[:, None], low[:, None]))
     return tl.where(column < 3, terms, 0.0).to(tl.bfloat16)
 
 
@@ -36,10 +33,10 @@ def bwd_prepare_hopper_kernel(
     qk_scale, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2, B, Hq, rows_padded, TERMS]
-    bfloat16, which add up to what scores and dP lack: -lse / softmax_scale, but where p is to be zero (rows past the end, rows
-    that see no key) more than any exponential survives, and dlse - rowsum(dO * O); words [B, Hq, rows_padded, SUM_COLUMNS]
-    float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
+    """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
+    bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
+    Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
+    rows_padded, SUM_COLUMNS] float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -59,14 +56,12 @@ def bwd_prepare_hopper_kernel(
     delta = delta_of_rows(
         o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
     )  # [R]
-    word = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf")) * LOG2E
+    row_lse = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
     if IS_CAUSAL:
-        word = tl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), word)
-    lacks = -word / tl.where(tl.abs(qk_scale) < LEAST_SCALE, LEAST_SCALE, qk_scale)
-    lacks = tl.where(tl.abs(lacks) > HUGE, tl.where(lacks < 0, -HUGE, HUGE), lacks)
+        row_lse = tl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), row_lse)
     own = (first + tl.arange(0, BLOCK_R)[:, None]) * TERMS + tl.arange(0, TERMS)[None, :]
     every = tl.cast(batch * heads_q, tl.int64) * rows_padded * TERMS
-    tl.store(terms + own, _as_terms(lacks))
+    tl.store(terms + own, _as_terms(tl.div_rn(row_lse * -LOG2E, qk_scale)))
     tl.store(terms + every + own, _as_terms(-delta))
 
 

@@ -23,7 +23,6 @@ KEYS = gl.constexpr(space.KEYS)
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
 TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
-LEAST_SCALE = gl.constexpr(space.LEAST_SCALE)
 
 #: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
 #: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
@@ -315,7 +314,8 @@ def add(
 @gluon.jit
 def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
-    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way."""
+    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
+    The ones need not be kept for whoever waits: constants, which ptxas leaves alone until then (tests/test_hopper.py)."""
     ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
     terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])
     return warpgroup_mma(ones, terms.permute((1, 0)), product, is_async=True)
@@ -326,7 +326,7 @@ def probabilities(
     s, row, key, offset, seqlen_k, qk_scale,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """P^T [ROWS, M] of scores S^T less lse, whose first row is that of a key and whose first column that of a query."""
+    """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
     p = gl.exp2(s * qk_scale)
     if MASK:
         # how far into the block the first query lies that sees the key: two numbers a thread

@@ -10,7 +10,6 @@ GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
-LEAST_SCALE = 1e-30  #: of the scores: lse is divided by it, and bfloat16 holds what comes out
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in

@@ -248,10 +248,15 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 #: What must be among the cases of a variant, beside each value that is compiled in.
 SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     "joined groups, dQ by TMA": lambda v, c, p: c.get("REDUCE") == "tma" and c["num_warps"] == 2 * GROUP_WARPS,
-    "dQ behind at head dim 64": lambda v, c, p: c.get("ORDER") == "behind" and p.head_dim == 64,
     **{
-        f"dQ by TMA, {order}": lambda v, c, p, order=order: c.get("REDUCE") == "tma" and c["ORDER"] == order
-        for order in ("together", "behind")
+        f"{order}, dQ by {reduce}, head dim {dim}": lambda v, c, p, order=order, reduce=reduce, dim=dim: (
+            (c.get("ORDER"), c.get("REDUCE"), p.head_dim) == (order, reduce, dim) and takes_several(v, c, p)
+        )
+        for order, reduce, dim in (
+            ("together", "tma", 64), ("together", "tma", 128), ("together", "vector", 64), ("together", "vector", 128),
+            ("behind", "vector", 64), ("behind", "vector", 128), ("behind", "tma", 128), ("ahead", "vector", 64),
+            ("ahead", "tma", 128),
+        )
     },
     **{
         f"tiles from a counter, {name}": lambda v, c, p, warps=warps, order=order: (

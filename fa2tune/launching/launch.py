@@ -162,6 +162,11 @@ def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], 
         raise CompileError(str(error)) from error
 
 
+def _away_from_zero(scale: float) -> float:
+    """A scale of zero is a very small one: the forward masks with -inf, and -inf * 0 is NaN, and one backward divides by it."""
+    return min(scale, -1e-30) if scale < 0 else max(scale, 1e-30)
+
+
 def _values(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...]
 ) -> dict[str, Any]:
@@ -170,8 +175,7 @@ def _values(
     values: dict[str, Any] = {name: config[name] for name in compiler.runtime_names(variant)}
     scale = -softmax_scale if spec.negate else softmax_scale
     values |= {
-        # a scale of zero is a very small one, since the forward masks with -inf, and -inf * 0 is NaN
-        "qk_scale": scale * LOG2E if scale < 0 else max(scale * LOG2E, 1e-30), "softmax_scale": softmax_scale,
+        "qk_scale": _away_from_zero(scale * LOG2E), "softmax_scale": softmax_scale,
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
     }  # fmt: skip

@@ -273,8 +273,6 @@ class Form(NamedTuple):
 
 #: One consumer group, of programs that share a multiprocessor.
 ONE = {"BLOCK_M": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False}
-#: Joined groups at 64 columns.
-_HALF = {"BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "num_warps": 8}
 #: Each on more tiles than there are programs, so that a program takes a second one.
 FORMS = (
     Form("fwd_hopper", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
@@ -297,26 +295,25 @@ FORMS = (
             product((64, 128, 256), (False, True)), ({}, {}, {}, {}, {}, {"O_THROUGH": "q"}), strict=True
         )
     ),
-    *(  # groups joined, dQ handed to its own warp, or not; and apart
-        Form("bwd_fused_hopper", 128, False, {"ORDER": "together", "num_warps": warps, "REDUCE": reduce})
-        for warps, reduce in ((8, "tma"), (8, "vector"), (4, "tma"))
-    ),
     *(
-        Form("bwd_fused_hopper", 64, False, {"ORDER": "together", "REDUCE": "tma", "DYNAMIC": dynamic})
-        for dynamic in (False, True)
+        Form("bwd_fused_hopper", dim, causal, {
+            "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,
+            "PAIRS": tiles == "pairs", "DYNAMIC": tiles == "counter"})
+        for dim, causal, order, reduce, warps, tiles in (
+            (128, False, "together", "tma", 8, "counter"), (128, False, "together", "vector", 8, "in turn"),
+            (128, False, "together", "tma", 4, "in turn"), (128, False, "behind", "vector", 4, "counter"),
+            (128, False, "ahead", "tma", 4, "counter"),
+            (128, True, "together", "vector", 8, "counter"), (128, True, "behind", "tma", 4, "counter"),
+            (128, True, "behind", "tma", 4, "pairs"),
+            (64, False, "together", "tma", 4, "in turn"), (64, False, "together", "tma", 4, "counter"),
+            (64, False, "together", "vector", 8, "counter"), (64, False, "behind", "vector", 4, "counter"),
+            (64, False, "ahead", "vector", 4, "in turn"),
+            (64, True, "together", "tma", 4, "pairs"), (64, True, "together", "tma", 4, "counter"),
+            (64, True, "together", "vector", 8, "pairs"), (64, True, "together", "vector", 8, "counter"),
+            (64, True, "behind", "vector", 4, "pairs"), (64, True, "behind", "vector", 4, "counter"),
+        )
     ),
-    *(
-        Form("bwd_fused_hopper", 64, True, {"ORDER": order, "REDUCE": reduce, "PAIRS": not dynamic, "DYNAMIC": dynamic})
-        for (order, reduce), dynamic in product((("together", "tma"), ("behind", "vector")), (False, True))
-    ),
-    Form(
-        "bwd_fused_hopper", 128, True, {"ORDER": "together", "REDUCE": "vector", "num_warps": 8}
-    ),  # the counter, groups joined
-    *(  # K of two tiles
-        Form("bwd_fused_hopper", 64, True, {**_HALF, "DYNAMIC": dynamic, "PAIRS": not dynamic})
-        for dynamic in (False, True)
-    ),
-)
+)  # fmt: skip
 
 
 def small_cases(kernels: Sequence[str] = KERNELS) -> list[Fixed]:

@@ -1,0 +1,66 @@
+"""What the fused Hopper backward finds in place of lse and delta: numbers that a product adds up."""
+
+import math
+
+import pytest
+import torch
+
+from fa2tune.compiling import compiler
+from fa2tune.kernels.bwd_prepare_hopper import bwd_prepare_hopper_kernel
+from fa2tune.search_spaces.bwd_fused_hopper import TERMS
+
+LOG2E = math.log2(math.e)
+HEADS, ROWS, PADDED, DIM = 3, 70, 128, 64
+
+
+def prepared(
+    lse: torch.Tensor, dlse: torch.Tensor | None, softmax_scale: float, seqlen_k: int = ROWS, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(terms of lse, terms of delta, delta) of two batch entries. Uninitialised memory holds NaN."""
+    batch = lse.shape[0]
+    o, do = (torch.randn(batch, HEADS, ROWS, DIM, dtype=torch.float16) for _ in range(2))
+    terms = torch.full((2 * batch, HEADS, PADDED, TERMS), math.nan, dtype=torch.bfloat16)
+    words = torch.full((batch, HEADS, PADDED, DIM), math.nan)
+    block = compiler.variant_named("bwd_prepare_hopper").space.dimensions["BLOCK_R"][0]
+    bwd_prepare_hopper_kernel[(batch * HEADS * PADDED // block,)](
+        o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
+        ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E,
+        HEAD_DIM_V=DIM, BLOCK_DV=DIM, IS_CAUSAL=causal, BLOCK_R=block, SUM_COLUMNS=DIM,
+    )  # fmt: skip
+    assert not words.any()
+    delta = (o.double() * do.double()).sum(-1) - (0.0 if dlse is None else dlse.double())
+    return terms[:batch].double(), terms[batch:].double(), delta
+
+
+@pytest.mark.parametrize("softmax_scale", [0.125, -3.0, 1e-30])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_terms_add_up(softmax_scale: float, with_dlse: bool) -> None:
+    """To float32, in the rows that there are; past the end delta is 0, and p is: exp2(-inf)."""
+    torch.manual_seed(0)
+    lse = torch.randn(2, HEADS, ROWS) * 30
+    of_lse, of_delta, delta = prepared(lse, torch.randn(2, HEADS, ROWS) if with_dlse else None, softmax_scale)
+    inside = slice(0, ROWS)
+    torch.testing.assert_close(of_lse[..., inside, :].sum(-1), -lse.double() / softmax_scale, rtol=3e-7, atol=0)
+    torch.testing.assert_close(of_delta[..., inside, :].sum(-1), -delta, rtol=3e-7, atol=2e-5)
+    assert not of_delta[..., ROWS:, :].any()
+    assert (of_lse[..., ROWS:, :].sum(-1) * softmax_scale == -math.inf).all()
+    for terms in (of_lse, of_delta):
+        assert not terms[..., 3:].any()
+
+
+def test_rows_that_see_no_key() -> None:
+    of_lse, of_delta, _ = prepared(torch.zeros(2, HEADS, ROWS), None, 0.5, seqlen_k=ROWS - 5, causal=True)
+    assert (of_lse[..., :5, :].sum(-1) == -math.inf).all()
+    assert not of_lse[..., 5:ROWS, :].any() and of_delta[..., :ROWS, :].isfinite().all()
+
+
+def test_infinities_and_nan_stay_what_they_are() -> None:
+    lse = torch.zeros(2, HEADS, ROWS)
+    lse[0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    dlse = torch.zeros(2, HEADS, ROWS)
+    dlse[1, 2, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    of_lse, of_delta, _ = prepared(lse, dlse, 0.5)
+    assert of_lse[0, 0, :2].sum(-1).tolist() == [-math.inf, math.inf] and of_lse[0, 0, 2].sum().isnan()
+    assert of_delta[1, 2, :2].sum(-1).tolist() == [math.inf, -math.inf] and of_delta[1, 2, 2].sum().isnan()
+    assert of_lse.sum(-1).isfinite().logical_not().sum() == 3 + 2 * HEADS * (PADDED - ROWS)
+    assert of_delta.sum(-1).isfinite().logical_not().sum() == 3
