@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,11 @@ class Built:
     said: str  #: by ptxas
     ttgir: str
     listing: str  #: of the machine code
+
+    @property
+    def operations(self) -> list[str]:
+        """The machine code, in its order, without predicates."""
+        return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", self.listing, re.MULTILINE)
 
 
 def _build(asked: Asked, folder: str) -> Built:
