@@ -53,8 +53,10 @@ def table(rows: Sequence[Row]) -> list[str]:
                 ratios[name] += [ratio for _, ratio in cells if ratio]
                 mask = "causal" if causal else "full"
                 lines.append(f"| {dim} | {mask} | {name} | " + " | ".join(text for text, _ in cells) + " |")
-    means = ", ".join(f"{name} {statistics.geometric_mean(found):.2f} x" for name, found in ratios.items())
-    return [f"Over the portable winner, geometric mean of all lengths: {means}.", "", *lines]
+    means = ", ".join(
+        f"{name} {statistics.geometric_mean(found):.2f} x ({len(found)} cells)" for name, found in ratios.items()
+    )
+    return [f"Over the portable winner, geometric mean: {means}.", "", *lines]
 
 
 @click.command(help=__doc__)

@@ -69,3 +69,33 @@ def builder(expected: Sequence[Asked]) -> Iterator[Callable[[Asked], Built]]:
 
         yield built
         pool.shutdown(cancel_futures=True)
+
+
+_SEVERAL = {"64": 2, "WIDE": 2, "CS2R": 2, "2": 2, "128": 4, "4": 4}
+
+
+def written_under_way(operations: Sequence[str]) -> tuple[list[str], int]:
+    """(Operations that write a register which a product under way may still read, products whose operand in registers is ones
+    in bfloat16), in the order of the code."""
+    under_way: list[tuple[int, set[int]]] = []  # group, registers
+    ones: set[int] = set()  # registers that hold two of them
+    groups, of_ones, wrong = 0, 0, list[str]()
+    for operation in operations:
+        name, _, operands = operation.partition(" ")
+        target = re.match(r"\s*(?:U?P[T\d]+, )*R(\d+)\b", operands)
+        if target and not name.startswith(("ST", "RED", "R2UR")):
+            parts, product = name.split("."), re.match(r"HGMMA\.64x(\d+)x", name)
+            size = 1 if "32" in parts else max(_SEVERAL.get(part, 1) for part in parts)
+            written = set(range(int(target[1]), int(target[1]) + (int(product[1]) // 2 if product else size)))
+            wrong += [operation for _, read in under_way if written & read]
+            ones = ones | written if operands.endswith("0x3f803f80") else ones - written
+        if name.startswith("HGMMA"):
+            if own := re.match(r"\s*R\d+, R(\d+), gdesc", operands):
+                read = set(range(int(own[1]), int(own[1]) + 4))
+                under_way.append((groups, read))
+                of_ones += read <= ones
+            groups += "gsb0" in operands
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands.rpartition("0x")[2], 16)
+            under_way = [one for one in under_way if one[0] >= groups - left]
+    return wrong, of_ones

@@ -667,3 +667,12 @@ def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None) ->
     made = launch.image_of(compiled)
     assert made.cubin.startswith(b"\x7fELF") and made.name in compiled.asm["ptx"]
     assert len(made.maps) == (len(variant.descriptors) if loads != "pointer" else 0)
+
+
+@pytest.mark.parametrize(
+    ("scale", "sent"),
+    [(0.0, 1e-30), (-0.0, 1e-30), (1e-35, 1e-30), (-1e-35, -1e-30), (0.5, 0.5), (-3.0, -3.0)],
+)
+def test_no_scale_is_zero(scale: float, sent: float) -> None:
+    """One backward divides by it."""
+    assert launch._away_from_zero(scale) == sent

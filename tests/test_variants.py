@@ -21,7 +21,7 @@ from fa2tune.cli.explain import explain
 from fa2tune.compiling import compiler, fingerprint, limits
 from fa2tune.compiling.compiler import CompileError, variant_named, variant_of
 from fa2tune.page import sources
-from fa2tune.problem import KERNELS, ROADS, Problem
+from fa2tune.problem import BACKWARD, KERNELS, ROADS, Problem
 from fa2tune.rows import reader
 from fa2tune.rows.row import PREDICTED, backward_way, over_portable
 from fa2tune.rows.store import Store
@@ -80,6 +80,15 @@ def test_portable_rows_stay_fresh_whatever_the_others_are() -> None:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
+
+
+def test_a_whole_backward_is_held_against_the_portable_one_by_their_lead_over_the_default() -> None:
+    """Each may have been timed at another clock."""
+    portable = row({"kernel": BACKWARD}, variant="split", time_us=400.0, gain=1.1)
+    default = row({"kernel": BACKWARD}, variant="fused", time_us=380.0, gain=None)
+    later = row({"kernel": BACKWARD}, variant="fused_warp_specialized", time_us=390.0, gain=1.65)
+    assert over_portable(later, [portable, default, later]) == pytest.approx(1.5)
+    assert over_portable(later, [default, later]) == pytest.approx(380 / 390)
 
 
 def test_all_ways_race_together_and_each_keeps_a_row_where_it_beats_the_default(bench: Bench) -> None:
