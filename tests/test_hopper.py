@@ -439,7 +439,7 @@ def beside_its_own(case: Case) -> bool:
 
 def beside_anothers(case: Case) -> bool:
     """Whether it rests on groups that are apart, so that one exponentiates while another's products run. (Of groups joined in
-    one partition, without the overlap above, nothing is claimed; nor in the order "ahead", where ptxas scatters the exponentials
+    one partition, without the overlap above, nothing is claimed; nor in the order "ahead", where ptxas scatters exponentials
     among the steps of dP.)"""
     apart = case.config["num_warps"] == GROUP_WARPS and case.config.get("ORDER") != "ahead"
     return apart and not beside_its_own(case)
