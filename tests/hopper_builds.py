@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.problem import Specialization
 
@@ -34,7 +34,8 @@ class Built:
     @property
     def operations(self) -> list[str]:
         """The machine code, in its order, without predicates."""
-        return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([^;]+?)\s*;", self.listing, re.MULTILINE)
+        found = map(sass.INSTRUCTION.match, self.listing.splitlines())
+        return [f"{one[3]} {one[4]}".strip() for one in found if one]
 
 
 def _build(asked: Asked, folder: str) -> Built:
