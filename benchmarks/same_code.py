@@ -50,7 +50,8 @@ print(json.dumps([hashes, code]))
 
 def _of(tree: Path, jobs: list[Any]) -> tuple[dict[str, str], list[str]]:
     """(kernel -> hash of its source, hash of each job's machine code), as ``tree`` has them."""
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    # without line numbers, which, moved by an edit elsewhere, have ptxas order instructions otherwise
+    environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD], input=json.dumps(jobs), cwd=tree, env=environment, capture_output=True, text=True
     )

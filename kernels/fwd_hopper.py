@@ -22,14 +22,18 @@ from fa2tune.kernels.hopper_forward import (
     hand_back,
     heads_in_band,
     masked,
+    of_carried,
     pass_by,
     pass_turn_on,
     produce,
+    q_again,
     repack,
     rescaled,
     sum_parts,
     tile_of,
+    to_carry,
     turns_of,
+    words_suit,
 )
 from fa2tune.problem import Config, Problem
 from fa2tune.search_spaces import fwd_hopper as space
@@ -72,8 +76,8 @@ def _over_keys(
     STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks [begin, end), counted from the last one: Q K^T of block j is in flight together with P V of block j - 1.
-    RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
+    """Key blocks [begin, end), counted from the last one: Q K^T of block j is in flight together with P V of block j - 1, whose
+    P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
     _, k_smem, v_smem, _ = smem
     _, _, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -81,6 +85,7 @@ def _over_keys(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    AS_WORDS: gl.constexpr = words_suit(BLOCK_DV, IS_CAUSAL)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     for j in range(begin, end):
         entry = done + j
@@ -89,7 +94,8 @@ def _over_keys(
             q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout
         )
         mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
-        o_next = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+        v_tile = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV])
+        o_next = warpgroup_mma(of_carried(p, dtype, p_layout, AS_WORDS), v_tile, acc, is_async=True)
         if PINGPONG:
             pass_turn_on(CONSUMER, GROUPS)
         s = warpgroup_mma_wait(1, deps=[s_next])
@@ -108,7 +114,7 @@ def _over_keys(
                 weights
             )
             peak = new_peak
-        next_p = gl.convert_layout(weights.to(dtype), p_layout)
+        next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
         acc = warpgroup_mma_wait(0, deps=[o_next])
         hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
         if RESCALE != "never":
@@ -133,11 +139,13 @@ def _consume(
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
     AT_FIRST: gl.constexpr = Q_STAGES > 1 and not IS_CAUSAL
+    OWN_ADDRESSES: gl.constexpr = Q_STAGES > 1 and not Q_IN_REGISTERS
     OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    AS_WORDS: gl.constexpr = words_suit(BLOCK_DV, IS_CAUSAL)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
@@ -211,7 +219,7 @@ def _consume(
             peak = gl.where(bounded, bound - HEADROOM, peak)
         weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
         total = sum_parts(weights)
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+        p = to_carry(weights, dtype, p_layout, AS_WORDS)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
         if IS_CAUSAL:
             acc, total, peak, p = _over_keys(
@@ -219,20 +227,20 @@ def _consume(
                 CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE,
                 IS_CAUSAL, True,
             )  # fmt: skip
-        p = repack(p)
+        p = repack(p, AS_WORDS)
         exact = n_masked
         if RESCALE == "never":
             exact = gl.where(bounded, n_blocks, n_masked)
+            if OWN_ADDRESSES and IS_CAUSAL:
+                q_tile = q_again(q_smem, q_slot, seqlen_q)
             acc, total, peak, p = _over_keys(
                 acc, total, peak, p, n_masked, exact, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
                 CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, "never", NUMBERED, NEGATE,
                 IS_CAUSAL, False,
             )  # fmt: skip
-            p = repack(p)
-            if AT_FIRST and not Q_IN_REGISTERS:
-                # The same tile by an address of its own, n_blocks being 1 or more: the second loop took the first one's, which
-                # ptxas works out only on the way into that (docs/hopper.md).
-                q_tile = q_smem.index(q_slot + gl.minimum(n_blocks - 1, 0)).reshape([ROWS, BLOCK_D])
+            p = repack(p, AS_WORDS)
+        if OWN_ADDRESSES and (IS_CAUSAL or RESCALE == "never"):
+            q_tile = q_again(q_smem, q_slot, n_blocks)
         acc, total, peak, p = _over_keys(
             acc, total, peak, p, exact, n_blocks, done, n_blocks, q_tile, smem, barriers, rows, offset, seqlen_k, qk_scale,
             CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, IS_CAUSAL, False,
@@ -257,7 +265,8 @@ def _consume(
                 STAGES, PINGPONG, s_layout,
             )  # fmt: skip
         mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
-        acc = warpgroup_mma(p, v_smem.index(v_entry % STAGES).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+        v_tile = v_smem.index(v_entry % STAGES).reshape([BLOCK_N, BLOCK_DV])
+        acc = warpgroup_mma(of_carried(p, dtype, p_layout, AS_WORDS), v_tile, acc, is_async=True)
         if Q_STAGES == 1:  # the divisions run beside P V
             next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, IS_CAUSAL)
         else:

@@ -181,6 +181,14 @@ def produce(
 
 
 @gluon.jit
+def q_again(q_smem, slot, length):
+    """Q [ROWS, BLOCK_D] of a slot, for one more loop. ``length``, 1 or more, makes the address another one to ptxas, which took
+    what it works out on the way into one loop for the next one, too, and there are ways round the first (docs/hopper.md)."""
+    BLOCK_D: gl.constexpr = q_smem.shape[-1]
+    return q_smem.index(slot + gl.minimum(length - 1, 0)).reshape([ROWS, BLOCK_D])
+
+
+@gluon.jit
 def pass_by(
     start_m, done, alive, seqlen_q, seqlen_k, barriers,
     CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
@@ -242,10 +250,53 @@ def sum_parts(x):
     return gl.sum(gl.sum(x.reshape([R, N // 8, 4, 2]), 3), 1)
 
 
+@gluon.constexpr_function
+def _rounding(dtype):
+    """PTX that rounds two numbers to dtype, into one word."""
+    pair = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"cvt.rn.{pair}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def words_suit(columns, causal):
+    """Whether P is carried as words: measured (docs/experiments.md), head dim 64 gains up to 5 % under a causal mask, where the
+    loop would spill, and loses 1 to 4 % without; 128 loses 1 %, 256 is level."""
+    return causal and columns <= 64
+
+
 @gluon.jit
-def repack(p):
-    """p unchanged. Values carried from one loop to the next fall apart into halves that every iteration puts together again."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+def to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: gl.constexpr):
+    """Weights [R, N] rounded to dtype, as they go from one trip of a loop, or from one loop, to the next: [R, N] in a product's
+    layout, or AS_WORDS [R, N / 2], each of the values of two columns side by side. 16-bit values may be kept, spilled and put
+    together one by one; words may not, but are not made before the product that reads the last ones is done."""
+    if AS_WORDS:
+        R: gl.constexpr = weights.shape[0]
+        N: gl.constexpr = weights.shape[1]
+        left, right = gl.split(weights.reshape([R, N // 2, 2]))
+        p = gl.inline_asm_elementwise(_rounding(dtype), "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        p = gl.convert_layout(weights.to(dtype), layout)
+    return p
+
+
+@gluon.jit
+def of_carried(p, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: gl.constexpr):
+    """What to_carry was given, as the left factor of a product; no thread moves or computes anything for it."""
+    if AS_WORDS:
+        left, right = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        p = gl.join(left, right).reshape([p.shape[0], 2 * p.shape[1]]).to(dtype, bitcast=True)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+    return p
+
+
+@gluon.jit
+def repack(p, AS_WORDS: gl.constexpr):
+    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second."""
+    if not AS_WORDS:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+    return p
 
 
 @gluon.constexpr_function
