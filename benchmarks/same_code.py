@@ -4,8 +4,9 @@
 
 OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, and bwd_delta's, is
 compiled from both trees, each in a process of its own. Only if the machine code of all of them is the same, instruction by
-instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Needs no GPU,
-but the Triton that the rows were made with: files of another one are for a run of their own.
+instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that ran. Compiled without
+line numbers: where an edit elsewhere has moved them, ptxas may order the same instructions otherwise. Needs no GPU, but the
+Triton that the rows were made with: files of another one are for a run of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ print(json.dumps([hashes, code]))
 
 def _of(tree: Path, jobs: list[Any]) -> tuple[dict[str, str], list[str]]:
     """(kernel -> hash of its source, hash of each job's machine code), as ``tree`` has them."""
-    # without line numbers, which, moved by an edit elsewhere, have ptxas order instructions otherwise
     environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD], input=json.dumps(jobs), cwd=tree, env=environment, capture_output=True, text=True

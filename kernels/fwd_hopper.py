@@ -85,7 +85,7 @@ def _over_keys(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    AS_WORDS: gl.constexpr = words_suit(BLOCK_DV, IS_CAUSAL)
+    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), IS_CAUSAL)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     for j in range(begin, end):
         entry = done + j
@@ -95,7 +95,7 @@ def _over_keys(
         )
         mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
         v_tile = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV])
-        o_next = warpgroup_mma(of_carried(p, dtype, p_layout, AS_WORDS), v_tile, acc, is_async=True)
+        o_next = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
         if PINGPONG:
             pass_turn_on(CONSUMER, GROUPS)
         s = warpgroup_mma_wait(1, deps=[s_next])
@@ -145,7 +145,7 @@ def _consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    AS_WORDS: gl.constexpr = words_suit(BLOCK_DV, IS_CAUSAL)
+    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), IS_CAUSAL)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
@@ -227,7 +227,7 @@ def _consume(
                 CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE,
                 IS_CAUSAL, True,
             )  # fmt: skip
-        p = repack(p, AS_WORDS)
+        p = repack(p)
         exact = n_masked
         if RESCALE == "never":
             exact = gl.where(bounded, n_blocks, n_masked)
@@ -238,7 +238,7 @@ def _consume(
                 CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, "never", NUMBERED, NEGATE,
                 IS_CAUSAL, False,
             )  # fmt: skip
-            p = repack(p, AS_WORDS)
+            p = repack(p)
         if OWN_ADDRESSES and (IS_CAUSAL or RESCALE == "never"):
             q_tile = q_again(q_smem, q_slot, n_blocks)
         acc, total, peak, p = _over_keys(
@@ -266,7 +266,7 @@ def _consume(
             )  # fmt: skip
         mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
         v_tile = v_smem.index(v_entry % STAGES).reshape([BLOCK_N, BLOCK_DV])
-        acc = warpgroup_mma(of_carried(p, dtype, p_layout, AS_WORDS), v_tile, acc, is_async=True)
+        acc = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
         if Q_STAGES == 1:  # the divisions run beside P V
             next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, IS_CAUSAL)
         else:
@@ -399,8 +399,8 @@ def fwd_hopper_kernel(
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if NUMBERED:
         # Nobody waits at these then. Without a use behind the partitions Triton would give their memory to what it hands these,
-        # while an mbarrier never invalidated may be written back over it later (docs/hopper.md). To have none of them costs
-        # four times the spills at head dim 64, causal.
+        # while an mbarrier never invalidated may be written back over it later (docs/hopper.md). To have none of them cost
+        # four times the spills at head dim 64, causal, while P was carried as 16-bit values; not raced since.
         for i in gl.static_range(STAGES):
             mbarrier.invalidate(k_empty.index(i))
             mbarrier.invalidate(v_empty.index(i))

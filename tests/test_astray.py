@@ -96,14 +96,23 @@ def test_jumps_by_table(jump: str) -> None:
     assert not registers(*code)  # no table: it cannot be followed
 
 
-@pytest.mark.parametrize(("rows", "numbered"), [(128, True), (192, False)])  # a value of long before, and none at all
-def test_the_forward_that_showed_it(rows: int, numbered: bool) -> None:
-    """Two loops over Q in shared memory, with two Q tiles and no mask."""
+@pytest.mark.parametrize(
+    ("dtype", "causal", "rescale", "rows", "numbered"),
+    [
+        ("fp16", False, "never", 128, True),  # a value of long before
+        ("fp16", False, "never", 192, False),  # none at all
+        ("bf16", True, "never", 192, True),  # three loops
+        ("bf16", True, "lazy", 128, True),
+        ("fp16", True, "now", 128, False),
+    ],
+)
+def test_the_forward_that_showed_it(dtype: str, causal: bool, rescale: str, rows: int, numbered: bool) -> None:
+    """Several loops over Q in shared memory, with two Q tiles; under a mask since P is carried as words."""
     variant = compiler.variant_named("fwd_hopper")
-    spec = Specialization("fp16", 64, 64, False)
+    spec = Specialization(dtype, 64, 64, causal)
     config = {
         **variant.space.default(spec, 90),
-        "RESCALE": "never",
+        "RESCALE": rescale,
         "Q_STAGES": 2,
         "BLOCK_M": rows,
         "NUMBERED": numbered,

@@ -4,6 +4,7 @@ tests/gpu/test_specialized.py."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -211,13 +212,20 @@ def test_the_default_is_legal_at_every_head_dim(variant: Variant, dim: int) -> N
             assert refused is None or not legal(variant, spec), refused
 
 
-def test_constants_from_the_space_are_part_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fa2tune.search_spaces import fwd_hopper as space
-
-    variant = NAMED["fwd_hopper"]
-    plain = fingerprint.kernel_hash.__wrapped__(variant)
-    monkeypatch.setattr(space, "PRODUCER_REGISTERS", 32)
-    assert fingerprint.kernel_hash.__wrapped__(variant) != plain
+@pytest.mark.parametrize(
+    ("name", "constant"),
+    [
+        ("fwd_hopper", "PRODUCER_REGISTERS"),  # which its own module takes
+        ("bwd_fused_hopper", "PIECE"),  # and one that this imports
+    ],
+)
+def test_constants_from_the_space_are_part_of_the_kernel(
+    name: str, constant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = importlib.import_module(f"fa2tune.search_spaces.{name}")
+    plain = fingerprint.kernel_hash.__wrapped__(NAMED[name])
+    monkeypatch.setattr(space, constant, 2 * getattr(space, constant))
+    assert fingerprint.kernel_hash.__wrapped__(NAMED[name]) != plain
 
 
 def test_what_rows_name_may_be_launched() -> None:

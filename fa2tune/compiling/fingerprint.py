@@ -35,10 +35,8 @@ def _tree(path: Path) -> ast.Module:
     return _parsed(path.read_text(encoding="utf-8"))
 
 
-@cache
-def _code_of(path: Path) -> str:
-    """The module written anew from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
-    tree = _parsed(path.read_text(encoding="utf-8"))
+def _written_anew(tree: ast.Module) -> str:
+    """Code from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (
@@ -49,6 +47,11 @@ def _code_of(path: Path) -> str:
         ):
             del body[0]
     return ast.unparse(tree)  # not ast.dump, which differs from one Python version to the next
+
+
+@cache
+def _code_of(path: Path) -> str:
+    return _written_anew(_parsed(path.read_text(encoding="utf-8")))
 
 
 @cache
@@ -84,7 +87,7 @@ def _from_spaces(path: Path) -> Iterator[str]:
     for module, name in sorted(taken):
         if name != "SPACE":
             value = getattr(importlib.import_module(module), name)
-            yield ast.unparse(_parsed(inspect.getsource(value))) if callable(value) else repr(value)
+            yield _written_anew(_parsed(inspect.getsource(value))) if callable(value) else repr(value)
 
 
 @cache
@@ -110,8 +113,8 @@ def _known() -> Mapping[str, str]:
 
 @cache
 def kernel_hash(variant: Variant) -> str:
-    """Hash of the kernel's module, of the modules of kernels/ that it imports, of the constants it takes from its search space,
-    and the same of the kernels that run around it; 16 hex digits."""
+    """Hash of the kernel's module, of the modules of kernels/ that it imports, of what these take from search spaces, and the
+    same of the kernels that run around it; 16 hex digits."""
     return _known().get(variant.name) or _hashed(variant)
 
 
@@ -127,7 +130,8 @@ def _hashed(variant: Variant) -> str:
     text = ""
     for one in (variant, *map(variant_named, (*variant.before, *variant.after))):
         path = _file_of(one.kernel.fn.__module__)
-        text += "".join([*map(_code_of, (path, *_imported(path))), *_from_spaces(path)])
+        paths = (path, *_imported(path))
+        text += "".join([*map(_code_of, paths), *(taken for each in paths for taken in _from_spaces(each))])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
