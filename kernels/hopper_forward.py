@@ -183,7 +183,8 @@ def produce(
 @gluon.jit
 def q_again(q_smem, slot, at_least_one):
     """Q [ROWS, BLOCK_D] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas, which kept for
-    the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md)."""
+    the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md).
+    Each loop of a tile needs another number."""
     BLOCK_D: gl.constexpr = q_smem.shape[-1]
     return q_smem.index(slot + gl.minimum(at_least_one - 1, 0)).reshape([ROWS, BLOCK_D])
 
@@ -259,8 +260,9 @@ def _rounding(dtype):
 
 @gluon.constexpr_function
 def words_suit(columns, causal):
-    """Whether P is carried as words. Measured (docs/experiments.md): up to 64 columns under a causal mask they gain up to 6 %,
-    where three groups spill without them; without a mask they lose 1 to 4 %, at 128 columns 1 %, at 256 they are level."""
+    """Whether P is carried as words. ``columns``: the wider of Q's and V's. Measured (docs/experiments.md): at head dim 64 under
+    a causal mask they gain up to 6 %, where three groups spill without them; without a mask they lose up to 4 %, at 128 up to
+    2 %, at 256 they are level."""
     return causal and columns <= 64
 
 
@@ -281,7 +283,7 @@ def to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: gl.co
 
 @gluon.jit
 def of_carried(p, dtype: gl.constexpr, layout: gl.constexpr):
-    """What to_carry was given, as the left factor of a product; no thread moves or computes anything for it."""
+    """What to_carry made, as the left factor of a product. Under Triton 3.6 nothing is moved or computed for it."""
     if p.dtype == gl.int32:
         left, right = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
