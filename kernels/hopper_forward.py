@@ -260,9 +260,9 @@ def _rounding(dtype):
 
 @gluon.constexpr_function
 def words_suit(columns, causal):
-    """Whether P is carried as words. ``columns``: the wider of Q's and V's. Measured (docs/experiments.md): at head dim 64 under
-    a causal mask they gain up to 6 %, where three groups spill without them; without a mask they lose up to 4 %, at 128 up to
-    2 %, at 256 they are level."""
+    """Whether P is carried as words. ``columns``: the wider of Q's and V's. Measured (docs/experiments.md): at head dim 64
+    under a causal mask they gain up to 6 %, where three groups spill without them; without a mask they lose up to 4 %, at 128
+    up to 2 %, at 256 they are level."""
     return causal and columns <= 64
 
 
