@@ -38,16 +38,16 @@ def merged(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def section(data: Mapping[str, Any], plots: Mapping[str, str]) -> str:
-    """Markdown: the machine, then per dtype and pass the plot, the averages and the folded table. ``plots``: file name ->
-    address as seen from the README."""
+    """Markdown: the machine, then per dtype, pass and way of timing the plot, the averages and the folded table. ``plots``:
+    file name -> address as seen from the README."""
     parts = [f"Measured on {report.setting(data)}."]
-    for dtype, pass_ in report.sections(data):
-        title = f"{report.PASS_TITLES[pass_].capitalize()}, {report.DTYPE_TITLES[dtype]}"
-        averages = report.sentence(report.records(data, "time", dtype=dtype, **{"pass": pass_}))
-        plot = report.plot_name(dtype, pass_)
+    for dtype, pass_, kind in report.sections(data):
+        title = report.title_of(dtype, pass_, kind)
+        averages = report.sentence(report.records(data, kind, dtype=dtype, **{"pass": pass_}))
+        plot = report.plot_name(dtype, pass_, kind)
         parts += [
             f"### {title}", f"![{title}: TFLOP/s by sequence length, head dim and mask]({plots[plot]})", averages,
-            f"<details><summary>Every cell, TFLOP/s</summary>\n\n{report.markdown(data, dtype, pass_)}\n</details>",
+            f"<details><summary>Every cell, TFLOP/s</summary>\n\n{report.markdown(data, dtype, pass_, kind)}\n</details>",
         ]  # fmt: skip
     if report.MEMORY_PLOT in plots:
         parts += ["### Memory", f"![Peak memory by sequence length]({plots[report.MEMORY_PLOT]})"]

@@ -12,6 +12,10 @@ file where the next is ahead by less than half a percent: times of different car
 together. Only ways that the run has not at all come from another, where they are slower than the winner. A run whose winner was
 measured with other kernel sources than today's has no say; a key that no other run has is left out: a neighbour's row serves.
 
+With --newest a key's rows are those of the run that measured its winner last. That is for runs that began with the earlier
+files' rows: they raced those against what else they found, on one card, and where that was at its power limit each alone, which
+gains do not show.
+
 With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
 the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
 """
@@ -36,8 +40,9 @@ from fa2tune.rows.store import Store
 NOTEWORTHY = 1.005  #: a later run's row has to be ahead by this factor
 
 
-def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain) -> list[Row]:
-    """The rows to ship of several runs, earlier ones first."""
+def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain, newest: bool = False) -> list[Row]:
+    """The rows to ship of several runs, earlier ones first. ``newest``: those measured last, whatever they gained."""
+    ahead = _measured_later if newest else _gained_more
     best: dict[tuple[TuningKey, str], list[Row]] = {}
     spare: dict[tuple[TuningKey, str], list[Row]] = {}
     for rows in runs:
@@ -47,7 +52,7 @@ def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain) -> list[Row]:
         for key, found in keys.items():
             fresh = [row for row in found if not toolchain.stale(row)]
             spare.setdefault(key, []).extend(fresh)
-            if _winner(found) in fresh and (key not in best or _gain(fresh) > NOTEWORTHY * _gain(best[key])):
+            if _winner(found) in fresh and (key not in best or ahead(fresh, best[key])):
                 best[key] = fresh
     for key, chosen in best.items():
         ways = {row.variant: row for row in spare[key] if row.rank_us > _winner(chosen).rank_us}
@@ -61,6 +66,14 @@ def _winner(rows: Sequence[Row]) -> Row:
 
 def _gain(rows: Sequence[Row]) -> float:
     return _winner(rows).gain or 0.0
+
+
+def _gained_more(these: Sequence[Row], those: Sequence[Row]) -> bool:
+    return _gain(these) > NOTEWORTHY * _gain(those)
+
+
+def _measured_later(these: Sequence[Row], those: Sequence[Row]) -> bool:
+    return _winner(these).created > _winner(those).created
 
 
 def raced(rows: list[Row]) -> list[Row]:
@@ -79,10 +92,12 @@ def _leader_won(row: Row, rows: list[Row]) -> bool:
 @click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
 @click.argument("shipped", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
+@click.option("--newest", is_flag=True, help="Of several runs' rows those measured last.")
 @click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
-def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, raced_only: bool) -> None:
+def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, newest: bool, raced_only: bool) -> None:
     runs = [list(reader.read(run)) for run in measured]
-    rows = runs[0] if len(runs) == 1 else best_of(runs, Toolchain(kernel_hashes=fingerprint.kernel_hashes()))
+    today = Toolchain(kernel_hashes=fingerprint.kernel_hashes())
+    rows = runs[0] if len(runs) == 1 else best_of(runs, today, newest)
     if raced_only:
         kept = raced(rows)
         click.echo(f"{len(rows) - len(kept)} rows left out")

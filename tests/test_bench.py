@@ -67,6 +67,9 @@ class FakeCard:
     def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
         return {name: [2.0, 2.0, 2.2] if name == SUBJECT else [3.0, 3.0, 3.3] for name in calls}
 
+    def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+        return {name: [2.0, 2.2] if name == SUBJECT else [4.0, 4.4] for name in calls}
+
 
 def cells(*passes: str, seqlens: tuple[int, ...] = (64, 100)) -> list[comparison.Cell]:
     return [comparison.Cell("time", problem(seqlen=length), pass_) for length in seqlens for pass_ in passes]
@@ -79,6 +82,8 @@ def test_the_grid_is_the_papers() -> None:
     grid = comparison.Grid().cells()
     timed = [cell for cell in grid if cell.kind == "time"]
     assert len(timed) == 3 * 2 * 6 * 3
+    sustained = [cell for cell in grid if cell.kind == "sustained"]
+    assert [(c.problem, c.pass_) for c in sustained] == [(c.problem, c.pass_) for c in timed]
     assert {cell.problem.batch * cell.problem.seqlen_q for cell in timed} == {16384}
     assert {cell.problem.heads_q * cell.problem.head_dim for cell in grid} == {2048}
     memory = [cell for cell in grid if cell.kind == "memory"]
@@ -97,6 +102,7 @@ def test_the_grid_is_the_papers() -> None:
         ({"head_dims": [63]}, "headdim: got 63"),
         ({"seqlens": [0]}, "seqlen: got 0"),
         ({"passes": ["fwd", "sideways"]}, "pass: got 'sideways'"),
+        ({"timings": ["cold"]}, "timing: got 'cold', allowed are interleaved, sustained"),
     ],
 )
 def test_a_bad_grid_is_named(wrong: dict[str, Any], said: str) -> None:
@@ -317,10 +323,12 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     assert "fa4 is left out: it is not installed" in result.output
-    assert "[1/7] time fwd bf16 head dim 16 causal length 64" in result.output
-    assert "1.50 x the best peer (sdpa-flash)" in result.output
+    assert "[1/10] time fwd bf16 head dim 16 causal length 64" in result.output
+    assert "[2/10] sustained fwd bf16 head dim 16 causal length 64" in result.output
+    assert "1.50 x the best peer (sdpa-flash)" in result.output and "2.00 x the best peer" in result.output
+    passes = ("forward", "backward", "forward_backward")
     assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json", "forward_bf16.png", "backward_bf16.png", "forward_backward_bf16.png", "memory.png",
+        "bench.json", "memory.png", *(f"{name}_bf16{how}.png" for name in passes for how in ("", "_sustained")),
     }  # fmt: skip
     again = CliRunner().invoke(command, arguments)
     assert again.exit_code == 2 and "--resume" in again.output

@@ -64,7 +64,7 @@ def test_the_default_stays_unless_beaten_beyond_the_interval():
 
 
 def test_finalists_are_those_a_screening_cannot_tell_apart():
-    ranked = [outcome(n, time_us) for n, time_us in enumerate((100.0, 101.0, 101.9, 102.5, 110.0))]
+    ranked = [outcome(n, time_us) for n, time_us in enumerate((100.0, 101.0, 103.9, 104.5, 110.0))]
     assert crown.finalists(ranked) == ranked[:3]
     assert len(crown.finalists([outcome(n, 100.0) for n in range(20)])) == crown.FINALISTS
     assert crown.finalists([]) == []
@@ -74,6 +74,14 @@ def test_the_leader_is_the_fastest_by_paired_ratios_of_those_that_ran_to_the_end
     drift = [1.0, 1.1, 1.2, 1.3]
     race = Race([[100 * d for d in drift], [90 * d for d in drift], [50.0, 50.0], [95 * d for d in drift]])
     assert crown.leader(race, [0, 1, 2, 3]) == 1 and crown.leader(race, [2, 3]) == 3
+
+
+def test_close_in_a_final_are_the_fastest_by_paired_ratios_few_of_them():
+    drift = [1.0, 1.1, 1.2, 1.3]
+    race = Race([[100 * d for d in drift], [98 * d for d in drift], [101.0, 111.1], [130.0, 143.0], []])
+    assert crown.close(race) == [1, 0, 2]
+    assert crown.close(Race([[100.0 + i] for i in range(4)][::-1])) == [3, 2, 1, 0]
+    assert len(crown.close(Race([[100.0]] * 9))) == crown.SUSTAINED
 
 
 def test_what_a_row_has_to_beat():
@@ -145,18 +153,29 @@ class Queue:
 
 def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
     queue = Queue(monkeypatch)
-    track = measure._Track(queue, {0: queue.runner("a", 1.0), 2: queue.runner("b", 3.0)}, Witness(""))
+    track = measure._Track(queue, {0: queue.runner("a", 1.0), 2: queue.runner("b", 3.0)}, Witness(""), 0.0)
     assert track.launch([2, 0, 0, 2]) == pytest.approx([3000, 1000, 1000, 3000])
     one = ["flush", "event", "{}", "event"]
     each = [word.format(name) for name in "baab" for word in one]
     assert queue.did == ["flush"] * measure.LEAD + each + ["wait"] and queue.reports == [-1]
 
 
+def test_a_turn_is_timed_once_it_has_settled_and_nothing_runs_between(monkeypatch):
+    queue = Queue(monkeypatch)
+    clock = iter([0.0, 8 * 0.010, 1.0])  # eight launches take 80 ms, so a turn of 0.5 s is 50 of them
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
+    track = measure._Track(queue, {0: queue.runner("a", 10.0)}, Witness(""), 0.5)
+    assert track.launch([0]) == pytest.approx([10_000])
+    settling, timed = round(50 * measure.SETTLING), round(50 * (1 - measure.SETTLING))
+    assert queue.did == ["a"] * 8 + ["wait"] + ["a"] * settling + ["event"] + ["a"] * timed + ["event", "wait"]
+    assert queue.reports == [-1] and queue.last_used == 1.0
+
+
 def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):
     queue = Queue(monkeypatch)
     monkeypatch.setattr(measure, "RESTS", 2)
     for _ in range(2):  # in each race anew
-        track = measure._Track(queue, {}, Witness(""))
+        track = measure._Track(queue, {}, Witness(""), 0.0)
         assert [track.rest() for _ in range(4)] == [True, True, False, False]
     assert queue.did == ["sleep", "warm"] * 4 and queue.reports == [-1] * 4  # it is alive
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def test_a_later_row_has_to_gain_half_a_percent_more(toolchain: Toolchain, later
     """Whatever the times: cards differ."""
     kept = best_of([[forward(500.0, 1.2)], [forward(900.0, later)]], toolchain)
     assert [row.gain for row in kept] == [shipped]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_on_demand_what_was_measured_last_counts_whatever_it_gained(toolchain: Toolchain, order: int) -> None:
+    old = replace(forward(500.0, 1.3), created="2026-11-22T00:00:00Z")
+    new = replace(forward(900.0, 1.1), created="2026-11-23T00:00:00Z")
+    assert best_of([[old], [new]][::order], toolchain, newest=True) == [new]
 
 
 def test_keys_that_one_run_has_stay(toolchain: Toolchain) -> None:

@@ -123,7 +123,7 @@ def test_measured_run_crowns_the_best_it_tried_and_files_the_evidence(bench):
         assert row.registers == 128 and row.kernel_hash and row.space_hash and row.triton and row.created
         assert row.pruned.get("shared_memory", 0) == sum(c["num_stages"] == 4 for c in compiled)
     recorded = [json.loads(line) for line in (bench.folder / "record.jsonl").read_text().splitlines()]
-    assert {entry["stage"] for entry in recorded} <= {"screen", "final", "proof"}
+    assert {entry["stage"] for entry in recorded} <= {"screen", "final", "sustained", "proof"}
     assert {"screen", "proof"} <= {entry["stage"] for entry in recorded}
     assert report.compiled == 20 and not report.interrupted
 
@@ -229,6 +229,26 @@ def test_a_default_without_a_time_races_in_the_proof_all_the_same(bench, monkeyp
     assert default in [config for *_, config in bench.did("check")]
     row = next(row for row in report.rows if row.variant == "descriptor")
     assert row.gain == pytest.approx(true_time(default, 512) / true_time(row.config, 512))
+
+
+@pytest.mark.parametrize("cool", ["", "1"])
+def test_of_those_that_a_final_leaves_close_the_fastest_alone_is_proved(bench, monkeypatch, cool):
+    """But where the card was never at its power limit: there its clock is nobody's doing."""
+    monkeypatch.setattr(crown, "NEAR", 10.0)
+    monkeypatch.setenv("FA2TUNE_FAKE_HUNGRY", "1")
+    monkeypatch.setenv("FA2TUNE_FAKE_COOL", cool)
+    bench.tune(HERE, buckets=(4096,))
+
+    def fastest_first(kind):
+        (contenders,) = (raced for *_, raced in bench.did(kind))
+        return sorted((c for c in contenders if c["LOADS"] == "descriptor"), key=lambda c: true_time(c, 4096))
+
+    if cool:
+        assert not bench.did("sustained") and fastest_first("proof")[0] == fastest_first("final")[0]
+    else:
+        turns = fastest_first("sustained")
+        assert 1 < len(turns) <= crown.SUSTAINED and turns[0] == fastest_first("final")[0]
+        assert turns[-1] in fastest_first("proof") and turns[0] not in fastest_first("proof")
 
 
 def test_a_fused_road_that_dies_does_not_cost_the_split_row(bench, monkeypatch):

@@ -107,8 +107,11 @@ def race(key, contenders, effort, best_ratio=1.0):
         worker.report(-1)
         os.kill(os.getpid(), 11)
     drift = 1 + 0.3 * (os.getpid() % 7)  # every process has clocks of its own: only ratios may count
-    times = [[drift * _kernel_time(key, c) * (1 + 0.001 * r) for r in range(9)] for c in contenders]
-    return Race(times, {}, 1980, 700)
+    hungry = effort == "sustained" and "FA2TUNE_FAKE_HUNGRY" in os.environ
+    power = -1 if hungry else 1  # alone with its power, who was faster is slower
+    times = [[drift * _kernel_time(key, c) ** power * (1 + 0.001 * r) for r in range(9)] for c in contenders]
+    capped = 0.0 if os.environ.get("FA2TUNE_FAKE_COOL") else None
+    return Race(times, {}, 1980, 700, power_capped=capped)
 
 
 def check(kernel, config, spec, arch, device, small=False):

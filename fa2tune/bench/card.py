@@ -17,6 +17,10 @@ from fa2tune import __version__
 #: Rounds are run untimed for this long before a cell is timed: clocks settle, allocations are cached. Seconds.
 WARM_SECONDS = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
+#: A sustained sample: a call over and over for the first, then timed for the second. Power management follows in a tenth of a
+#: second. Seconds.
+SETTLE_SECONDS, TURN_SECONDS = 0.15, 0.25
+TURNS = 2  #: of each call, forth and back, so that what drifts evenly cancels
 #: At least this much is overwritten to empty the L2, and at least four times its size. Bytes.
 FLUSH_BYTES = 256 << 20
 #: At most this many overwrites are queued ahead of a round: the launch queue holds about a thousand entries.
@@ -121,6 +125,32 @@ class Card:
             for name, (start_event, end_event) in events.items():
                 samples[name].append(start_event.elapsed_time(end_event))
         return samples
+
+    def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """Milliseconds a call of GPU time, where each call has the card for itself: TURNS samples each, of turns in which
+        nothing else runs and the L2 is as the call before left it. The clock is then the one that this call's own power
+        allows, where ``time`` has every call run at the clock that all of them leave the card."""
+        each = {name: self._turn(call, WARM_SECONDS, 0.0) for name, call in calls.items()}
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(TURNS):
+            for name in list(calls)[:: -1 if turn % 2 else 1]:
+                self._turn(calls[name], SETTLE_SECONDS, each[name])
+                samples[name].append(self._turn(calls[name], TURN_SECONDS, each[name]))
+        return samples
+
+    def _turn(self, call: Callable[[], object], seconds: float, each: float) -> float:
+        """Milliseconds a call, over about so many seconds. ``each``: what one is known to take; 0: nothing is known."""
+        cuda = self._torch.cuda
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        if not each:
+            each = self._turn(call, seconds, 1e3 * seconds / 4)
+        count = max(4, round(1e3 * seconds / each))
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        cuda.synchronize()
+        return float(start.elapsed_time(end)) / count
 
     def _round(
         self, calls: Mapping[str, Callable[[], object]], order: list[str], lead: int

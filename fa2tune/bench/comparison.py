@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     Call = Callable[[], tuple[torch.Tensor, ...]]
 
 PASSES = ("fwd", "bwd", "both")
+#: How a cell is timed -> its kind: every launch behind another peer's and out of a cold L2; or each peer for turns alone
+TIMINGS = {"interleaved": "time", "sustained": "sustained"}
 BENCH_DTYPES = ("bf16", "fp16")
 HEAD_DIMS = (64, 128, 256)
 MEMORY_SEQLENS = (*BUCKETS, 32768, 65536, 131072)
@@ -61,6 +63,7 @@ class Rig(Protocol):
     def release(self) -> None: ...
     def peak_bytes(self, call: Callable[[], object]) -> int: ...
     def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]: ...
+    def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]: ...
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ class Rig(Protocol):
 
 @dataclass(frozen=True)
 class Cell:
-    kind: str  #: "time" or "memory"
+    kind: str  #: "memory", or one of TIMINGS' values
     problem: Problem
     pass_: str  #: one of PASSES
 
@@ -102,10 +105,12 @@ class Grid:
     causals: Sequence[bool] = (False, True)
     seqlens: Sequence[int] = BUCKETS
     passes: Sequence[str] = PASSES
+    timings: Sequence[str] = tuple(TIMINGS)
     memory_seqlens: Sequence[int] = MEMORY_SEQLENS
 
     def __post_init__(self) -> None:
-        for name, values, allowed in (("dtype", self.dtypes, BENCH_DTYPES), ("pass", self.passes, PASSES)):
+        words = (("dtype", self.dtypes, BENCH_DTYPES), ("pass", self.passes, PASSES), ("timing", self.timings, TIMINGS))
+        for name, values, allowed in words:
             for value in values:
                 if value not in allowed:
                     raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(allowed)}")
@@ -120,9 +125,9 @@ class Grid:
 
     def cells(self) -> list[Cell]:
         timed = [
-            Cell("time", _problem(dtype, dim, causal, length, max(1, WORKLOAD_TOKENS // length)), pass_)
-            for dtype, dim, causal, length, pass_ in itertools.product(
-                self.dtypes, self.head_dims, self.causals, self.seqlens, self.passes
+            Cell(TIMINGS[timing], _problem(dtype, dim, causal, length, max(1, WORKLOAD_TOKENS // length)), pass_)
+            for dtype, dim, causal, length, pass_, timing in itertools.product(
+                self.dtypes, self.head_dims, self.causals, self.seqlens, self.passes, self.timings
             )
         ]
         dim = 128 if 128 in self.head_dims else self.head_dims[0]
@@ -302,7 +307,8 @@ def measure(stand: Stand, rig: Rig, cell: Cell, seconds: float) -> dict[str, Any
         else:
             calls[name] = call
     if calls:
-        for name, figures in summarise(rig.time(calls, seconds), flops(cell.problem, cell.pass_)).items():
+        samples = rig.sustain(calls) if cell.kind == "sustained" else rig.time(calls, seconds)
+        for name, figures in summarise(samples, flops(cell.problem, cell.pass_)).items():
             entries[name] |= figures
     return {**cell.identity, "peers": entries}
 
@@ -369,8 +375,8 @@ def run(
     cells: Sequence[Cell], peers: Mapping[str, Peer], rig: Rig, results: Results, *, seconds: float = 0.15,
     time_budget: float | None = None, progress: Callable[[int, int, Mapping[str, Any]], None] = lambda *_: None,
 ) -> bool:  # fmt: skip
-    """Measure what ``results`` does not hold yet, ``seconds`` of GPU time per peer and cell. Stops before a cell that would
-    likely pass ``time_budget`` (seconds), but never before the first. -> whether everything is done."""
+    """Measure what ``results`` does not hold yet, ``seconds`` of GPU time per peer and interleaved cell. Stops before a cell
+    that would likely pass ``time_budget`` (seconds), but never before the first. -> whether everything is done."""
     began, longest = time.monotonic(), 0.0
     todo = [cell for cell in cells if not results.holds(cell, peers)]
     done = len(cells) - len(todo)

@@ -5,6 +5,7 @@ Takes the data of a results file (bench.load). matplotlib and rich load on use.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
     Record = Mapping[str, Any]
 
+#: Kinds of timed cells -> what a title adds
+KIND_TITLES = {"sustained": "sustained", "time": "interleaved"}
+_HOW = {
+    "sustained": "each alone for turns of 0.4 s, at the clock its own power allows; lines to its slowest and fastest turn",
+    "time": "median of interleaved runs on a cold L2, lines to the 10 % and 90 % quantiles",
+}
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
 DTYPE_TITLES = {"bf16": "bfloat16", "fp16": "float16"}
 MEMORY_PLOT = "memory.png"
@@ -44,10 +51,14 @@ def records(data: Mapping[str, Any], kind: str, **fields: Any) -> list[Record]:
     return sorted(found, key=lambda cell: (cell["head_dim"], cell["causal"], cell["seqlen"]))
 
 
-def sections(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(dtype, pass) of every timed cell, in the order of tables."""
-    present = {(cell["dtype"], cell["pass"]) for cell in data["cells"] if cell["kind"] == "time"}
-    return [(dtype, pass_) for dtype in DTYPE_TITLES for pass_ in PASS_TITLES if (dtype, pass_) in present]
+def sections(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """(dtype, pass, kind) of every timed cell, in the order of tables."""
+    present = {(cell["dtype"], cell["pass"], cell["kind"]) for cell in data["cells"]}
+    return [one for one in itertools.product(DTYPE_TITLES, PASS_TITLES, KIND_TITLES) if one in present]
+
+
+def title_of(dtype: str, pass_: str, kind: str) -> str:
+    return f"{PASS_TITLES[pass_].capitalize()}, {DTYPE_TITLES[dtype]}, {KIND_TITLES[kind]}"
 
 
 def peers_of(cells: Iterable[Record]) -> list[str]:
@@ -156,12 +167,10 @@ def tables(data: Mapping[str, Any]) -> list[Table]:
     from rich.table import Table
 
     shown = []
-    for dtype, pass_ in sections(data):
-        cells = records(data, "time", dtype=dtype, **{"pass": pass_})
+    for dtype, pass_, kind in sections(data):
+        cells = records(data, kind, dtype=dtype, **{"pass": pass_})
         names = peers_of(cells)
-        table = Table(
-            title=f"{PASS_TITLES[pass_].capitalize()}, {DTYPE_TITLES[dtype]}, TFLOP/s", caption=sentence(cells)
-        )
+        table = Table(title=f"{title_of(dtype, pass_, kind)}, TFLOP/s", caption=sentence(cells))
         for title in _header(names, {name: name for name in names}):  # labels are too wide for a screen
             table.add_column(title, justify="right")
         group = None
@@ -194,9 +203,11 @@ def objections(data: Mapping[str, Any]) -> list[str]:
     return [f"{name} {status} in {n} cell{'s' * (n > 1)}: {why}" for (name, status, why), n in counts.items()]
 
 
-def markdown(data: Mapping[str, Any], dtype: str, pass_: str, seqlens: Sequence[int] | None = None) -> str:
-    """A Markdown table of one dtype and pass, TFLOP/s, the fastest of each row in bold. ``seqlens`` None: every length."""
-    cells = records(data, "time", dtype=dtype, **{"pass": pass_})
+def markdown(
+    data: Mapping[str, Any], dtype: str, pass_: str, kind: str = "time", seqlens: Sequence[int] | None = None
+) -> str:
+    """A Markdown table of one section, TFLOP/s, the fastest of each row in bold. ``seqlens`` None: every length."""
+    cells = records(data, kind, dtype=dtype, **{"pass": pass_})
     shown = [cell for cell in cells if seqlens is None or cell["seqlen"] in seqlens]
     names = peers_of(shown)
     header = _header(names, {name: PEERS[name].label for name in names})
@@ -245,10 +256,10 @@ def _quiet(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def plot_pass(data: Mapping[str, Any], dtype: str, pass_: str, path: Path) -> None:
+def plot_pass(data: Mapping[str, Any], dtype: str, pass_: str, kind: str, path: Path) -> None:
     """Bars of TFLOP/s grouped by length, a panel per head dim (rows) and mask (columns), written as PNG. A peer that was
     wrong, failed or did not fit keeps its place, with the word instead of a bar."""
-    cells = records(data, "time", dtype=dtype, **{"pass": pass_})
+    cells = records(data, kind, dtype=dtype, **{"pass": pass_})
     names = peers_of(cells)
     head_dims = sorted({cell["head_dim"] for cell in cells})
     masks = sorted({cell["causal"] for cell in cells})
@@ -257,7 +268,7 @@ def plot_pass(data: Mapping[str, Any], dtype: str, pass_: str, path: Path) -> No
     size = (max(10.0, 1.0 + len(masks) * bars * 0.105), 2.0 + 2.7 * len(head_dims))
     figure, axes = _canvas(
         len(head_dims), len(masks), size, f"Attention {PASS_TITLES[pass_]}, {DTYPE_TITLES[dtype]}",
-        "TFLOP/s, higher is better; median of interleaved runs on a cold L2, lines to the 10 % and 90 % quantiles. "
+        f"TFLOP/s, higher is better; {_HOW[kind]}. "
         f"16k tokens in all, hidden size 2048.\n{setting(data)}",
     )  # fmt: skip
     handles: dict[str, Any] = {}
@@ -343,16 +354,17 @@ def plot_memory(data: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def plot_name(dtype: str, pass_: str) -> str:
-    return f"{PASS_TITLES[pass_].replace(' + ', '_')}_{dtype}.png"
+def plot_name(dtype: str, pass_: str, kind: str) -> str:
+    how = "" if kind == "time" else f"_{kind}"
+    return f"{PASS_TITLES[pass_].replace(' + ', '_')}_{dtype}{how}.png"
 
 
 def plots(data: Mapping[str, Any], folder: Path) -> list[Path]:
     """Every plot that the data allows, into ``folder``: ``forward_bf16.png``, ..., ``memory.png``."""
     written = []
-    for dtype, pass_ in sections(data):
-        written.append(folder / plot_name(dtype, pass_))
-        plot_pass(data, dtype, pass_, written[-1])
+    for dtype, pass_, kind in sections(data):
+        written.append(folder / plot_name(dtype, pass_, kind))
+        plot_pass(data, dtype, pass_, kind, written[-1])
     if records(data, "memory"):
         written.append(folder / MEMORY_PLOT)
         plot_memory(data, written[-1])

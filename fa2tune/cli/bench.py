@@ -42,12 +42,15 @@ def _text(values: tuple[Any, ...]) -> str:
 @masks("both masks")
 @click.option("--pass", "passes", callback=_list(str), default=_text(comparison.PASSES), show_default=True,
               help="fwd without gradients, bwd alone, both together.")  # fmt: skip
+@click.option("--timing", "timings", callback=_list(str), default=_text(tuple(comparison.TIMINGS)), show_default=True,
+              help="interleaved: each launch behind another peer's, out of a cold L2; sustained: each peer for turns alone, at "
+                   "the clock that its own power allows.")  # fmt: skip
 @click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
 @click.option("--memory-seqlen", callback=_list(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
               help="Lengths at which peak memory is measured.")  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Leave peak memory out.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.15, show_default=True,
-              help="GPU time per peer and cell; 10 to 100 samples whatever it is.")  # fmt: skip
+              help="GPU time per peer and interleaved cell; 10 to 100 samples whatever it is.")  # fmt: skip
 @click.option("--time-budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
               help="Stop before a cell that would likely pass it; --resume goes on.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on from OUT/bench.json if it exists.")
@@ -55,19 +58,19 @@ def _text(values: tuple[Any, ...]) -> str:
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
     peers: list[str] | None, headdim: list[int], seqlen: list[int], causal: bool | None, passes: list[str],
-    dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float, time_budget: float | None, resume: bool,
+    timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float, time_budget: float | None, resume: bool,
     out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
-    Each cell (dtype, head dim, mask, length, pass) times every peer interleaved, after comparing its result with a float32
-    reference; only results that are right are timed. bench.json is written after each cell.
+    Each cell (dtype, head dim, mask, length, pass) compares every peer's result with a float32 reference, and times those
+    that are right, interleaved and sustained. bench.json is written after each cell.
     """
     try:
         chosen, absent = select(peers)
         grid = comparison.Grid(
             dtypes=dtype, head_dims=headdim, causals=(False, True) if causal is None else (causal,), seqlens=seqlen,
-            passes=passes, memory_seqlens=() if no_memory else memory_seqlen,
+            passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from None

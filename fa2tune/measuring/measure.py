@@ -31,6 +31,7 @@ LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track.la
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
+SETTLING = 0.4  #: share of a turn that is not timed: the card's power management takes a tenth of a second to follow
 REST_SECONDS = 0.5  #: at a time, for a throttled card
 RESTS = 20  #: in a race; then the card is taken as it is
 
@@ -135,11 +136,38 @@ def _seconds(runner: Callable[[], object]) -> float:
 class _Track:
     """The current device, for ``racing.run``."""
 
-    def __init__(self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness) -> None:
-        self.card, self.runners, self.seen = card, runners, seen
+    def __init__(
+        self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness, turn: float
+    ) -> None:
+        """``turn``: as ``Effort`` has it."""
+        self.card, self.runners, self.seen, self.turn = card, runners, seen, turn
         self.rests = RESTS
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
+        found = [self._turn(self.runners[i]) for i in schedule] if self.turn else self._launches(schedule)
+        self.card.last_used = time.monotonic()
+        return found
+
+    def _turn(self, runner: Callable[[], object]) -> float:
+        """One contender over and over, with nothing between: microseconds a launch, once power and clock have settled."""
+        begun, few = time.monotonic(), 8
+        for _ in range(few):
+            runner()
+        torch.cuda.synchronize()
+        each = (time.monotonic() - begun) / few
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        timed = max(few, int((1 - SETTLING) * self.turn / each))
+        for _ in range(int(SETTLING * self.turn / each)):
+            runner()
+        start.record()
+        for _ in range(timed):
+            runner()
+        end.record()
+        torch.cuda.synchronize()
+        worker.report(-1, BLOCK_SECONDS)  # alive
+        return start.elapsed_time(end) * 1e3 / timed
+
+    def _launches(self, schedule: Sequence[int]) -> list[float]:
         """Each launch stands between two events, behind an overwrite of the L2. Events see the kernels alone as long as the
         GPU is behind the host. An overwrite, of four times the L2, takes the memory longer than a launch takes the host, and
         ``LEAD`` of them at the start give the host its head start. So launch gaps do not count, not those between the kernels
@@ -156,7 +184,6 @@ class _Track:
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
-        self.card.last_used = time.monotonic()
         worker.report(-1, BLOCK_SECONDS)  # alive
         return [start.elapsed_time(end) * 1e3 for start, end in events]
 
@@ -193,5 +220,7 @@ def race(
     seen = witness.of_device(torch.cuda.current_device())
     # each way has a row, so a leader, of its own
     groups = ["" if key.kernel == BACKWARD else way_of(contender) for contender in contenders]
-    found = racing.run(_Track(card, runners, seen), groups, list(runners), EFFORTS[effort], best_ratios)
+    found = racing.run(
+        _Track(card, runners, seen, EFFORTS[effort].turn), groups, list(runners), EFFORTS[effort], best_ratios
+    )
     return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

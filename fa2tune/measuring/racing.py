@@ -35,7 +35,7 @@ class Track(Protocol):
     """Where contenders run."""
 
     def launch(self, schedule: Sequence[int]) -> Sequence[float]:
-        """Launch contenders in this order, each out of a cold L2: the microseconds of each launch."""
+        """Launch contenders in this order, each once out of a cold L2, or for a turn of its own: microseconds a launch."""
 
     def read(self) -> Reading:
         """How the card is."""

@@ -18,6 +18,8 @@ class Effort:
     #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and
     #: nobody is dropped, so that the intervals are those of a number of samples fixed beforehand
     tie: float | None
+    #: seconds that a contender runs alone, over and over, for one sample; 0: a sample is one launch, out of a cold L2
+    turn: float = 0.0
 
     def rounds(self, launch_seconds: float) -> int:
         """At most this many, of launches that take so long."""
@@ -32,6 +34,10 @@ EFFORTS = {
     "screen": Effort(0.020, 6, 20, tie=0.01),
     #: the fastest of the screening: who leads
     "final": Effort(0.100, 20, 100, tie=0.003),
+    #: those whom the final leaves close, each alone, until power and clock have settled. A card at its power limit runs at the
+    #: clock that all who race launch by launch leave it on the average, so there one that wins by energy is not seen, nor one
+    #: that costs others their clock.
+    "sustained": Effort(0.0, 2, 2, tie=None, turn=0.3),
     #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
     #: candidates the luckiest looks faster than the default, often beyond its interval.
     "proof": Effort(0.060, 22, 60, tie=None),

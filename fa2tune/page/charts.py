@@ -263,11 +263,11 @@ def roofline(gpu: Gpu, standings: Sequence[Standing], dtype: str, precision: str
 
 
 def peers(data: Mapping[str, Any]) -> Markup:
-    """A panel per dtype, pass, head dim and mask: TFLOP/s by length of fa2tune and of each peer."""
-    names = report.peers_of(cell for cell in data["cells"] if cell["kind"] == "time")
+    """A panel per dtype, pass, way of timing, head dim and mask: TFLOP/s by length of fa2tune and of each peer."""
+    names = report.peers_of(cell for cell in data["cells"] if cell["kind"] in report.KIND_TITLES)
     blocks = []
-    for dtype, pass_ in report.sections(data):
-        cells = report.records(data, "time", dtype=dtype, **{"pass": pass_})
+    for dtype, pass_, kind in report.sections(data):
+        cells = report.records(data, kind, dtype=dtype, **{"pass": pass_})
         top = max((e["tflops"] for cell in cells for e in cell["peers"].values() if "tflops" in e), default=1.0) * 1.05
         panels = []
         for dim in sorted({cell["head_dim"] for cell in cells}):
@@ -276,7 +276,7 @@ def peers(data: Mapping[str, Any]) -> Markup:
                 if mine:
                     drawing = _peers_panel(mine, names, f"head dim {dim}, {report.mask_name(causal)}", top)
                     panels.append(_panel(drawing, f"dim:{dim} mask:{report.mask_name(causal)} dtype:{dtype}"))
-        title = f"{report.PASS_TITLES[pass_].capitalize()}, {report.DTYPE_TITLES[dtype]}"
+        title = report.title_of(dtype, pass_, kind)
         blocks.append(
             Markup('<h3>{}</h3><p class="say">{}</p>{}').format(title, report.sentence(cells), _grid(panels, "four"))
         )

@@ -198,7 +198,7 @@ def read_bench(path: Path) -> Mapping[str, Any]:
 
     try:
         data = comparison.load(path)
-        timed = any(cell["kind"] == "time" for cell in data["cells"])
+        timed = any(cell["kind"] in comparison.TIMINGS.values() for cell in data["cells"])
     except ValueError as error:
         raise SourceError(f"--bench: {error}") from error
     except (KeyError, TypeError) as error:

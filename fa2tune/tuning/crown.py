@@ -20,7 +20,11 @@ from fa2tune.variant import POINTER, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
-FINALISTS, NEAR = 6, 0.02  #: so many at most, and no further behind: a screening cannot tell closer ones apart
+FINALISTS, NEAR = (
+    6,
+    0.04,
+)  #: so many at most, and no further behind: closer ones a screening, or energy, may tell otherwise
+SUSTAINED = 4  #: so many at most of those that the final leaves close, each for turns alone
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,13 @@ def leader(race: Race, among: Sequence[int]) -> int:
     """Of these contenders the fastest, by the median ratio to the anchor, of those that ran to the end."""
     ran = [index for index in among if len(race.times[index]) == len(race.times[0])]
     return min(ran, key=lambda index: median(ratios(race.times[index], race.times[0])))
+
+
+def close(race: Race) -> list[int]:
+    """Of a final's contenders the fastest, and those that energy may yet put before it: of all ways, the fastest first."""
+    placed = {i: median(ratios(samples, race.times[0])) for i, samples in enumerate(race.times) if samples}
+    ranked = sorted(placed, key=lambda i: placed[i])[:SUSTAINED]
+    return [i for i in ranked if placed[i] <= placed[ranked[0]] * (1 + NEAR)]
 
 
 def replaces(default: Sequence[float], this: Sequence[float], tainted: int = 0) -> bool:

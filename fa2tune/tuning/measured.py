@@ -55,7 +55,7 @@ class Measured:
 
     def reserve(self, open_families: int) -> float:
         """Seconds to leave for the finals of so many families."""
-        return 5.0 * open_families
+        return 15.0 * open_families
 
     def problems(self, family: Family) -> list[Problem]:
         """Nothing is predicted."""
@@ -208,9 +208,10 @@ class Measured:
             family.crowned = not left
 
     def _final(self, finals: _Finals) -> Generator[Job, Job, tuple[list[Row], bool]]:
-        """The rows, and whether they are worth keeping. Each way's leader is found in a race, shown to be right, and raced
-        against its default once more, all ways in one race: samples that chose a winner flatter it. Ends, as each time around
-        somebody has been disqualified."""
+        """The rows, and whether they are worth keeping. Each way's leader is found in a race, and where the card is at its
+        power limit (or nobody can tell) those that it leaves close take turns alone. Then the leader is shown to be right, and
+        raced against its default once more, all ways in one race: samples that chose a winner flatter it. Ends, as each time
+        around somebody has been disqualified."""
         while True:
             near = {way: found for way in finals.ways if (found := crown.finalists(finals.study(way).ranked(way)))}
             if not near:
@@ -229,6 +230,15 @@ class Measured:
                 races.append(race)
                 for way, found in near.items():
                     leaders[way] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
+                sustained = [contenders[index] for index in crown.close(race)] if race.power_capped != 0 else []
+                if len(sustained) > 1:
+                    race = yield from self._raced(finals, sustained, "sustained")
+                    if race is None:
+                        continue
+                    races.append(race)
+                    for way in {outcome.way for outcome in sustained} & {*leaders}:
+                        own = [index for index, outcome in enumerate(sustained) if outcome.way == way]
+                        leaders[way] = sustained[crown.leader(race, own)]
             contenders = _distinct(
                 [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
             )

@@ -28,6 +28,14 @@ def test_a_config_is_as_fast_as_itself(kernel: str) -> None:
     assert gain.median == pytest.approx(1.0, abs=0.01) and gain.high - gain.low < 0.03
 
 
+def test_a_config_alone_is_as_fast_as_itself_alone() -> None:
+    key = key_of("fwd", 4096)
+    default = variant_named("fwd").space.default(key.specialization(), key.arch)
+    race = measure.race(key, [default, dict(default)], "sustained")
+    assert not race.failures and [len(times) for times in race.times] == [2, 2]
+    assert gain_over(*race.times).median == pytest.approx(1.0, abs=0.02)
+
+
 def test_a_whole_backward_races_too() -> None:
     key = key_of("bwd", 512)
     spec = key.specialization()
