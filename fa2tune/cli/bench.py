@@ -58,8 +58,8 @@ def _text(values: tuple[Any, ...]) -> str:
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
     peers: list[str] | None, headdim: list[int], seqlen: list[int], causal: bool | None, passes: list[str],
-    timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float, time_budget: float | None, resume: bool,
-    out: Path,
+    timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float,
+    time_budget: float | None, resume: bool, out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
