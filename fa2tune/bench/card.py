@@ -17,9 +17,9 @@ from fa2tune import __version__
 #: Rounds are run untimed for this long before a cell is timed: clocks settle, allocations are cached. Seconds.
 WARM_SECONDS = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
-#: A sustained sample: a call over and over for the first, then timed for the second. Power management follows in a tenth of a
-#: second. Seconds.
-SETTLE_SECONDS, TURN_SECONDS = 0.15, 0.25
+#: A sustained sample: a call over and over for the first, then timed for the second. Power management takes a quarter of a
+#: second to follow. Seconds.
+SETTLE_SECONDS, TURN_SECONDS = 0.3, 0.3
 TURNS = 2  #: of each call, forth and back, so that what drifts evenly cancels
 #: At least this much is overwritten to empty the L2, and at least four times its size. Bytes.
 FLUSH_BYTES = 256 << 20

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Kinds of timed cells -> what a title adds
 KIND_TITLES = {"sustained": "sustained", "time": "interleaved"}
 _HOW = {
-    "sustained": "each alone for turns of 0.4 s, at the clock its own power allows; lines to its slowest and fastest turn",
+    "sustained": "each alone for turns of 0.6 s, at the clock its own power allows; lines to its slowest and fastest turn",
     "time": "median of interleaved runs on a cold L2, lines to the 10 % and 90 % quantiles",
 }
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}

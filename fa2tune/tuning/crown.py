@@ -20,11 +20,9 @@ from fa2tune.variant import POINTER, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
-FINALISTS, NEAR = (
-    6,
-    0.04,
-)  #: so many at most, and no further behind: closer ones a screening, or energy, may tell otherwise
-SUSTAINED = 4  #: so many at most of those that the final leaves close, each for turns alone
+FINALISTS = 8  #: of a screening, at most
+NEAR = 0.04  #: and no further behind: closer ones a screening, or energy, may tell otherwise
+SUSTAINED = 6  #: of those that the final leaves as close, at most, each for turns alone
 
 
 @dataclass(frozen=True)
