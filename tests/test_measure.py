@@ -84,6 +84,15 @@ def test_close_in_a_final_are_the_fastest_by_paired_ratios_few_of_them():
     assert len(crown.close(Race([[100.0]] * 9))) == crown.SUSTAINED
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "leads"), [((102.0, 101.5), (100.0, 100.0), 1), ((101.0, 101.5), (100.0, 100.0), 0),
+                                   ((104.0, 99.0), (100.0, 100.0), 0)])  # fmt: skip
+def test_who_leads_launch_by_launch_is_behind_alone_only_where_clearly_and_in_each_turn(first, second, leads):
+    race = Race([list(first), list(second)])
+    assert crown.leader_alone(race, [0, 1], 0) == leads
+    assert crown.leader_alone(race, [1], None) == 1
+
+
 def test_what_a_row_has_to_beat():
     space = variant_named("fwd").space
     spec = Specialization("bf16", 128, 128, True)
@@ -162,13 +171,17 @@ def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
 
 def test_a_turn_is_timed_once_it_has_settled_and_nothing_runs_between(monkeypatch):
     queue = Queue(monkeypatch)
-    clock = iter([0.0, 8 * 0.010, 1.0])  # eight launches take 80 ms, so a turn of 0.5 s is 50 of them
+    clock = iter([0.0, 8 * 0.010, 0.0, 8 * 0.010, 1.0])  # eight launches take 80 ms, so a turn of 0.5 s is 50 of them
     monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
     track = measure._Track(queue, {0: queue.runner("a", 10.0)}, Witness(""), 0.5)
     assert track.launch([0]) == pytest.approx([10_000])
-    settling, timed = round(50 * measure.SETTLING), round(50 * (1 - measure.SETTLING))
-    assert queue.did == ["a"] * 8 + ["wait"] + ["a"] * settling + ["event"] + ["a"] * timed + ["event", "wait"]
-    assert queue.reports == [-1] and queue.last_used == 1.0
+
+    def turn(launches):
+        half = ["a"] * round(launches * measure.SETTLING)
+        return ["a"] * 8 + ["wait", *half, "event", *half, "event", "wait"]
+
+    assert queue.did == turn(100 * measure.HOT_SECONDS) + turn(50)  # the first makes it hot
+    assert queue.reports == [-1] * 2 and queue.last_used == 1.0
 
 
 def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):

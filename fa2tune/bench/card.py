@@ -20,6 +20,7 @@ MIN_ROUNDS, MAX_ROUNDS = 10, 100
 #: A sustained sample: a call over and over for the first, then timed for the second. Power management takes a quarter of a
 #: second to follow. Seconds.
 SETTLE_SECONDS, TURN_SECONDS = 0.3, 0.3
+HOT_SECONDS = 1.2  #: of all calls before that: a card that was cool, or waited, clocks higher for so long
 TURNS = 2  #: of each call, forth and back, so that what drifts evenly cancels
 #: At least this much is overwritten to empty the L2, and at least four times its size. Bytes.
 FLUSH_BYTES = 256 << 20
@@ -130,7 +131,7 @@ class Card:
         """Milliseconds a call of GPU time, where each call has the card for itself: TURNS samples each, of turns in which
         nothing else runs and the L2 is as the call before left it. The clock is then the one that this call's own power
         allows, where ``time`` has every call run at the clock that all of them leave the card."""
-        each = {name: self._turn(call, WARM_SECONDS, 0.0) for name, call in calls.items()}
+        each = {name: self._turn(call, HOT_SECONDS / len(calls), 0.0) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(TURNS):
             for name in list(calls)[:: -1 if turn % 2 else 1]:

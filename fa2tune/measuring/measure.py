@@ -31,6 +31,7 @@ LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track.la
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
+HOT_SECONDS = 1.5  #: before the first turn of a race: a card that was cool, or waited, clocks higher for so long
 SETTLING = 0.5  #: share of a turn that is not timed: the card's power management takes a quarter of a second to follow
 REST_SECONDS = 0.5  #: at a time, for a throttled card
 RESTS = 20  #: in a race; then the card is taken as it is
@@ -142,13 +143,17 @@ class _Track:
         """``turn``: as ``Effort`` has it."""
         self.card, self.runners, self.seen, self.turn = card, runners, seen, turn
         self.rests = RESTS
+        self.hot = False
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
-        found = [self._turn(self.runners[i]) for i in schedule] if self.turn else self._launches(schedule)
+        if self.turn and not self.hot:
+            self._turn(self.runners[schedule[0]], HOT_SECONDS)
+            self.hot = True
+        found = [self._turn(self.runners[i], self.turn) for i in schedule] if self.turn else self._launches(schedule)
         self.card.last_used = time.monotonic()
         return found
 
-    def _turn(self, runner: Callable[[], object]) -> float:
+    def _turn(self, runner: Callable[[], object], seconds: float) -> float:
         """One contender over and over, with nothing between: microseconds a launch, once power and clock have settled."""
         begun, few = time.monotonic(), 8
         for _ in range(few):
@@ -156,8 +161,8 @@ class _Track:
         torch.cuda.synchronize()
         each = (time.monotonic() - begun) / few
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        timed = max(few, int((1 - SETTLING) * self.turn / each))
-        for _ in range(int(SETTLING * self.turn / each)):
+        timed = max(few, int((1 - SETTLING) * seconds / each))
+        for _ in range(int(SETTLING * seconds / each)):
             runner()
         start.record()
         for _ in range(timed):

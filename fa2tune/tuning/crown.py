@@ -22,6 +22,7 @@ PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
 FINALISTS = 8  #: of a screening, at most
 NEAR = 0.04  #: and no further behind: closer ones a screening, or energy, may tell otherwise
+NOTEWORTHY = 1.015  #: alone, who leads launch by launch is behind if slower by this factor: two turns tell no less
 SUSTAINED = 6  #: of those that the final leaves as close, at most, each for turns alone
 
 
@@ -102,6 +103,15 @@ def close(race: Race) -> list[int]:
     placed = {i: median(ratios(samples, race.times[0])) for i, samples in enumerate(race.times) if samples}
     ranked = sorted(placed, key=lambda i: placed[i])[:SUSTAINED]
     return [i for i in ranked if placed[i] <= placed[ranked[0]] * (1 + NEAR)]
+
+
+def leader_alone(race: Race, among: Sequence[int], first: int | None) -> int:
+    """Of these contenders of a race by turns the fastest, unless ``first``, who leads launch by launch, is about as fast."""
+    best = leader(race, among)
+    if first is None:
+        return best
+    pairs = ratios(race.times[first], race.times[best])
+    return best if median(pairs) >= NOTEWORTHY and min(pairs) > 1.0 else first
 
 
 def replaces(default: Sequence[float], this: Sequence[float], tainted: int = 0) -> bool:

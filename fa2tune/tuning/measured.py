@@ -238,7 +238,8 @@ class Measured:
                     races.append(race)
                     for way in {outcome.way for outcome in sustained} & {*leaders}:
                         own = [index for index, outcome in enumerate(sustained) if outcome.way == way]
-                        leaders[way] = sustained[crown.leader(race, own)]
+                        first = sustained.index(leaders[way]) if leaders[way] in sustained else None
+                        leaders[way] = sustained[crown.leader_alone(race, own, first)]
             contenders = _distinct(
                 [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
             )
