@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Kinds of timed cells -> what a title adds
 KIND_TITLES = {"sustained": "sustained", "time": "interleaved"}
 _HOW = {
-    "sustained": "each alone for turns of 0.6 s, at the clock its own power allows; lines to its slowest and fastest turn",
+    "sustained": "each alone for 0.6 s at a time, at the clock its own power allows, lines to the slower and faster turn",
     "time": "median of interleaved runs on a cold L2, lines to the 10 % and 90 % quantiles",
 }
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
@@ -267,9 +267,8 @@ def plot_pass(data: Mapping[str, Any], dtype: str, pass_: str, kind: str, path: 
     bars = len(lengths) * (len(names) + 1.5)
     size = (max(10.0, 1.0 + len(masks) * bars * 0.105), 2.0 + 2.7 * len(head_dims))
     figure, axes = _canvas(
-        len(head_dims), len(masks), size, f"Attention {PASS_TITLES[pass_]}, {DTYPE_TITLES[dtype]}",
-        f"TFLOP/s, higher is better; {_HOW[kind]}. "
-        f"16k tokens in all, hidden size 2048.\n{setting(data)}",
+        len(head_dims), len(masks), size, f"Attention {PASS_TITLES[pass_]}, {DTYPE_TITLES[dtype]}, {KIND_TITLES[kind]}",
+        f"TFLOP/s, higher is better; {_HOW[kind]}.\n16k tokens in all, hidden size 2048. {setting(data)}",
     )  # fmt: skip
     handles: dict[str, Any] = {}
     for row, head_dim in enumerate(head_dims):
