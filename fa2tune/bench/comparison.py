@@ -105,7 +105,7 @@ class Grid:
     causals: Sequence[bool] = (False, True)
     seqlens: Sequence[int] = BUCKETS
     passes: Sequence[str] = PASSES
-    timings: Sequence[str] = tuple(TIMINGS)
+    timings: Sequence[str] = ("interleaved",)
     memory_seqlens: Sequence[int] = MEMORY_SEQLENS
 
     def __post_init__(self) -> None:

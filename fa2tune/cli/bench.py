@@ -42,7 +42,7 @@ def _text(values: tuple[Any, ...]) -> str:
 @masks("both masks")
 @click.option("--pass", "passes", callback=_list(str), default=_text(comparison.PASSES), show_default=True,
               help="fwd without gradients, bwd alone, both together.")  # fmt: skip
-@click.option("--timing", "timings", callback=_list(str), default=_text(tuple(comparison.TIMINGS)), show_default=True,
+@click.option("--timing", "timings", callback=_list(str), default="interleaved", show_default=True,
               help="interleaved: each launch behind another peer's, out of a cold L2; sustained: each peer for turns alone, at "
                    "the clock that its own power allows.")  # fmt: skip
 @click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
@@ -64,7 +64,7 @@ def bench(
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
     Each cell (dtype, head dim, mask, length, pass) compares every peer's result with a float32 reference, and times those
-    that are right, interleaved and sustained. bench.json is written after each cell.
+    that are right. bench.json is written after each cell.
     """
     try:
         chosen, absent = select(peers)

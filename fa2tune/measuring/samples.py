@@ -37,7 +37,7 @@ EFFORTS = {
     #: those whom the final leaves close, each alone, until power and clock have settled. A card at its power limit runs at the
     #: clock that all who race launch by launch leave it on the average, so there one that wins by energy is not seen, nor one
     #: that costs others their clock.
-    "sustained": Effort(0.0, 2, 2, tie=None, turn=0.5),
+    "sustained": Effort(0.0, 2, 2, tie=None, turn=0.4),
     #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
     #: candidates the luckiest looks faster than the default, often beyond its interval.
     "proof": Effort(0.060, 22, 60, tie=None),

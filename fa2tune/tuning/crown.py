@@ -23,7 +23,7 @@ MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
 FINALISTS = 8  #: of a screening, at most
 NEAR = 0.04  #: and no further behind: closer ones a screening, or energy, may tell otherwise
 NOTEWORTHY = 1.015  #: alone, who leads launch by launch is behind if slower by this factor: two turns tell no less
-SUSTAINED = 6  #: of those that the final leaves as close, at most, each for turns alone
+SUSTAINED = 5  #: of those that the final leaves as close, at most, each for turns alone
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Measured:
 
     def reserve(self, open_families: int) -> float:
         """Seconds to leave for the finals of so many families."""
-        return 40.0 * open_families
+        return 35.0 * open_families
 
     def problems(self, family: Family) -> list[Problem]:
         """Nothing is predicted."""
