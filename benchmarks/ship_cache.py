@@ -13,8 +13,8 @@ together. Only ways that the run has not at all come from another, where they ar
 measured with other kernel sources than today's has no say; a key that no other run has is left out: a neighbour's row serves.
 
 With --newest a key's rows are those of the run that measured its winner last. That is for runs that began with the earlier
-files' rows: they raced those against what else they found, on one card, and where that was at its power limit each alone, which
-gains do not show.
+files' rows: they raced those against what else they found, on one card, and where it was at its power limit gave each turns
+alone, of which gains show nothing.
 
 With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
 the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
@@ -95,6 +95,8 @@ def _leader_won(row: Row, rows: list[Row]) -> bool:
 @click.option("--newest", is_flag=True, help="Of several runs' rows those measured last.")
 @click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
 def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, newest: bool, raced_only: bool) -> None:
+    if newest and len(measured) == 1:
+        raise click.UsageError("--newest: got one file of rows, it chooses among several")
     runs = [list(reader.read(run)) for run in measured]
     today = Toolchain(kernel_hashes=fingerprint.kernel_hashes())
     rows = runs[0] if len(runs) == 1 else best_of(runs, today, newest)

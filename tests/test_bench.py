@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
 from fa2tune.problem import Problem
 
+REAL_CARD = card.Card
 STANDARD = PEERS["standard"]
 
 
@@ -201,8 +204,48 @@ def test_ratios_are_taken_within_a_round() -> None:
     # a card that slows down in the run: ratios of medians would say 2.0
     summary = comparison.summarise({SUBJECT: [1.0, 2.0, 4.0], "other": [3.0, 4.0, 12.0]}, 1.0)
     assert summary["other"]["ratio"] == 3.0
-    assert summary["other"]["low_ms"] == pytest.approx(3.2)
+    assert (summary["other"]["low_ms"], summary["other"]["high_ms"]) == (3.0, 12.0)  # of so few the extremes
+    many = comparison.summarise({"other": [float(time) for time in range(11)]}, 1.0)["other"]
+    assert (many["low_ms"], many["high_ms"]) == (pytest.approx(1.0), pytest.approx(9.0))
     assert "ratio" not in comparison.summarise({"other": [3.0, 4.0]}, 1.0)["other"]  # the subject was wrong
+
+
+def test_a_sustained_cell_is_timed_by_turns() -> None:
+    cell = comparison.Cell("sustained", problem(), "fwd")
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    assert record["kind"] == "sustained" and record["peers"]["turned"]["ratio"] == pytest.approx(2.0)
+    assert record["peers"]["turned"]["samples"] == 2 and record["peers"][SUBJECT]["high_ms"] == 2.2
+
+
+def test_each_call_has_the_card_for_itself_forth_and_back() -> None:
+    now, did = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def call(name: str, milliseconds: float) -> Callable[[], object]:
+        def launch() -> None:
+            did.append(name)
+            now[0] += milliseconds
+
+        return launch
+
+    rig = object.__new__(REAL_CARD)
+    rig._torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
+    samples = rig.sustain({"a": call("a", 1.0), "b": call("b", 50.0)})
+    assert samples == {"a": [pytest.approx(1.0)] * card.TURNS, "b": [pytest.approx(50.0)] * card.TURNS}
+    blocks = [name for name, _ in itertools.groupby(did)]
+    assert blocks == ["a", "b", "a", "b", "a"]  # warm-up, forth, and back: the last forth is the first back
+    turn = card.SETTLE_SECONDS + card.TURN_SECONDS
+    hot = card.HOT_SECONDS / 2
+    assert did.count("a") == pytest.approx(1e3 * (hot + 2 * turn), rel=0.05)
+    assert did.count("b") == pytest.approx(1e3 * (hot + 2 * turn) / 50, rel=0.35)
 
 
 def test_a_broken_cuda_context_ends_the_run_with_advice() -> None:
@@ -325,7 +368,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     assert "fa4 is left out: it is not installed" in result.output
-    assert "[1/10] time fwd bf16 head dim 16 causal length 64" in result.output
+    assert "[1/10] interleaved fwd bf16 head dim 16 causal length 64" in result.output
     assert "[2/10] sustained fwd bf16 head dim 16 causal length 64" in result.output
     assert "1.50 x the best peer (sdpa-flash)" in result.output and "2.00 x the best peer" in result.output
     passes = ("forward", "backward", "forward_backward")

@@ -76,21 +76,23 @@ def test_the_leader_is_the_fastest_by_paired_ratios_of_those_that_ran_to_the_end
     assert crown.leader(race, [0, 1, 2, 3]) == 1 and crown.leader(race, [2, 3]) == 3
 
 
-def test_close_in_a_final_are_the_fastest_by_paired_ratios_few_of_them():
+def test_contested_are_who_is_near_the_fastest_of_all_ways_the_leaders_first():
     drift = [1.0, 1.1, 1.2, 1.3]
     race = Race([[100 * d for d in drift], [98 * d for d in drift], [101.0, 111.1], [130.0, 143.0], []])
-    assert crown.close(race) == [1, 0, 2]
-    assert crown.close(Race([[100.0 + i] for i in range(4)][::-1])) == [3, 2, 1, 0]
-    assert len(crown.close(Race([[100.0]] * 9))) == crown.SUSTAINED
+    assert crown.contested(race, [1]) == [1, 0, 2] and crown.contested(race, [0, 3]) == [0, 1, 2]
+    many = Race([[100.0 + i / 10] for i in range(9)])
+    assert crown.contested(many, [7]) == [7, *range(crown.SUSTAINED - 1)]
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "leads"), [((102.0, 101.5), (100.0, 100.0), 1), ((101.0, 101.5), (100.0, 100.0), 0),
-                                   ((104.0, 99.0), (100.0, 100.0), 0)])  # fmt: skip
-def test_who_leads_launch_by_launch_is_behind_alone_only_where_clearly_and_in_each_turn(first, second, leads):
-    race = Race([list(first), list(second)])
-    assert crown.leader_alone(race, [0, 1], 0) == leads
-    assert crown.leader_alone(race, [1], None) == 1
+    ("first", "leads"), [((102.0, 101.5), 8), ((101.0, 101.5), 5), ((104.0, 99.0), 5), ((98.0, 98.0), 5)]
+)
+def test_who_leads_its_way_is_overruled_only_where_clearly_slower_in_both_turns(first, leads):
+    """Of the final's contenders 5, 8 and 2 had turns; 2 is of another way, 1 leads a third."""
+    turns = Race([list(first), [100.0, 100.0], [50.0, 50.0]])
+    leading = {"descriptor": 5, "warp_specialized": 2, "pointer": 1}
+    of = {"descriptor": [5, 8, 9], "warp_specialized": [2], "pointer": [1]}
+    assert crown.overruled(turns, [5, 8, 2], leading, of) == {**leading, "descriptor": leads}
 
 
 def test_what_a_row_has_to_beat():
@@ -169,19 +171,30 @@ def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
     assert queue.did == ["flush"] * measure.LEAD + each + ["wait"] and queue.reports == [-1]
 
 
-def test_a_turn_is_timed_once_it_has_settled_and_nothing_runs_between(monkeypatch):
+def test_a_turn_is_timed_once_it_has_settled_on_a_hot_card(monkeypatch):
     queue = Queue(monkeypatch)
-    clock = iter([0.0, 8 * 0.010, 0.0, 8 * 0.010, 1.0])  # eight launches take 80 ms, so a turn of 0.5 s is 50 of them
-    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure.time, "monotonic", lambda: queue.now / 1e3)
     track = measure._Track(queue, {0: queue.runner("a", 10.0)}, Witness(""), 0.5)
     assert track.launch([0]) == pytest.approx([10_000])
+    assert queue.now / 1e3 == pytest.approx(measure.HOT_SECONDS + 0.5, abs=0.2) and queue.last_used == queue.now / 1e3
+    timed = ["event", *["a"] * round(0.5 * (1 - measure.SETTLING) / 0.010), "event", "wait"]
+    assert queue.did[-len(timed) :] == timed and "flush" not in queue.did
+    before = queue.now
+    track.launch([0])
+    assert queue.now - before == pytest.approx(500, abs=100)  # hot it is
+    track.rest()
+    before = queue.now
+    track.launch([0])
+    assert queue.now - before == pytest.approx(1e3 * (measure.HOT_SECONDS + 0.5), abs=200)
 
-    def turn(launches):
-        half = ["a"] * round(launches * measure.SETTLING)
-        return ["a"] * 8 + ["wait", *half, "event", *half, "event", "wait"]
 
-    assert queue.did == turn(100 * measure.HOT_SECONDS) + turn(50)  # the first makes it hot
-    assert queue.reports == [-1] * 2 and queue.last_used == 1.0
+def test_a_slow_kernel_is_launched_a_few_times_a_turn_and_said_to_live(monkeypatch):
+    queue = Queue(monkeypatch)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: queue.now / 1e3)
+    track = measure._Track(queue, {0: queue.runner("a", 2000.0)}, Witness(""), 0.5)
+    track.hot = True
+    assert track.launch([0]) == pytest.approx([2e6])
+    assert queue.did.count("a") == 2 * measure.FEW and queue.reports == [-1] * 2
 
 
 def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):

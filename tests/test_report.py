@@ -35,9 +35,9 @@ def ok(tflops: float, ratio: float | None = None) -> dict[str, Any]:
     return entry if ratio is None else {**entry, "ratio": ratio}
 
 
-def timed(seqlen: int, causal: bool, pass_: str, **peers: Any) -> dict[str, Any]:
+def timed(seqlen: int, causal: bool, pass_: str, kind: str = "time", **peers: Any) -> dict[str, Any]:
     return {
-        "kind": "time", "dtype": "bf16", "head_dim": 64, "causal": causal, "seqlen": seqlen, "batch": 1, "heads": 32,
+        "kind": kind, "dtype": "bf16", "head_dim": 64, "causal": causal, "seqlen": seqlen, "batch": 1, "heads": 32,
         "pass": pass_, "peers": peers, "run": 0,
     }  # fmt: skip
 
@@ -73,13 +73,31 @@ def data() -> dict[str, Any]:
     return {"schema": 1, "complete": True, "runs": [run], "cells": cells + memory}
 
 
+def test_sustained_cells_have_tables_and_plots_of_their_own(data: dict[str, Any], tmp_path: Path) -> None:
+    alone = timed(4096, True, "fwd", "sustained", fa2tune=ok(333, 1.0), fa4=ok(300, 1.1))
+    data["cells"].append(alone)
+    assert report.sections(data)[:2] == [("bf16", "fwd", "sustained"), ("bf16", "fwd", "time")]
+    assert report.tables(data)[0].title == "Forward, bfloat16, sustained, TFLOP/s"
+    assert "**333**" in report.markdown(data, "bf16", "fwd", "sustained")
+    assert "333" not in report.markdown(data, "bf16", "fwd", "time")
+    names = {path.name for path in report.plots(data, tmp_path)}
+    assert {"forward_bf16.png", "forward_bf16_sustained.png"} <= names and "backward_bf16_sustained.png" not in names
+
+
+def test_averages_over_unequal_numbers_of_cells_say_so(data: dict[str, Any]) -> None:
+    cells = report.records(data, "time", **{"pass": "fwd"})
+    assert "cells)" not in report.sentence(cells).split(":")[0]
+    more = {**cells[0], "head_dim": 128, "seqlen": 4096}
+    assert "head dim 64 / 128 (2 / 1 cells): " in report.sentence([*cells, more])
+
+
 def test_every_peer_has_a_colour_of_its_own() -> None:
     assert set(report.COLOURS) == set(PEERS)
     assert len(set(report.COLOURS.values())) == len(PEERS)
 
 
 def test_markdown_has_every_cell(data: dict[str, Any]) -> None:
-    lines = report.markdown(data, "bf16", "fwd").splitlines()
+    lines = report.markdown(data, "bf16", "fwd", "time").splitlines()
     assert lines[0].startswith(
         "| head dim | mask | length | fa2tune | SDPA cuDNN | SDPA FlashAttention-2 | FlexAttention"
     )
@@ -91,7 +109,7 @@ def test_markdown_has_every_cell(data: dict[str, Any]) -> None:
         ["causal", "4k"],
     ]
     assert len({line.count("|") for line in lines}) == 1
-    assert len(report.markdown(data, "bf16", "fwd", seqlens=[4096]).splitlines()) == 4
+    assert len(report.markdown(data, "bf16", "fwd", "time", seqlens=[4096]).splitlines()) == 4
 
 
 def test_averages_are_over_long_lengths_only(data: dict[str, Any]) -> None:
@@ -118,7 +136,7 @@ def test_averages_in_words_keep_head_dims_apart(data: dict[str, Any]) -> None:
 def test_a_row_without_our_figure_has_no_ratio(data: dict[str, Any]) -> None:
     cell = timed(4096, False, "fwd", fa2tune={"status": "wrong", "why": "w"}, **{"sdpa-flash": ok(200)})
     assert report.ratio_to_best(cell) is None
-    row = report.markdown({**data, "cells": [cell]}, "bf16", "fwd").splitlines()[2]
+    row = report.markdown({**data, "cells": [cell]}, "bf16", "fwd", "time").splitlines()[2]
     assert row == "| 64 | full | 4k | wrong | **200** | - | - |"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cache_rows import row
+from click.testing import CliRunner
 
 from fa2tune.problem import BACKWARD
 from fa2tune.rows.lookup import Toolchain
@@ -15,7 +16,7 @@ from fa2tune.rows.row import Row
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from ship_cache import best_of
+from ship_cache import best_of, main
 
 NOW, BEFORE = "a" * 16, "b" * 16
 
@@ -45,6 +46,14 @@ def test_on_demand_what_was_measured_last_counts_whatever_it_gained(toolchain: T
     old = replace(forward(500.0, 1.3), created="2026-11-22T00:00:00Z")
     new = replace(forward(900.0, 1.1), created="2026-11-23T00:00:00Z")
     assert best_of([[old], [new]][::order], toolchain, newest=True) == [new]
+
+
+def test_what_was_measured_last_is_chosen_among_several(tmp_path: Path) -> None:
+    (tmp_path / "run.sqlite").touch()
+    result = CliRunner().invoke(main, ["--newest", str(tmp_path / "run.sqlite"), str(tmp_path / "out.sqlite")])
+    assert (
+        result.exit_code == 2 and "--newest: got one file" in result.output and not (tmp_path / "out.sqlite").exists()
+    )
 
 
 def test_keys_that_one_run_has_stay(toolchain: Toolchain) -> None:

@@ -344,6 +344,12 @@ def test_ctrl_c_keeps_what_was_done(bench):
     assert report.compiled <= 10 - 4
 
 
+def test_a_budget_too_small_for_finals_still_searches(bench):
+    """What finals are left is no more than half of it."""
+    report = bench.tune(HERE, trials=6, time_budget_s=8.0)
+    assert report.compiled and report.rows
+
+
 def test_time_budget_ends_the_search_and_still_crowns(bench, monkeypatch):
     """A compile is a second of its clock, whatever the host is busy with."""
     clock = SimpleNamespace(monotonic=lambda: float(len(bench.did("compile"))), process_time=time.process_time)

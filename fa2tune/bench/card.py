@@ -1,4 +1,4 @@
-"""The GPU under ``fa2tune bench``: interleaved timing with a warm card and a cold L2, peak memory, and what card it is."""
+"""The GPU under ``fa2tune bench``: timing on a warm card, interleaved or each call alone, peak memory, and what card it is."""
 
 from __future__ import annotations
 
@@ -128,9 +128,10 @@ class Card:
         return samples
 
     def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-        """Milliseconds a call of GPU time, where each call has the card for itself: TURNS samples each, of turns in which
-        nothing else runs and the L2 is as the call before left it. The clock is then the one that this call's own power
-        allows, where ``time`` has every call run at the clock that all of them leave the card."""
+        """Milliseconds a call, where each call has the card for itself: TURNS samples each, of turns in which nothing else runs
+        and the L2 is as the call before left it. The clock is then the one that this call's own power allows, where ``time``
+        has every call run at the clock that all of them leave the card. A call that takes the host longer than the GPU is as
+        slow as the host."""
         each = {name: self._turn(call, HOT_SECONDS / len(calls), 0.0) for name, call in calls.items()}
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(TURNS):

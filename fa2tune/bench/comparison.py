@@ -1,6 +1,7 @@
 """``fa2tune bench`` without its command line: which cells, whether each peer is right, how fast, and the results file.
 
-A cell is one (problem, pass) timed for every peer in one run, or, for memory, its peak. The file is written after each cell.
+A cell is one (problem, pass) timed in one way for every peer in one run, or, for memory, its peak. The file is written after
+each cell.
 Importable without torch.
 """
 
@@ -276,12 +277,12 @@ def _try_peer(stand: Stand, rig: Rig, cell: Cell, name: str) -> tuple[dict[str, 
 
 
 def summarise(samples: Mapping[str, list[float]], operations: float) -> dict[str, dict[str, float]]:
-    """Per peer: median and 10 / 90 % quantiles in ms, TFLOP/s at the median, and ``ratio``, how many times as fast fa2tune
-    was: the median over rounds of (its time / fa2tune's time in the same round)."""
+    """Per peer: median and 10 / 90 % quantiles in ms (of fewer than ten samples the extremes), TFLOP/s at the median, and
+    ``ratio``, how many times as fast fa2tune was: the median over rounds of (its time / fa2tune's time in the same round)."""
     summary = {}
     ours = samples.get(SUBJECT)
     for name, times in samples.items():
-        deciles = statistics.quantiles(times, n=10, method="inclusive")
+        deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) >= 10 else sorted(times)
         median = statistics.median(times)
         summary[name] = {
             "ms": median, "low_ms": deciles[0], "high_ms": deciles[-1], "samples": len(times),

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fa2tune.bench import comparison
+from fa2tune.bench.card import SETTLE_SECONDS, TURN_SECONDS
 from fa2tune.bench.peers import PEERS, SUBJECT
 
 if TYPE_CHECKING:
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 
     Record = Mapping[str, Any]
 
-#: Kinds of timed cells -> what a title adds
-KIND_TITLES = {"sustained": "sustained", "time": "interleaved"}
+#: Kinds of timed cells -> what a title adds; in the order of tables
+KIND_TITLES = {kind: name for name, kind in reversed(comparison.TIMINGS.items())}
 _HOW = {
-    "sustained": "each alone for 0.6 s at a time, at the clock its own power allows, lines to the slower and faster turn",
+    "sustained": f"each alone for {SETTLE_SECONDS + TURN_SECONDS:g} s at a time, at the clock its own power allows, lines to "
+    "the slower and faster turn",
     "time": "median of interleaved runs on a cold L2, lines to the 10 % and 90 % quantiles",
 }
 PASS_TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
@@ -152,7 +155,10 @@ def sentence(cells: Sequence[Record]) -> str:
     named = [against(name, PEERS[name].label) for name in PEERS if counts[name] and name != SUBJECT]
     if not named:
         return ""
+    sizes = [sum(cell["head_dim"] == dim for cell in long) for dim in dims]
     apart = f", head dim {' / '.join(map(str, dims))}"
+    if len({*sizes}) > 1:
+        apart += f" ({' / '.join(map(str, sizes))} cells)"
     return (
         f"fa2tune, geometric mean over lengths from {LONG} up{apart}: "
         f"{against('best', 'the best peer of each cell')}; {', '.join(named)}."
@@ -163,7 +169,7 @@ def sentence(cells: Sequence[Record]) -> str:
 
 
 def tables(data: Mapping[str, Any]) -> list[Table]:
-    """One rich table per dtype and pass, the fastest of each row in bold, and one for memory."""
+    """One rich table per dtype, pass and way of timing, the fastest of each row in bold, and one for memory."""
     from rich.table import Table
 
     shown = []
@@ -203,9 +209,7 @@ def objections(data: Mapping[str, Any]) -> list[str]:
     return [f"{name} {status} in {n} cell{'s' * (n > 1)}: {why}" for (name, status, why), n in counts.items()]
 
 
-def markdown(
-    data: Mapping[str, Any], dtype: str, pass_: str, kind: str = "time", seqlens: Sequence[int] | None = None
-) -> str:
+def markdown(data: Mapping[str, Any], dtype: str, pass_: str, kind: str, seqlens: Sequence[int] | None = None) -> str:
     """A Markdown table of one section, TFLOP/s, the fastest of each row in bold. ``seqlens`` None: every length."""
     cells = records(data, kind, dtype=dtype, **{"pass": pass_})
     shown = [cell for cell in cells if seqlens is None or cell["seqlen"] in seqlens]

@@ -44,7 +44,7 @@ def _text(values: tuple[Any, ...]) -> str:
               help="fwd without gradients, bwd alone, both together.")  # fmt: skip
 @click.option("--timing", "timings", callback=_list(str), default="interleaved", show_default=True,
               help="interleaved: each launch behind another peer's, out of a cold L2; sustained: each peer for turns alone, at "
-                   "the clock that its own power allows.")  # fmt: skip
+                   "the clock that its own power allows (1.5 s a peer and cell).")  # fmt: skip
 @click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
 @click.option("--memory-seqlen", callback=_list(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
               help="Lengths at which peak memory is measured.")  # fmt: skip
@@ -140,4 +140,6 @@ def _line(record: Mapping[str, Any]) -> str:
     odd = [
         f"{name} {entry['status']}" for name, entry in entries.items() if name != SUBJECT and entry["status"] != "ok"
     ]
-    return f"{record['kind']} {what} length {record['seqlen']}: " + "; ".join([figure, *odd])
+    return f"{report.KIND_TITLES.get(record['kind'], record['kind'])} {what} length {record['seqlen']}: " + "; ".join(
+        [figure, *odd]
+    )

@@ -1,4 +1,5 @@
-"""Timing on the GPU that is there: warm card, cold L2, contenders interleaved round by round.
+"""Timing on the GPU that is there, a warm card: contenders interleaved round by round, each launch out of a cold L2, or in
+turns alone.
 
 Runs in a child process that may die (``worker.py``): before a contender's first launch it reports which one it is.
 """
@@ -26,13 +27,14 @@ from fa2tune.variant import way_of
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
 IDLE_SECONDS = 1.0  #: a pause that lets the clocks drop
 FLUSH_BYTES_AT_MOST = 256 << 20
-LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track.launch``
+LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track._launches``
 #: Seconds until a launch counts as hung: the anchor's first, others', a block of the race
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
 HOT_SECONDS = 1.0  #: before the first turn of a race: a card that was cool, or waited, clocks higher for so long
 SETTLING = 0.5  #: share of a turn that is not timed: the card's power management takes a fifth of a second to follow
+FEW = 8  #: launches, of which a turn has as many at least
 REST_SECONDS = 0.5  #: at a time, for a throttled card
 RESTS = 20  #: in a race; then the card is taken as it is
 
@@ -138,39 +140,47 @@ class _Track:
     """The current device, for ``racing.run``."""
 
     def __init__(
-        self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness, turn: float
+        self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness, turn_seconds: float
     ) -> None:
-        """``turn``: as ``Effort`` has it."""
-        self.card, self.runners, self.seen, self.turn = card, runners, seen, turn
-        self.rests = RESTS
-        self.hot = False
+        """``turn_seconds``: as ``Effort`` has it."""
+        self.card, self.runners, self.seen, self.turn_seconds = card, runners, seen, turn_seconds
+        self.rests, self.hot = RESTS, False
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
-        if self.turn and not self.hot:
-            self._turn(self.runners[schedule[0]], HOT_SECONDS)
-            self.hot = True
-        found = [self._turn(self.runners[i], self.turn) for i in schedule] if self.turn else self._launches(schedule)
+        if not self.turn_seconds:
+            found = self._launches(schedule)
+        else:
+            if not self.hot:
+                self._turn(self.runners[schedule[0]], HOT_SECONDS)
+                self.hot = True
+            found = [self._turn(self.runners[index], self.turn_seconds) for index in schedule]
         self.card.last_used = time.monotonic()
         return found
 
     def _turn(self, runner: Callable[[], object], seconds: float) -> float:
-        """One contender over and over, with nothing between: microseconds a launch, once power and clock have settled."""
-        begun, few = time.monotonic(), 8
-        for _ in range(few):
+        """One contender over and over: microseconds a launch, once power and clock have settled. From then on nothing runs
+        between launches; where the host takes longer for one than the GPU, it is the host that is timed."""
+        begun, count = time.monotonic(), FEW
+        while True:
+            start = time.monotonic()
+            for _ in range(count):
+                runner()
+            torch.cuda.synchronize()
+            now = time.monotonic()
+            each = (now - start) / count
+            if now - begun >= SETTLING * seconds:
+                break
+            count = max(FEW, int(0.1 * seconds / each))
+        worker.report(-1, BLOCK_SECONDS)  # alive
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        count = max(FEW, int((1 - SETTLING) * seconds / each))
+        first.record()
+        for _ in range(count):
             runner()
-        torch.cuda.synchronize()
-        each = (time.monotonic() - begun) / few
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        timed = max(few, int((1 - SETTLING) * seconds / each))
-        for _ in range(int(SETTLING * seconds / each)):
-            runner()
-        start.record()
-        for _ in range(timed):
-            runner()
-        end.record()
+        last.record()
         torch.cuda.synchronize()
         worker.report(-1, BLOCK_SECONDS)  # alive
-        return start.elapsed_time(end) * 1e3 / timed
+        return first.elapsed_time(last) * 1e3 / count
 
     def _launches(self, schedule: Sequence[int]) -> list[float]:
         """Each launch stands between two events, behind an overwrite of the L2. Events see the kernels alone as long as the
@@ -196,7 +206,7 @@ class _Track:
         return self.seen.read()
 
     def rest(self) -> bool:
-        self.rests -= 1
+        self.rests, self.hot = self.rests - 1, False
         if self.rests < 0:
             return False
         time.sleep(REST_SECONDS)
@@ -209,8 +219,8 @@ def race(
     key: TuningKey, contenders: Sequence[Config | Mapping[str, Any]], effort: str,
     best_ratios: Mapping[Any, float] = MappingProxyType({}),
 ) -> Race:  # fmt: skip
-    """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison: the
-    default, where it can run. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way -> its best time so
+    """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison, the
+    default in most races. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way -> its best time so
     far over the anchor's, by which the hopeless are told.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
@@ -226,6 +236,6 @@ def race(
     # each way has a row, so a leader, of its own
     groups = ["" if key.kernel == BACKWARD else way_of(contender) for contender in contenders]
     found = racing.run(
-        _Track(card, runners, seen, EFFORTS[effort].turn), groups, list(runners), EFFORTS[effort], best_ratios
+        _Track(card, runners, seen, EFFORTS[effort].turn_seconds), groups, list(runners), EFFORTS[effort], best_ratios
     )
     return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

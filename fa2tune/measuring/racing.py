@@ -1,17 +1,17 @@
 """A race: who is launched when, who is dropped, and when enough is known. Pure Python: the GPU is behind ``Track``.
 
-In every round each contender still in the race is launched once, in a random order, and every second round runs the order of
-the one before backwards: what drifts evenly (the clocks of a card that was cool at first) cancels within such a block of two
-rounds, and nobody always runs behind the same neighbour. Contenders are compared by ratios of launches of one round only;
-a time by itself says as much about the clocks as about the kernel.
+In every round each contender still in the race is launched once (or has a turn alone), in a random order, and every second
+round runs the order of the one before backwards: what drifts evenly (the clocks of a card that was cool at first) cancels
+within such a block of two rounds, and nobody always runs behind the same neighbour. Contenders are compared by ratios of
+launches of one round only; a time by itself says as much about the clocks as about the kernel.
 
 After each block the race is looked at. Who is far behind leaves after a few launches, who is behind beyond the interval of
 the median ratio leaves then; samples go to those who are close, until the leader is known for as good as the best (within
 ``Effort.tie``) or the rounds are used up. That an interval is looked at more than once makes it promise less: that may drop
 one of several equals, which costs nothing, and says nothing about the winner, who is proved on samples of its own.
 
-The card is looked at around each block. A block in which it was throttled is rejected and run again; where the card does not
-recover it is kept, and said to be tainted.
+The card is looked at before and after each block. A block in which it was throttled is rejected and run again; where the card
+does not recover it is kept, and said to be tainted.
 """
 
 from __future__ import annotations

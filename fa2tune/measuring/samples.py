@@ -12,14 +12,16 @@ from statistics import median
 class Effort:
     """How closely to look. ``racing.py`` says what comes of it."""
 
-    seconds: float  #: of kernel time per contender, as far as the numbers of rounds allow
+    seconds: (
+        float  #: of kernel time per contender, as far as the numbers of rounds allow; 0: as few rounds as are enough
+    )
     fewest: int  #: rounds that are enough for the slowest kernels
     most: int  #: rounds
     #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and
     #: nobody is dropped, so that the intervals are those of a number of samples fixed beforehand
     tie: float | None
-    #: seconds that a contender runs alone, over and over, for one sample; 0: a sample is one launch, out of a cold L2
-    turn: float = 0.0
+    #: that a contender runs alone, over and over, for one sample; 0: a sample is one launch, out of a cold L2
+    turn_seconds: float = 0.0
 
     def rounds(self, launch_seconds: float) -> int:
         """At most this many, of launches that take so long."""
@@ -37,7 +39,7 @@ EFFORTS = {
     #: those whom the final leaves close, each alone, until power and clock have settled. A card at its power limit runs at the
     #: clock that all who race launch by launch leave it on the average, so there one that wins by energy is not seen, nor one
     #: that costs others their clock.
-    "sustained": Effort(0.0, 2, 2, tie=None, turn=0.4),
+    "sustained": Effort(0.0, 2, 2, tie=None, turn_seconds=0.4),
     #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
     #: candidates the luckiest looks faster than the default, often beyond its interval.
     "proof": Effort(0.060, 22, 60, tie=None),

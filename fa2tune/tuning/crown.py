@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -20,10 +20,10 @@ from fa2tune.variant import POINTER, SearchSpace
 
 PROOF = {MEASURED: "target", SIBLING: "sibling", PREDICTED: "interpreter"}
 MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
-FINALISTS = 8  #: of a screening, at most
-NEAR = 0.04  #: and no further behind: closer ones a screening, or energy, may tell otherwise
-NOTEWORTHY = 1.015  #: alone, who leads launch by launch is behind if slower by this factor: two turns tell no less
-SUSTAINED = 5  #: of those that the final leaves as close, at most, each for turns alone
+NEAR = 0.04  #: no further behind the fastest is who may yet turn out to be it
+FINALISTS = 8  #: of those whom a screening, which cannot tell them apart, leaves near: at most so many
+SUSTAINED = 5  #: of those whom the final leaves near, where energy may put others first: so many have turns alone
+CLEARLY_SLOWER = 1.015  #: alone; two turns cannot resolve less
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,26 @@ def leader(race: Race, among: Sequence[int]) -> int:
     return min(ran, key=lambda index: median(ratios(race.times[index], race.times[0])))
 
 
-def close(race: Race) -> list[int]:
-    """Of a final's contenders the fastest, and those that energy may yet put before it: of all ways, the fastest first."""
+def contested(race: Race, leading: Collection[int]) -> list[int]:
+    """Of a final's contenders those near the fastest, of all ways: first those that lead their way, then the fastest."""
     placed = {i: median(ratios(samples, race.times[0])) for i, samples in enumerate(race.times) if samples}
-    ranked = sorted(placed, key=lambda i: placed[i])[:SUSTAINED]
-    return [i for i in ranked if placed[i] <= placed[ranked[0]] * (1 + NEAR)]
+    near = [i for i in sorted(placed, key=lambda i: placed[i]) if placed[i] <= min(placed.values()) * (1 + NEAR)]
+    return sorted(near, key=lambda i: i not in leading)[:SUSTAINED]
 
 
-def leader_alone(race: Race, among: Sequence[int], first: int | None) -> int:
-    """Of these contenders of a race by turns the fastest, unless ``first``, who leads launch by launch, is about as fast."""
-    best = leader(race, among)
-    if first is None:
-        return best
-    pairs = ratios(race.times[first], race.times[best])
-    return best if median(pairs) >= NOTEWORTHY and min(pairs) > 1.0 else first
+def overruled(
+    turns: Race, alone: Sequence[int], leading: Mapping[str, int], rivals: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """Who leads each way, once contenders ``alone`` of a final have had turns: whoever is fastest there, where the final's
+    leader is clearly slower in both. ``rivals``: the final's contenders for each way."""
+    found = dict(leading)
+    for way, first in leading.items():
+        if first in alone:
+            best = leader(turns, [place for place, index in enumerate(alone) if index in rivals[way]])
+            pairs = ratios(turns.times[alone.index(first)], turns.times[best])
+            if median(pairs) >= CLEARLY_SLOWER and min(pairs) > 1.0:
+                found[way] = alone[best]
+    return found
 
 
 def replaces(default: Sequence[float], this: Sequence[float], tainted: int = 0) -> bool:

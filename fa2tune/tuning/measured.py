@@ -30,6 +30,7 @@ Task = Generator[Job, Job, Any]
 
 HEAT = 8  #: candidates timed against each other at a time
 DEADLINE = 60.0  #: seconds without a word from the GPU's process, before it counts as hung
+FINAL_SECONDS = 6.0  #: of one length, most of it for turns alone
 STARTS = 3  #: failures before the first candidate, in a row, until the GPU is given up
 
 
@@ -53,9 +54,9 @@ class Measured:
         self.anchors: dict[Family, Config] = {}
         self.heats = Counter[Family]()  #: under way
 
-    def reserve(self, open_families: int) -> float:
-        """Seconds to leave for the finals of so many families."""
-        return 35.0 * open_families
+    def reserve(self, open_: Sequence[Family]) -> float:
+        """Seconds to leave for their finals."""
+        return FINAL_SECONDS * sum(len(family.keys) for family in open_) / max(1, len(self.working))
 
     def problems(self, family: Family) -> list[Problem]:
         """Nothing is predicted."""
@@ -208,10 +209,9 @@ class Measured:
             family.crowned = not left
 
     def _final(self, finals: _Finals) -> Generator[Job, Job, tuple[list[Row], bool]]:
-        """The rows, and whether they are worth keeping. Each way's leader is found in a race, and where the card is at its
-        power limit (or nobody can tell) those that it leaves close take turns alone. Then the leader is shown to be right, and
-        raced against its default once more, all ways in one race: samples that chose a winner flatter it. Ends, as each time
-        around somebody has been disqualified."""
+        """The rows, and whether they are worth keeping. Each way's leader is found in a race and, where the card is at its
+        power limit (or nobody can tell), by turns alone of those near the fastest; shown to be right; raced against its default
+        once more, all ways in one race: samples that chose a winner flatter it. Ends, as each round disqualifies somebody."""
         while True:
             near = {way: found for way in finals.ways if (found := crown.finalists(finals.study(way).ranked(way)))}
             if not near:
@@ -228,18 +228,16 @@ class Measured:
                 if race is None:
                     continue
                 races.append(race)
-                for way, found in near.items():
-                    leaders[way] = contenders[crown.leader(race, [contenders.index(outcome) for outcome in found])]
-                sustained = [contenders[index] for index in crown.close(race)] if race.power_capped != 0 else []
-                if len(sustained) > 1:
-                    race = yield from self._raced(finals, sustained, "sustained")
+                of = {way: [contenders.index(outcome) for outcome in found] for way, found in near.items()}
+                leading = {way: crown.leader(race, found) for way, found in of.items()}
+                alone = crown.contested(race, leading.values()) if race.power_capped != 0 else []
+                if len(alone) > 1:
+                    race = yield from self._raced(finals, [contenders[index] for index in alone], "sustained")
                     if race is None:
                         continue
                     races.append(race)
-                    for way in {outcome.way for outcome in sustained} & {*leaders}:
-                        own = [index for index, outcome in enumerate(sustained) if outcome.way == way]
-                        first = sustained.index(leaders[way]) if leaders[way] in sustained else None
-                        leaders[way] = sustained[crown.leader_alone(race, own, first)]
+                    leading = crown.overruled(race, alone, leading, of)
+                leaders = {way: contenders[index] for way, index in leading.items()}
             contenders = _distinct(
                 [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
             )

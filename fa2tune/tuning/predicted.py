@@ -34,9 +34,9 @@ class Predicted:
         interpreter = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.crews = self.working = [Crew(books.plan.workers, interpreter)]
 
-    def reserve(self, open_families: int) -> float:
-        """Seconds to leave for the checks of so many families."""
-        return open_families * 2 * self.check_seconds / self.books.plan.workers
+    def reserve(self, open_: Sequence[Family]) -> float:
+        """Seconds to leave for their checks."""
+        return len(open_) * 2 * self.check_seconds / self.books.plan.workers
 
     def problems(self, family: Family) -> list[Any]:
         """What the judge should predict."""

@@ -326,9 +326,10 @@ class Run:
         if budget is None:
             return False
         # the variants of a kernel share their finals
-        reserve = self.way.reserve(len({(f.kernel, f.spec) for f in self.families if not f.crowned}))
+        reserve = self.way.reserve([*{(f.kernel, f.spec): f for f in self.families if not f.crowned}.values()])
         leads = any(f.leader is family for f in self.families)
-        return time.monotonic() - self.begun > max(0.0, budget - reserve) * (LEADERS_SHARE if leads else 1.0)
+        left = max(budget - reserve, budget / 2)  # finals may take longer than they were left; none come of no search
+        return time.monotonic() - self.begun > left * (LEADERS_SHARE if leads else 1.0)
 
     def _propose(self) -> None:
         """Keep the compilers busy: the families furthest from their number of trials first."""
