@@ -76,12 +76,17 @@ def test_the_leader_is_the_fastest_by_paired_ratios_of_those_that_ran_to_the_end
     assert crown.leader(race, [0, 1, 2, 3]) == 1 and crown.leader(race, [2, 3]) == 3
 
 
-def test_contested_are_who_is_near_the_fastest_of_all_ways_the_leaders_first():
+def test_contested_are_near_leaders_that_have_near_rivals_of_their_way_and_these():
     drift = [1.0, 1.1, 1.2, 1.3]
     race = Race([[100 * d for d in drift], [98 * d for d in drift], [101.0, 111.1], [130.0, 143.0], []])
-    assert crown.contested(race, [1]) == [1, 0, 2] and crown.contested(race, [0, 3]) == [0, 1, 2]
+    assert crown.contested(race, {"pointer": 0, "descriptor": 3}, {"pointer": [0, 1, 4], "descriptor": [3, 2]}) == [
+        0,
+        1,
+    ]
+    assert crown.contested(race, {"pointer": 0, "descriptor": 2}, {"pointer": [0, 1], "descriptor": [2, 3]}) == [0, 1]
+    assert crown.contested(race, {"pointer": 0, "descriptor": 1}, {"pointer": [0], "descriptor": [1]}) == []
     many = Race([[100.0 + i / 10] for i in range(9)])
-    assert crown.contested(many, [7]) == [7, *range(crown.SUSTAINED - 1)]
+    assert crown.contested(many, {"pointer": 7}, {"pointer": range(9)}) == [7, *range(crown.SUSTAINED - 1)]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,7 @@ def test_who_leads_its_way_is_overruled_only_where_clearly_slower_in_both_turns(
     leading = {"descriptor": 5, "warp_specialized": 2, "pointer": 1}
     of = {"descriptor": [5, 8, 9], "warp_specialized": [2], "pointer": [1]}
     assert crown.overruled(turns, [5, 8, 2], leading, of) == {**leading, "descriptor": leads}
+    assert crown.overruled(replace(turns, tainted=2), [5, 8, 2], leading, of) == leading
 
 
 def test_what_a_row_has_to_beat():

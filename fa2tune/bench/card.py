@@ -17,8 +17,8 @@ from fa2tune import __version__
 #: Rounds are run untimed for this long before a cell is timed: clocks settle, allocations are cached. Seconds.
 WARM_SECONDS = 0.2
 MIN_ROUNDS, MAX_ROUNDS = 10, 100
-#: A sustained sample: a call over and over for the first, then timed for the second. Power management takes a quarter of a
-#: second to follow. Seconds.
+#: A sustained sample: a call over and over for the first, then timed for the second. Power management takes a fifth of a
+#: second or more to follow. Seconds.
 SETTLE_SECONDS, TURN_SECONDS = 0.3, 0.3
 HOT_SECONDS = 1.2  #: of all calls before that: a card that was cool, or waited, clocks higher for so long
 TURNS = 2  #: of each call, forth and back, so that what drifts evenly cancels

@@ -181,8 +181,8 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
               "absent GPU 12. (fp16 starts from bf16's winners and takes a third, or as many as these are.)")  # fmt: skip
 @click.option("--portable-trials", type=int, help="The same of the portable variant of kernels that have another, where its "
               "winners are known and need but be raced. Default: as --trials.")  # fmt: skip
-@click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when this is about to run out. "
-              "Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
+@click.option("--time-budget", type=float, metavar="SECONDS", help="No new candidates when what is left of this is for "
+              "finals, half at most; these may run past it. Default: none, or for an absent GPU 240 a head dim.")  # fmt: skip
 @click.option(
     "--sampler",
     type=click.Choice(("guided", "tpe", "random", "grid", "gp", "cmaes")),

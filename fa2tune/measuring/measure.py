@@ -33,10 +33,13 @@ FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
 HOT_SECONDS = 1.0  #: before the first turn of a race: a card that was cool, or waited, clocks higher for so long
-SETTLING = 0.5  #: share of a turn that is not timed: the card's power management takes a fifth of a second to follow
+SETTLING = (
+    0.5  #: share of a turn that is not timed: the card's power management takes a fifth of a second or more to follow
+)
 FEW = 8  #: launches, of which a turn has as many at least
 REST_SECONDS = 0.5  #: at a time, for a throttled card
 RESTS = 20  #: in a race; then the card is taken as it is
+TURN_RESTS = 2  #: in one by turns, which are long
 
 
 class _Card:
@@ -144,7 +147,7 @@ class _Track:
     ) -> None:
         """``turn_seconds``: as ``Effort`` has it."""
         self.card, self.runners, self.seen, self.turn_seconds = card, runners, seen, turn_seconds
-        self.rests, self.hot = RESTS, False
+        self.rests, self.hot = TURN_RESTS if turn_seconds else RESTS, False
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
         if not self.turn_seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -98,19 +98,24 @@ def leader(race: Race, among: Sequence[int]) -> int:
     return min(ran, key=lambda index: median(ratios(race.times[index], race.times[0])))
 
 
-def contested(race: Race, leading: Collection[int]) -> list[int]:
-    """Of a final's contenders those near the fastest, of all ways: first those that lead their way, then the fastest."""
+def contested(race: Race, leading: Mapping[str, int], rivals: Mapping[str, Sequence[int]]) -> list[int]:
+    """Of a final's contenders those that lead their way, are near the fastest of all, and have rivals of their way there; then
+    these rivals, the fastest first. ``rivals``: the contenders for each way."""
     placed = {i: median(ratios(samples, race.times[0])) for i, samples in enumerate(race.times) if samples}
     near = [i for i in sorted(placed, key=lambda i: placed[i]) if placed[i] <= min(placed.values()) * (1 + NEAR)]
-    return sorted(near, key=lambda i: i not in leading)[:SUSTAINED]
+    ways = [way for way, first in leading.items() if first in near and len({*near} & {*rivals[way]}) > 1]
+    found = [i for i in near if any(i in rivals[way] for way in ways)]
+    return sorted(found, key=lambda i: i not in leading.values())[:SUSTAINED]
 
 
 def overruled(
     turns: Race, alone: Sequence[int], leading: Mapping[str, int], rivals: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
     """Who leads each way, once contenders ``alone`` of a final have had turns: whoever is fastest there, where the final's
-    leader is clearly slower in both. ``rivals``: the final's contenders for each way."""
+    leader is clearly slower in both. Turns on a throttled card prove nothing. ``rivals``: as ``contested`` has them."""
     found = dict(leading)
+    if turns.tainted:
+        return found
     for way, first in leading.items():
         if first in alone:
             best = leader(turns, [place for place, index in enumerate(alone) if index in rivals[way]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -220,7 +221,7 @@ class Measured:
             timed = {point(outcome.config): outcome for way in finals.ways for outcome in finals.study(way).ranked()}
             default = timed.get(point(finals.default), next(iter(near.values()))[0])
             rivals = {way: self._rival_of(finals, way) for way in near}
-            leaders = {way: found[0] for way, found in near.items()}
+            leaders = {way: found[:1] for way, found in near.items()}
             races = []
             if any(len(found) > 1 for found in near.values()):
                 contenders = _distinct([default, *(outcome for found in near.values() for outcome in found)])
@@ -229,18 +230,17 @@ class Measured:
                     continue
                 races.append(race)
                 of = {way: [contenders.index(outcome) for outcome in found] for way, found in near.items()}
-                leading = {way: crown.leader(race, found) for way, found in of.items()}
-                alone = crown.contested(race, leading.values()) if race.power_capped != 0 else []
-                if len(alone) > 1:
+                first = leading = {way: crown.leader(race, found) for way, found in of.items()}
+                alone = crown.contested(race, leading, of) if race.power_capped != 0 and not race.tainted else []
+                if alone:
                     race = yield from self._raced(finals, [contenders[index] for index in alone], "sustained")
                     if race is None:
                         continue
                     races.append(race)
-                    leading = crown.overruled(race, alone, leading, of)
-                leaders = {way: contenders[index] for way, index in leading.items()}
-            contenders = _distinct(
-                [default, *(o for o in rivals.values() if isinstance(o, Outcome)), *leaders.values()]
-            )
+                    first = crown.overruled(race, alone, leading, of)
+                leaders = {way: [contenders[i] for i in dict.fromkeys((first[way], i))] for way, i in leading.items()}
+            timed_rivals = (o for o in rivals.values() if isinstance(o, Outcome))
+            contenders = _distinct([default, *timed_rivals, *chain(*leaders.values())])
             errors = yield from self._all_proved(finals, contenders)
             if errors is None:
                 continue
@@ -344,18 +344,18 @@ class Measured:
         return self.books.checked[key]
 
     def _rows(
-        self, finals: _Finals, leaders: Mapping[str, Outcome], rivals: Mapping[str, Outcome | str],
+        self, finals: _Finals, leaders: Mapping[str, Sequence[Outcome]], rivals: Mapping[str, Outcome | str],
         contenders: Sequence[Outcome], errors: Sequence[Mapping[str, Any]], races: Sequence[Race],
     ) -> list[Row]:  # fmt: skip
-        """Per way its leader, or the default that the leader does not beat."""
+        """Per way the first of its leaders that beats the default, or that."""
         times, tainted = races[-1].times, races[-1].tainted
         rows = []
         if tainted:
             self.books.watcher.line(
                 f"{finals.title}: the card stayed throttled in the proof ({tainted} launches): the default stays"
             )
-        for way, leader in leaders.items():
-            rival, best = rivals[way], contenders.index(leader)
+        for way, able in leaders.items():
+            rival, best = rivals[way], contenders.index(able[0])
             default_times = None
             if isinstance(rival, str):
                 self.books.watcher.line(
@@ -363,8 +363,8 @@ class Measured:
                 )
             else:
                 default_times = times[contenders.index(rival)]
-                if not crown.replaces(default_times, times[best], tainted):
-                    best = contenders.index(rival)
+                faster = [o for o in able if crown.replaces(default_times, times[contenders.index(o)], tainted)]
+                best = contenders.index((*faster, rival)[0])
             outcome = contenders[best]
             if outcome.way != way:
                 continue  # the default, of another way, serves every problem that this one could

@@ -46,7 +46,7 @@ class TuneRequest:
     trials: int | None = None  #: binaries compiled per kernel, dtype, mask and head dim; None: 48, or 12 if absent
     #: the same of portable variants, where a kernel has others as well; None: as trials
     portable_trials: int | None = None
-    #: no new candidates when it is about to run out; None: no limit, but for an absent GPU whose trials are None: 240
+    #: no new candidates when what is left is for finals; None: no limit, but for an absent GPU whose trials are None: 240
     time_budget_s: float | None = None
     sampler: str = "guided"
     seed: int = 0

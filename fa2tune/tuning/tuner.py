@@ -325,11 +325,14 @@ class Run:
         budget = self.plan.time_budget_s
         if budget is None:
             return False
-        # the variants of a kernel share their finals
-        reserve = self.way.reserve([*{(f.kernel, f.spec): f for f in self.families if not f.crowned}.values()])
+        if not family.search.binaries:
+            return self._budget_is_over()
+        # the variants of a kernel share their finals, which are left half of the budget at most
+        finals = {(f.kernel, f.spec): f for f in self.families}
+        reserve = self.way.reserve([f for f in finals.values() if not f.crowned])
+        share = min(1.0, budget / 2 / max(self.way.reserve([*finals.values()]), 1e-9))
         leads = any(f.leader is family for f in self.families)
-        left = max(budget - reserve, budget / 2)  # finals may take longer than they were left; none come of no search
-        return time.monotonic() - self.begun > left * (LEADERS_SHARE if leads else 1.0)
+        return time.monotonic() - self.begun > (budget - reserve * share) * (LEADERS_SHARE if leads else 1.0)
 
     def _propose(self) -> None:
         """Keep the compilers busy: the families furthest from their number of trials first."""
