@@ -33,9 +33,8 @@ FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
 HOT_SECONDS = 1.0  #: before the first turn of a race: a card that was cool, or waited, clocks higher for so long
-SETTLING = (
-    0.5  #: share of a turn that is not timed: the card's power management takes a fifth of a second or more to follow
-)
+#: Share of a turn that is not timed: the card's power management takes a fifth of a second or more to follow.
+SETTLING = 0.5
 FEW = 8  #: launches, of which a turn has as many at least
 REST_SECONDS = 0.5  #: at a time, for a throttled card
 RESTS = 20  #: in a race; then the card is taken as it is

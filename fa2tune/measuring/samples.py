@@ -12,9 +12,8 @@ from statistics import median
 class Effort:
     """How closely to look. ``racing.py`` says what comes of it."""
 
-    seconds: (
-        float  #: of kernel time per contender, as far as the numbers of rounds allow; 0: as few rounds as are enough
-    )
+    #: of kernel time per contender, as far as the numbers of rounds allow; 0: as few rounds as are enough
+    seconds: float
     fewest: int  #: rounds that are enough for the slowest kernels
     most: int  #: rounds
     #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and

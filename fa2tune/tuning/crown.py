@@ -102,7 +102,8 @@ def contested(race: Race, leading: Mapping[str, int], rivals: Mapping[str, Seque
     """Of a final's contenders those that lead their way, are near the fastest of all, and have rivals of their way there; then
     these rivals, the fastest first. ``rivals``: the contenders for each way."""
     placed = {i: median(ratios(samples, race.times[0])) for i, samples in enumerate(race.times) if samples}
-    near = [i for i in sorted(placed, key=lambda i: placed[i]) if placed[i] <= min(placed.values()) * (1 + NEAR)]
+    behind = min(placed.values()) * (1 + NEAR)
+    near = [i for i in sorted(placed, key=lambda i: placed[i]) if placed[i] <= behind]
     ways = [way for way, first in leading.items() if first in near and len({*near} & {*rivals[way]}) > 1]
     found = [i for i in near if any(i in rivals[way] for way in ways)]
     return sorted(found, key=lambda i: i not in leading.values())[:SUSTAINED]

@@ -329,7 +329,7 @@ class Run:
             return self._budget_is_over()
         # the variants of a kernel share their finals, which are left half of the budget at most
         finals = {(f.kernel, f.spec): f for f in self.families}
-        reserve = self.way.reserve([f for f in finals.values() if not f.crowned])
+        reserve = self.way.reserve([*{(f.kernel, f.spec): f for f in self.families if not f.crowned}.values()])
         share = min(1.0, budget / 2 / max(self.way.reserve([*finals.values()]), 1e-9))
         leads = any(f.leader is family for f in self.families)
         return time.monotonic() - self.begun > (budget - reserve * share) * (LEADERS_SHARE if leads else 1.0)
