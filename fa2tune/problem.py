@@ -88,6 +88,14 @@ class Problem:
     def specialization(self) -> Specialization:
         return Specialization(**{f.name: getattr(self, f.name) for f in fields(Specialization)})
 
+    @property
+    def keys_seen(self) -> float:
+        """Keys that a query row sees, on average over the rows; a causal mask is aligned at the bottom right."""
+        if not self.causal:
+            return float(self.seqlen_k)
+        rows = min(self.seqlen_q, self.seqlen_k)  # that see any
+        return rows * (self.seqlen_k - (rows - 1) / 2) / self.seqlen_q
+
     def flops(self, pass_: str) -> float:
         """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for
         causal, times 2.5 for the backward. Kernels of the backward are counted by the products they run

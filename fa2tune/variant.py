@@ -102,8 +102,10 @@ class Variant:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
-    #: whether a config wants these kernels
-    surrounded: Callable[[Config], bool] = field(default=lambda config: True)
+    #: whether a (config) wants these kernels, or (config, name) this one of them
+    surrounded: Callable[..., bool] = field(default=lambda config: True)
+    #: whether a config's kernel may start while the one before it runs, and itself waits for what that one makes
+    early: Callable[[Config], bool] = field(default=lambda config: False)
     #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
     #: (problem, config) -> integer parameters of these kernels that follow from the problem, beside those that all kernels get
@@ -124,6 +126,10 @@ class Variant:
     def programs(self, problem: Problem, config: Config, sm_count: int) -> int:
         """Programs to launch."""
         return int(_of_its_arguments(self.grid, problem, config, sm_count))
+
+    def runs_with(self, config: Config, names: tuple[str, ...]) -> list[str]:
+        """Which of ``before`` or ``after`` run for a config."""
+        return [name for name in names if _of_its_arguments(self.surrounded, config, name)]
 
     def derived(self, spec: Specialization, config: Config) -> dict[str, Any]:
         """Constexprs that follow from specialization and config."""

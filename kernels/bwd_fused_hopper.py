@@ -252,17 +252,18 @@ def _consume(
 @gluon.jit
 def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
-    rows_padded, HEADS_PER_WAVE, counter,
+    rows_padded, HEADS_PER_WAVE, counter, flags,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr,
-    DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
+    K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
     one: of lse, and B entries later of delta, as bwd_prepare_hopper.py leaves them -> dk, dv, and dS K added to a float32
     workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
-    first."""
+    first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
+    (bwd_beside_hopper.py); it may then start as soon as the kernel before it has set them to 0."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
@@ -300,8 +301,9 @@ def bwd_fused_hopper_kernel(
                 HEADS_PER_WAVE, qk_scale, softmax_scale,
                 IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, K_STAGES)),
             (produce, (
-                q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
+                K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
@@ -319,8 +321,9 @@ def bwd_fused_hopper_kernel(
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
                 REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC)),
             (produce, (
-                q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
+                K_STAGES)),
             (add, (
                 sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
@@ -338,7 +341,15 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
-    return {"terms": terms, "words": words, "sums": "words", "counter": counter}
+    flags = ((*rows[:2], rows[2] // space.CHUNK), "i32") if config["BESIDE"] else "words"
+    return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
+
+
+def _scalars(problem: Problem, config: Config) -> dict[str, int]:
+    return {
+        "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": space.ROWS_WORTH,
+        "keys_seen": max(1, round(problem.keys_seen)), "heads_at_once": config["HEADS_PER_WAVE"],
+    }  # fmt: skip
 
 
 VARIANT = Variant(
@@ -347,7 +358,7 @@ VARIANT = Variant(
     kernel=bwd_fused_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
-             "counter": "i32"},
+             "counter": "i32", "flags": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_D"), "k": ("TILE_ROWS", "BLOCK_D"),
                  "v": ("TILE_ROWS", "BLOCK_D"), "dk": ("TILE_ROWS", "BLOCK_D"), "dv": ("TILE_ROWS", "BLOCK_D"),
                  "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D")},
@@ -355,10 +366,12 @@ VARIANT = Variant(
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
     min_arch=90, max_arch=90,
-    before=("bwd_prepare_hopper",),
+    before=("bwd_prepare_hopper", "bwd_beside_hopper"),
     after=("bwd_finish_hopper",),
+    surrounded=lambda config, name: name != ("bwd_prepare_hopper" if config["BESIDE"] else "bwd_beside_hopper"),
+    early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config)},
     workspaces=_workspaces,
-    scalars=lambda problem, config: {"rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"])},
+    scalars=_scalars,
 )  # fmt: skip

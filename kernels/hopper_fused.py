@@ -19,6 +19,8 @@ from fa2tune.search_spaces import bwd_fused_hopper as space
 GROUPS = gl.constexpr(space.GROUPS)
 #: Keys of a consumer group: the rows of one wgmma.
 KEYS = gl.constexpr(space.KEYS)
+#: Query rows that bwd_beside_hopper prepares at once, and tells by one flag.
+CHUNK = gl.constexpr(space.CHUNK)
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
@@ -210,14 +212,35 @@ def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
     return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
 
 
+_SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+_SEEN_BY_TMA = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
+_ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def await_prepared(flags, head, rows_padded):
+    """Until bwd_beside_hopper has told that all rows of a query head, counted over the batch, are prepared."""
+    count = rows_padded // CHUNK
+    flags += head * count
+    for i in range(0, count, 32):
+        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1)
+        prepared = 0
+        while prepared == 0:
+            seen = gl.inline_asm_elementwise(
+                _SEEN, "=r,l", [(flags + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+            )
+            prepared = gl.min(seen, 0)
+    do_once(_SEEN_BY_TMA)
+
+
 @gluon.jit
 def produce(
-    q, k, v, do, terms, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+    q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+    heads_per_wave, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr,
+    DYNAMIC: gl.constexpr, BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
-    through rings."""
+    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -237,6 +260,9 @@ def produce(
             h = h_kv * group + i // n_blocks
             row = (first + i % n_blocks) * BLOCK_M
             stage = turn % STAGES
+            if BESIDE:
+                if i % n_blocks == 0:
+                    await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
             if DQ_BEHIND:
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             elif turn >= STAGES:
@@ -265,6 +291,8 @@ def produce(
         if DYNAMIC:
             taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
         lap += 1
+    if BESIDE:  # who comes after this kernel comes after the one beside it too
+        do_once(_ALL_PREPARED)
     if not DQ_BEHIND:  # nobody is left at a barrier
         for turn in range(gl.maximum(base, STAGES), base + STAGES):
             meet(EMPTY + turn % STAGES, 288)
@@ -338,6 +366,12 @@ def probabilities(
         rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
         p = gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
     return p
+
+
+@gluon.jit
+def do_once(PTX: gl.constexpr):
+    """PTX that takes nothing and sets $0."""
+    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

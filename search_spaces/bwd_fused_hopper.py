@@ -10,6 +10,10 @@ GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
+CHUNK = 128  #: query rows of which kernels/bwd_beside_hopper.py tells at once
+#: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
+#: (docs/experiments.md), and some more, as main waits for what is late
+ROWS_WORTH = 72
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
@@ -63,7 +67,7 @@ def default(spec: Specialization, arch: int) -> Config:
     block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
-        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "HEADS_PER_WAVE": heads, "num_warps": warps,
+        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "HEADS_PER_WAVE": heads, "num_warps": warps,
     }  # fmt: skip
 
 
@@ -93,6 +97,7 @@ SPACE = SearchSpace(
             True,
         ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
+        "BESIDE": (False, True),  # lse, delta and zeros prepared beside the first tiles, or before
         "HEADS_PER_WAVE": (1, 4, 8, 32),
         "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
     },
@@ -130,6 +135,11 @@ SPACE = SearchSpace(
                 config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
                 and (spec.causal or not config["PAIRS"])
             ),
+        ),
+        Constraint(
+            "others_take_over_what_comes_late",
+            "programs begin where a multiprocessor has nothing left to prepare, so none may be owed a share of the tiles",
+            lambda config, spec, arch: not config["BESIDE"] or config["DYNAMIC"] or not config["PERSISTENT"],
         ),
         Constraint(
             "tiles_fit_shared_memory",

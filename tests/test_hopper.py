@@ -274,6 +274,12 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
                                    ("joined", 2 * GROUP_WARPS, "together"))
     },
     "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and not p.causal and takes_several(v, c, p),
+    **{
+        f"prepared beside the tiles, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
+            c.get("BESIDE") and (p.causal, p.head_dim) == (causal, dim) and takes_several(v, c, p)
+        )
+        for causal in (False, True) for dim in (64, 128)
+    },
     "K of two tiles": lambda v, c, p: (
         "DYNAMIC" in c and v.constants(p.specialization, c)["K_STAGES"] == 2 and takes_several(v, c, p)
     ),

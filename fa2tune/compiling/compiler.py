@@ -373,12 +373,11 @@ Launches = list[tuple[Variant, Config]]
 
 def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[Launches, Launches]:
     """The kernels that run right before a config's, and right after it, with their own configs."""
-    if not variant.surrounded(config):
-        return [], []
     told = variant.passes_on(spec, config)
 
     def with_configs(names: tuple[str, ...]) -> Launches:
-        return [(one, {**one.space.default(spec, arch), **told}) for one in map(variant_named, names)]
+        found = map(variant_named, variant.runs_with(config, names))
+        return [(one, {**one.space.default(spec, arch), **told}) for one in found]
 
     return with_configs(variant.before), with_configs(variant.after)
 

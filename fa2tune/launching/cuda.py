@@ -240,10 +240,11 @@ class Launch:
     __slots__ = ("attributes", "config", "function", "launch", "pointers", "slots", "values")
 
     def __init__(
-        self, function: Function, grid: int, arguments: Sequence[Any], slots: Sequence[tuple[int, Maps | None]]
-    ) -> None:
+        self, function: Function, grid: int, arguments: Sequence[Any], slots: Sequence[tuple[int, Maps | None]],
+        early: bool = False,
+    ) -> None:  # fmt: skip
         """``arguments``: one per parameter, anything for a tensor; ``slots``: for each tensor of a call the parameter it
-        is, and its descriptors if it is passed by one."""
+        is, and its descriptors if it is passed by one; ``early``: it may start before the launch before it has ended."""
         self.function, self.slots = function, list(slots)
         values = [
             0 if kind == "map" else _packed(kind, value) for kind, value in zip(function.kinds, arguments, strict=True)
@@ -253,7 +254,7 @@ class Launch:
         self.pointers = array("Q", range(start, start + 8 * count, 8))
         image = function.image
         asked: list[tuple[int, tuple[int, ...]]] = []
-        if image.programmatic:
+        if image.programmatic or early:
             asked.append((_PROGRAMMATIC, (1,)))
         if image.cooperative:
             asked.append((_COOPERATIVE, (1,)))

@@ -238,7 +238,7 @@ def _bound(
         elif name not in constants:
             arguments.append(values[name])
     grid = variant.programs(problem, config, sm_count(device_index))
-    return Launch(function, grid, arguments, [slots[name] for name in names])
+    return Launch(function, grid, arguments, [slots[name] for name in names], variant.early(config))
 
 
 class InterpretedLaunch:

@@ -298,7 +298,7 @@ FORMS = (
     *(
         Form("bwd_fused_hopper", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,
-            "PAIRS": tiles == "pairs", "DYNAMIC": tiles == "counter"})
+            "PAIRS": tiles == "pairs", "DYNAMIC": tiles in ("counter", "beside"), "BESIDE": tiles == "beside"})
         for dim, causal, order, reduce, warps, tiles in (
             (128, False, "together", "tma", 8, "counter"), (128, False, "together", "vector", 8, "in turn"),
             (128, False, "together", "tma", 4, "in turn"), (128, False, "behind", "vector", 4, "counter"),
@@ -311,6 +311,8 @@ FORMS = (
             (64, True, "together", "tma", 4, "pairs"), (64, True, "together", "tma", 4, "counter"),
             (64, True, "together", "vector", 8, "pairs"), (64, True, "together", "vector", 8, "counter"),
             (64, True, "behind", "vector", 4, "pairs"), (64, True, "behind", "vector", 4, "counter"),
+            (64, False, "together", "vector", 8, "beside"), (64, True, "together", "tma", 4, "beside"),
+            (128, False, "behind", "vector", 4, "beside"), (128, True, "together", "vector", 8, "beside"),
         )
     ),
 )  # fmt: skip

@@ -191,9 +191,11 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
 
 
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
-    """The default config; of a forward also the one that has a kernel before it, and a workspace."""
+    """The default config, and another that has another kernel before it, or beside it."""
     default = dict(config_for(variant, asked))
-    return [default, {**default, "RESCALE": "never"}] if "RESCALE" in default else [default]
+    others = {"RESCALE": "never", "BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+    changed = {name: value for name, value in others.items() if name in default}
+    return [default, {**default, **changed}] if {"RESCALE", "BESIDE"} & changed.keys() else [default]
 
 
 @every

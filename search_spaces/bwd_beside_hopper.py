@@ -1,0 +1,19 @@
+"""kernels/bwd_beside_hopper.py keeps a few multiprocessors busy with memory: a single point, not searched."""
+
+from fa2tune.search_spaces import bwd_fused_hopper
+from fa2tune.variant import SearchSpace
+
+WARPS = 8  #: that work out delta
+ZERO_ROWS = 64  #: of the sums that one TMA sets to zero
+PARTS = bwd_fused_hopper.CHUNK // ZERO_ROWS  #: such stores for a chunk of rows
+BATCH = 4  #: chunks that are told of behind one fence
+#: Chunks of O and dO each that are on their way, by the sums' columns: what shared memory holds beside the zeros. What the
+#: fused kernel does not serve (more columns) needs none.
+STAGES = {64: 5, 128: 3, 256: 1}
+
+SPACE = SearchSpace(
+    name="bwd_beside_hopper",
+    dimensions={"num_warps": (WARPS,), "num_stages": (1,), "maxnreg": (0,)},
+    constraints=(),
+    default=lambda spec, arch: {"num_warps": WARPS, "num_stages": 1, "maxnreg": 0},
+)
