@@ -13,7 +13,7 @@ TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them 
 CHUNK = 128  #: query rows of which kernels/bwd_beside_hopper.py tells at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
-ROWS_WORTH = 72
+ROWS_WORTH = 60
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
