@@ -389,6 +389,24 @@ def test_attributes_of_clusters_cooperation_and_early_starts(driver: Driver, mon
     assert two["attributes"] == [(6, 1, 0, 0), (2, 1, 0, 0), (4, 2, 1, 1), (5, 1, 0, 0)]
 
 
+def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a config's kernel itself waits for what the other makes."""
+    call, tensors, _ = bound(monkeypatch)
+    plain = call.launches[0][0]
+    asked = cuda.Launch(plain.function, 1, plain.values[:-2], plain.slots, early=True)
+    Chain([(asked, [(place, 0) for place in range(len(tensors))])], 0)(tensors)
+    assert driver.launched[-1]["attributes"] == [(6, 1, 0, 0)]
+    for name, variant in compiler.variants().items():
+        assert not variant.early(variant.space.default(PROBLEM.specialization, 90)), name
+    fused = variant_named("bwd_fused_hopper")
+    beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
+    assert fused.early(beside)
+    (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
+    assert (before[0].name, after[0].name) == ("bwd_beside_hopper", "bwd_finish_hopper")
+    (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)
+    assert (before[0].name, after[0].name) == ("bwd_prepare_hopper", "bwd_finish_hopper")
+
+
 def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, _ = bound(monkeypatch)
     driver.codes, before = [201], driver.contexts

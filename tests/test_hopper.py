@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -413,6 +414,42 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
         assert "STS.128" in text, "dQ is staged without bank conflicts"
     narrow = re.findall(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})\S+", text)
     assert len(narrow) == bool(case.config.get("DYNAMIC")), "only tiles are counted, nothing is summed a word at a time"
+    waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
+    beside = bool(case.config.get("BESIDE"))
+    assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": False}, (
+        "for flags, and for who sets them"
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool) -> None:
+    """Main may start once flags are cleared, for all to see; a flag is set once all it stands for can be seen."""
+    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", dim, dim, causal)
+    config = {**fused.space.default(spec, 90), "BESIDE": True}
+    ((beside, settings), *others), _ = compiler.around(fused, spec, config, 90)
+    assert beside.name == "bwd_beside_hopper" and others == []
+    with builder([(beside.name, spec, tuple(settings.items()))]) as built:
+        made = built((beside.name, spec, tuple(settings.items())))
+    assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
+    assert limits.blocks_per_sm(made.binary, H200) == 1, "its programs are spread out, and leave no room for main's"
+    names = [operation.partition(" ")[0] for operation in made.operations]
+    start = names.index("PREEXIT")
+    cleared = max(place for place in range(start) if names[place] == "STG.E")
+    assert names.count("PREEXIT") == 1 and "MEMBAR.ALL.GPU" in names[cleared:start]
+    (told,) = (place for place, name in enumerate(names) if name == "STG.E.STRONG.GPU")
+    stored = max(place for place in range(told) if names[place] in ("UTMASTG.4D", "DEPBAR.LE"))
+    assert names[stored] == "DEPBAR.LE" and "MEMBAR.ALL.GPU" in names[stored:told], "zeros are there, then the flag"
+    assert "UTMALDG.4D" in names and not {"LDG.E.STRONG.GPU", "ACQBULK"} & set(names), "it waits for nobody"
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (5, 9), (9, 5), (300, 1), (1, 300)])
+def test_keys_that_a_row_sees(lengths: tuple[int, int]) -> None:
+    rows, keys = lengths
+    seen = [min(max(row + 1 + keys - rows, 0), keys) for row in range(rows)]
+    asked = Problem("bf16", 2, 6, 3, rows, keys, 64, 64, True)
+    assert asked.keys_seen == pytest.approx(sum(seen) / rows)
+    assert replace(asked, causal=False).keys_seen == keys
 
 
 @every
