@@ -6,9 +6,8 @@
 OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, those that run around it,
 and bwd_delta's, are compiled from both trees, each in a process of its own. Only if the machine code of all of them is the
 same, instruction by instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that
-ran. Where a parameter lies may differ: one that a kernel does not read moves those behind it. Compiled without line numbers:
-where an edit elsewhere has moved them, ptxas may order the same instructions otherwise. Needs no GPU, but the Triton that the
-rows were made with: files of another one are for a run of their own.
+ran. Compiled without line numbers: where an edit elsewhere has moved them, ptxas may order the same instructions otherwise.
+Needs no GPU, but the Triton that the rows were made with: files of another one are for a run of their own.
 
 --lacking: a dimension that the search has had since, and its value that stands for what these rows ran.
 """
@@ -37,7 +36,7 @@ HERE = Path(__file__).parent.parent
 
 # In a child, with a tree on sys.path: jobs on stdin -> hashes of sources, and of the machine code of each job, on stdout.
 CHILD = """
-import hashlib, json, re, subprocess, sys
+import hashlib, json, subprocess, sys
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.problem import Specialization
 hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
@@ -51,9 +50,7 @@ for kernel, spec, config, arch in json.load(sys.stdin):
     for one, its_config in [*before, (variant, config), *after]:
         binary = compiler.build(one, spec, its_config, arch)
         command = [compiler.tool("cuobjdump"), "-sass", binary.cubin_path]
-        listing = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-        # without the encoding, where a parameter's place is too
-        listings += re.sub(r"c\\[0x0\\]\\[0x[0-9a-f]+\\]|/\\*0x[0-9a-f]+\\*/", "", listing)
+        listings += subprocess.run(command, capture_output=True, check=True, text=True).stdout
     code.append(hashlib.sha256(listings.encode()).hexdigest())
 print(json.dumps([hashes, code]))
 """

@@ -19,15 +19,19 @@ TERMS = gl.constexpr(bwd_fused_hopper.TERMS)
 LOG2E = gl.constexpr(1.4426950408889634)
 #: Rows of zeros that one TMA stores; it takes PARTS of them for a chunk of rows.
 ZERO_ROWS = gl.constexpr(bwd_beside_hopper.ZERO_ROWS)
-PARTS = gl.constexpr(bwd_beside_hopper.PARTS)
-BATCH = gl.constexpr(bwd_beside_hopper.BATCH)  #: chunks that one fence is for
-SLOTS = gl.constexpr(16)  #: chunks whose terms may be written before their flags
+PARTS = gl.constexpr(bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)
+#: Chunks that one fence is for: no more than lanes, each of which sets a flag.
+BATCH = gl.constexpr(bwd_beside_hopper.BATCH)
+#: Chunks whose terms may be written before their flags: no fewer than a batch, or who writes them and who tells would wait for
+#: each other.
+SLOTS = gl.constexpr(bwd_beside_hopper.SLOTS)
 
 _CLEARED = gl.constexpr("fence.acq_rel.gpu; mov.b32 $0, 0;")
 _START_MAIN = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 #: but for the last batch
 _STORED_BEFORE = gl.constexpr(
-    f"cp.async.bulk.wait_group {bwd_beside_hopper.BATCH * bwd_beside_hopper.PARTS}; mov.b32 $0, 0;"
+    f"cp.async.bulk.wait_group {bwd_beside_hopper.BATCH * (bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)};"
+    " mov.b32 $0, 0;"
 )
 _STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
 #: Behind a fence: what these threads have seen stored, by whomever, is there for whoever sees the flag.
@@ -37,28 +41,28 @@ _TELL = gl.constexpr(
 
 
 @gluon.jit
-def _chunk(i, share):
+def _chunk(i, duty):
     """Number of this program's i-th chunk: all programs prepare what main begins with, the first few of them the rest."""
-    n, n_first, first, workers = share
+    n, n_first, first, workers = duty
     pid = gl.program_id(0)
     return gl.where(i < n_first, pid + i * gl.num_programs(0), first + pid + (i - n_first) * workers)
 
 
 @gluon.jit
-def _place(i, share, tiles, heads_q):
+def _place(i, duty, tiles, heads_q):
     """(head of all, batch entry, head, first row) of this program's i-th chunk; a head has so many tiles of a chunk."""
-    chunk = _chunk(i, share)
+    chunk = _chunk(i, duty)
     head = chunk // tiles
     b = head // heads_q
     return head, b, head - b * heads_q, (chunk - head * tiles) * CHUNK
 
 
 @gluon.jit
-def _load(o, do, smem, share, tiles, heads_q, STAGES: gl.constexpr):
+def _load(o, do, smem, duty, tiles, heads_q, STAGES: gl.constexpr):
     """One warp: O and dO through a ring."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    for i in range(share[0]):
-        head, b, h, row = _place(i, share, tiles, heads_q)
+    for i in range(duty[0]):
+        head, b, h, row = _place(i, duty, tiles, heads_q)
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), o.block_type.nbytes + do.block_type.nbytes)
@@ -67,19 +71,19 @@ def _load(o, do, smem, share, tiles, heads_q, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _zero(sums, flags, smem, share, tiles, heads_q):
+def _zero(sums, flags, smem, duty, tiles, heads_q):
     """One warp: zeros into the sums of dQ, and the flags of the batch of chunks before, whose zeros and terms are stored."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    n, n_first, first, workers = share
+    n, n_first, first, workers = duty
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    begin = n * 0
+    begin = n * 0  # numbers that a loop carries, no constants
     before = n * 0
     pending = n * 0  # chunks from before on that have no flag yet
     while (begin < n) | (pending > 0):
         # flags of what main begins with do not wait for others
         now = gl.minimum(BATCH, gl.where(begin < n_first, n_first, n) - begin)
         for i in range(begin, begin + now):
-            head, b, h, row = _place(i, share, tiles, heads_q)
+            head, b, h, row = _place(i, duty, tiles, heads_q)
             for part in gl.static_range(PARTS):
                 tma_store(sums, [b, h, row + part * ZERO_ROWS, 0], zero_smem)
         if now == BATCH:
@@ -88,7 +92,8 @@ def _zero(sums, flags, smem, share, tiles, heads_q):
             do_once(_STORED)
         for i in range(before, before + pending):
             mbarrier.wait(termed.index(i % SLOTS), (i // SLOTS) & 1)
-        flag = flags + _chunk(before + lane, share)
+        # the lane that stored the zeros has waited for them, and each mbarrier's wait brings the warp together
+        flag = flags + _chunk(before + lane, duty)
         mine = gl.where(lane < pending, 1, 0)
         gl.inline_asm_elementwise(_TELL, "=r,l,r", [flag.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
         for i in range(before, before + pending):
@@ -129,24 +134,24 @@ def _lse_and_dlse(
 
 @gluon.jit
 def _terms(
-    lse, dlse, terms, smem, share, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
+    lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
     BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The other warps: delta of every row, its terms and those of lse."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    n = share[0]
+    n = duty[0]
     own_layout: gl.constexpr = gl.BlockedLayout([1, TERMS], [32, 1], [WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, own_layout)
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [WARPS, 1], [1, 0])
     every = (batch * heads_q).to(gl.int64) * rows_padded * TERMS
-    place = _place(0, share, tiles, heads_q)
+    place = _place(0, duty, tiles, heads_q)
     word, part = _lse_and_dlse(
         lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, n > 0, IS_CAUSAL, rows_layout
     )
     for i in range(n):
         rows = place[0].to(gl.int64) * rows_padded + place[3] + gl.arange(0, CHUNK, layout=rows_layout)
         own = rows[:, None] * TERMS + gl.arange(0, TERMS, layout=gl.SliceLayout(0, own_layout))[None, :]
-        place = _place(i + 1, share, tiles, heads_q)
+        place = _place(i + 1, duty, tiles, heads_q)
         next_word, next_part = _lse_and_dlse(
             lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, i + 1 < n, IS_CAUSAL, rows_layout
         )
@@ -186,15 +191,16 @@ def bwd_beside_hopper_kernel(
     workers = gl.minimum(gl.cdiv(programs * rows_worth, keys_seen), programs)
     n_first = gl.maximum(gl.cdiv(first - pid, programs), 0)
     n = n_first + gl.where(pid < workers, gl.maximum(gl.cdiv(chunks - first - pid, workers), 0), 0)
-    share = (n, n_first, first, workers)
+    duty = (n, n_first, first, workers)
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     for i in range(0, n, 32 * WARPS):
-        gl.store(flags + _chunk(i + thread, share), 0, mask=i + thread < n)
+        gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
     gl.store(counter + thread, 0, mask=(thread == 0) & (pid == 0) & (counts != 0))
     do_once(_CLEARED)
     thread_barrier()
     do_once(_START_MAIN)
 
+    gl.static_assert(BATCH <= 32 and BATCH <= SLOTS)
     o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], o.layout)
     do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], do.layout)
     zero_smem = gl.allocate_shared_memory(gl.float32, [1, 1, ZERO_ROWS, SUM_COLUMNS], sums.layout)
@@ -215,10 +221,10 @@ def bwd_beside_hopper_kernel(
     steps = (stride_dlseb, stride_dlseh, stride_dlsem)
     gl.warp_specialize([
         (_terms, (
-            lse, dlse, terms, smem, share, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
+            lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
             BLOCK_DV, IS_CAUSAL, STAGES)),
-        (_load, (o, do, smem, share, tiles, heads_q, STAGES)),
-        (_zero, (sums, flags, smem, share, tiles, heads_q)),
+        (_load, (o, do, smem, duty, tiles, heads_q, STAGES)),
+        (_zero, (sums, flags, smem, duty, tiles, heads_q)),
     ], [1, 1], [40, 40])  # fmt: skip
 
 

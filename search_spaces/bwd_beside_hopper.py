@@ -1,11 +1,10 @@
 """kernels/bwd_beside_hopper.py keeps a few multiprocessors busy with memory: a single point, not searched."""
 
-from fa2tune.search_spaces import bwd_fused_hopper
 from fa2tune.variant import SearchSpace
 
 WARPS = 8  #: that work out delta
 ZERO_ROWS = 64  #: of the sums that one TMA sets to zero
-PARTS = bwd_fused_hopper.CHUNK // ZERO_ROWS  #: such stores for a chunk of rows
+SLOTS = 16  #: chunks whose terms may be written before their flags
 BATCH = 4  #: chunks that are told of behind one fence
 #: Chunks of O and dO each that are on their way, by the sums' columns: what shared memory holds beside the zeros. What the
 #: fused kernel does not serve (more columns) needs none.

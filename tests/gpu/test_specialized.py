@@ -190,6 +190,19 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
                 check(variant, config, asked)
 
 
+@masks
+@pytest.mark.parametrize("dim", [64, 128])
+def test_more_chunks_than_are_under_way(dim: int, causal: bool) -> None:
+    """What is prepared beside the fused backward goes round its rings several times: dQ shows zeros that come late or never,
+    all gradients terms that do."""
+    for variant in VARIANTS:
+        if "BESIDE" in variant.space.dimensions:
+            asked = asked_for(variant, 512, 512, dims=(dim, dim), causal=causal, heads=(32, 32), batch=16)
+            config = {**config_for(variant, asked), "BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+            for _ in range(3):
+                check(variant, config, asked)
+
+
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
     """The default config, and another that has another kernel before it, or beside it."""
     default = dict(config_for(variant, asked))
