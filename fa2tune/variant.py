@@ -108,8 +108,9 @@ class Variant:
     early: Callable[[Config], bool] = field(default=lambda config: False)
     #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
     workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
-    #: (problem, config) -> integer parameters of these kernels that follow from the problem, beside those that all kernels get
-    scalars: Callable[[Problem, Config], dict[str, int]] = field(default=lambda problem, config: {})
+    #: integer parameters of these kernels that follow from (problem, config) or (problem, config, whether the kernel does start
+    #: early: not every driver lets it), beside those that all kernels get
+    scalars: Callable[..., dict[str, int]] = field(default=lambda problem, config: {})
     #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
     suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
 
@@ -130,6 +131,11 @@ class Variant:
     def runs_with(self, config: Config, names: tuple[str, ...]) -> list[str]:
         """Which of ``before`` or ``after`` run for a config."""
         return [name for name in names if _of_its_arguments(self.surrounded, config, name)]
+
+    def integers(self, problem: Problem, config: Config, early: bool) -> dict[str, int]:
+        """What ``scalars`` says."""
+        found: dict[str, int] = _of_its_arguments(self.scalars, problem, config, early)
+        return found
 
     def derived(self, spec: Specialization, config: Config) -> dict[str, Any]:
         """Constexprs that follow from specialization and config."""

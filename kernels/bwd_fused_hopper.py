@@ -345,10 +345,11 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
 
 
-def _scalars(problem: Problem, config: Config) -> dict[str, int]:
+def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
+    keys_seen = problem.keys_seen if early else 0  # beside nothing, all multiprocessors prepare
     return {
         "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": space.ROWS_WORTH,
-        "keys_seen": max(1, round(problem.keys_seen)), "heads_at_once": config["HEADS_PER_WAVE"],
+        "keys_seen": max(1, round(keys_seen)), "heads_at_once": config["HEADS_PER_WAVE"],
     }  # fmt: skip
 
 

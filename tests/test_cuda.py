@@ -9,6 +9,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,7 @@ class Driver:
         self.contexts = 0
         self.during: Any = None
         self.modes: list[int] = []
+        self.version = 13000
 
     def __getattr__(self, name: str) -> Any:
         if name == "cuFuncGetParamInfo" and self.sizes is None:
@@ -70,6 +72,9 @@ class Driver:
             return 0
 
         return call
+
+    def _cuDriverGetVersion(self) -> Any:
+        return lambda found: setattr(found._obj, "value", self.version) or 0
 
     def _cuCtxGetCurrent(self) -> Any:
         return lambda context: setattr(context._obj, "value", None) or 0
@@ -175,8 +180,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(Chain, "MEMO", {})
     monkeypatch.setattr(Chain, "SEEN", Everything())  # what is looked at after a launch has to be kept
     launch.load.cache_clear()
+    cuda.may_start_early.cache_clear()
     yield found
     launch.load.cache_clear()
+    cuda.may_start_early.cache_clear()
 
 
 def image(variant: Any, config: Any, **changes: Any) -> Image:
@@ -399,8 +406,15 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
     for name, variant in compiler.variants().items():
         assert not variant.early(variant.space.default(PROBLEM.specialization, 90)), name
     fused = variant_named("bwd_fused_hopper")
+    wide = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096)
     beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
-    assert fused.early(beside)
+    for version, early in ((12020, False), (12030, True)):
+        cuda.may_start_early.cache_clear()
+        driver.version = version
+        assert launch.starts_early(fused, beside) == early
+        assert not launch.starts_early(fused, {**beside, "BESIDE": False})
+        workers = fused.integers(wide, beside, early)
+        assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
     assert (before[0].name, after[0].name) == ("bwd_beside_hopper", "bwd_finish_hopper")
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)

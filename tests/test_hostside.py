@@ -65,7 +65,8 @@ def test_its_functions_say_the_same(host: dict[str, Variant], name: str) -> None
         assert found.programs(problem, config, 132) == real.programs(problem, config, 132)
         assert found.derived(spec, config) == real.derived(spec, config)
         assert found.workspaces(problem, config) == real.workspaces(problem, config)
-        assert found.scalars(problem, config) == real.scalars(problem, config)
+        for early in (False, True):
+            assert found.integers(problem, config, early) == real.integers(problem, config, early)
         assert compiler.constexprs(found, spec, config) == compiler.constexprs(real, spec, config)
         for aligned in (True, False):
             asked: Specialization = replace(spec, aligned=aligned)

@@ -39,6 +39,7 @@ _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_POLICY, _PROGRAMMATIC = 2, 4, 5, 6  #
 _SPREAD = 1  #: CU_CLUSTER_SCHEDULING_POLICY_SPREAD
 _L2_128B = 2  #: CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _RELAXED = 2  #: CU_STREAM_CAPTURE_MODE_RELAXED
+_GRAPHS_TAKE_EARLY = 12030  #: the first CUDA whose graphs know launches that start early
 
 
 class CudaError(RuntimeError):
@@ -94,6 +95,15 @@ def check(code: int, doing: str) -> None:
         library().cuGetErrorString(code, byref(text))
         reason = text.value.decode(errors="replace") if text.value else "unknown error"
         raise CudaError(f"CUDA error {code} while {doing}: {reason}")
+
+
+@cache
+def may_start_early() -> bool:
+    """Whether a launch may start before the one before it has ended: if the driver's CUDA is 12.3 or later. Older ones know
+    such launches, but not in a graph, and a launch may be captured at any time."""
+    version = c_int()
+    check(library().cuDriverGetVersion(byref(version)), "asking for the driver's version")
+    return version.value >= _GRAPHS_TAKE_EARLY
 
 
 def ensure_context(device_index: int) -> None:

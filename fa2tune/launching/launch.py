@@ -208,6 +208,11 @@ def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int
     return variant.descriptors if compiler.uses_descriptors(config) else {}
 
 
+def starts_early(variant: Variant, config: Config) -> bool:
+    """Whether a config's kernel will start before the one before it has ended."""
+    return variant.early(config) and cuda.may_start_early()
+
+
 def _bound(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
     device_index: int, workspaces: Placed, scalars: Mapping[str, int],
@@ -238,7 +243,7 @@ def _bound(
         elif name not in constants:
             arguments.append(values[name])
     grid = variant.programs(problem, config, sm_count(device_index))
-    return Launch(function, grid, arguments, [slots[name] for name in names], variant.early(config))
+    return Launch(function, grid, arguments, [slots[name] for name in names], starts_early(variant, config))
 
 
 class InterpretedLaunch:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.compiler import Launches, around, variant_named, variant_of
-from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, strides_of
+from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
 from fa2tune.problem import ROADS, Config, Problem, Specialization
 from fa2tune.variant import Workspaces
 
@@ -144,7 +144,8 @@ class Kernels:
             if kernel == SUMS_DQ and not tuned.before:
                 self.casts = given["dq"]
             own, size = _placed(tuned.workspaces(problem, config), some.dtype, size)
-            workspaces, scalars = common | own, tuned.scalars(problem, config)
+            early = device_index >= 0 and starts_early(tuned, config)
+            workspaces, scalars = common | own, tuned.integers(problem, config, early)
             for one, its_config in runs(kernel, problem.specialization, config, arch):
                 names = tuple(name for name in one.tensors if name in given or name in workspaces)
                 bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
