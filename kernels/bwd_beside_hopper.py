@@ -8,6 +8,7 @@ could not run. Alone, all multiprocessors wait for memory; beside main, a few do
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.common import LOG2E
 from fa2tune.kernels.hopper import fence_async_shared, mbarrier, thread_barrier, tma_load, tma_store
 from fa2tune.kernels.hopper_fused import BLOCK_N, CHUNK, do_once
 from fa2tune.search_spaces import bwd_beside_hopper, bwd_fused_hopper
@@ -16,7 +17,6 @@ from fa2tune.variant import Variant
 
 WARPS = gl.constexpr(bwd_beside_hopper.WARPS)
 TERMS = gl.constexpr(bwd_fused_hopper.TERMS)
-LOG2E = gl.constexpr(1.4426950408889634)
 #: Rows of zeros that one TMA stores; it takes PARTS of them for a chunk of rows.
 ZERO_ROWS = gl.constexpr(bwd_beside_hopper.ZERO_ROWS)
 PARTS = gl.constexpr(bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)

@@ -190,6 +190,10 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
                 check(variant, config, asked)
 
 
+#: Rows prepared beside the fused backward's tiles, which then come from a counter.
+BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+
+
 @masks
 @pytest.mark.parametrize("dim", [64, 128])
 def test_more_chunks_than_are_under_way(dim: int, causal: bool) -> None:
@@ -198,7 +202,7 @@ def test_more_chunks_than_are_under_way(dim: int, causal: bool) -> None:
     for variant in VARIANTS:
         if "BESIDE" in variant.space.dimensions:
             asked = asked_for(variant, 512, 512, dims=(dim, dim), causal=causal, heads=(32, 32), batch=16)
-            config = {**config_for(variant, asked), "BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+            config = {**config_for(variant, asked), **BESIDE}
             for _ in range(3):
                 check(variant, config, asked)
 
@@ -206,7 +210,7 @@ def test_more_chunks_than_are_under_way(dim: int, causal: bool) -> None:
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
     """The default config, and another that has another kernel before it, or beside it."""
     default = dict(config_for(variant, asked))
-    others = {"RESCALE": "never", "BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+    others = {"RESCALE": "never", **BESIDE}
     changed = {name: value for name, value in others.items() if name in default}
     return [default, {**default, **changed}] if {"RESCALE", "BESIDE"} & changed.keys() else [default]
 
