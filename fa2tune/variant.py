@@ -86,7 +86,8 @@ class Variant:
     #: tensor parameters that a descriptor may read or write -> block, as constexpr names or numbers: (rows, columns) stands
     #: for a block [1, 1, rows, columns] of a (batch, heads, rows, dim) tensor; any other length is the whole block
     descriptors: Mapping[str, tuple[str | int, ...]]
-    #: programs to launch for (problem, config) or (problem, config, SM count), one-dimensional (an x grid may reach 2^31 - 1)
+    #: programs to launch for (problem, config), or as many of ``programs``' arguments; one-dimensional (an x grid may reach
+    #: 2^31 - 1)
     grid: Callable[..., int]
     #: float parameters, every other scalar is an integer
     floats: tuple[str, ...] = ("qk_scale", "softmax_scale")
@@ -124,9 +125,9 @@ class Variant:
         """Which ways its configs go."""
         return tuple(self.space.dimensions.get("LOADS", (WARP_SPECIALIZED,)))
 
-    def programs(self, problem: Problem, config: Config, sm_count: int) -> int:
-        """Programs to launch."""
-        return int(_of_its_arguments(self.grid, problem, config, sm_count))
+    def programs(self, problem: Problem, config: Config, sm_count: int, early: bool = True) -> int:
+        """Programs to launch; ``early``: as ``scalars`` has it."""
+        return int(_of_its_arguments(self.grid, problem, config, sm_count, early))
 
     def runs_with(self, config: Config, names: tuple[str, ...]) -> list[str]:
         """Which of ``before`` or ``after`` run for a config."""

@@ -175,9 +175,11 @@ def bwd_beside_hopper_kernel(
     o, do, lse, dlse, terms, sums, stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, has_dlse, counter, counts, flags, rows_worth, keys_seen, heads_at_once, qk_scale,
     BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, SUM_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV] by descriptors, lse, dlse [B, Hq, Sq] -> terms, zeros in words (here the descriptor sums) and
-    counter as bwd_prepare_hopper.py has them, and flags [B, Hq, rows_padded / CHUNK] int32: 1 where those rows are prepared.
+    counter as bwd_prepare_hopper.py has them, and flags [B, Hq, rows_padded / CHUNK] int32: 1 where those rows are prepared;
+    FINISH_BESIDE: behind them a count of tiles [B, Hq]: 0.
 
     Every program prepares a share of the heads that main begins with, heads_at_once in a band; then the first
     rows_worth / keys_seen of them go on: to prepare a row takes as long as its products with rows_worth keys, and a row sees
@@ -195,6 +197,10 @@ def bwd_beside_hopper_kernel(
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     for i in range(0, n, 32 * WARPS):
         gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
+    if FINISH_BESIDE:
+        heads = batch * heads_q
+        for i in range(pid * 32 * WARPS, heads, programs * 32 * WARPS):
+            gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < heads)
     gl.store(counter + thread, 0, mask=(thread == 0) & (pid == 0) & (counts != 0))
     do_once(_CLEARED)
     thread_barrier()

@@ -11,6 +11,18 @@ from fa2tune.variant import Variant
 
 
 @triton.jit
+def dq_of(words, softmax_scale, BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr):
+    """dQ [BLOCK_R, SUM_COLUMNS], float32, of rows whose sums start at the pointer words, as bwd_fused_hopper.py left them."""
+    sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
+    PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
+    # (64 rows, piece), column / 8, row / 16, row % 8, column % 8 / 2, row / 8 % 2, column % 2
+    tile = tl.reshape(sums, [BLOCK_R // 64 * PIECES, PERMUTED_COLUMNS // 8, 4, 8, 4, 2, 2])
+    tile = tl.permute(tile, (0, 2, 5, 3, 1, 4, 6))
+    tile = tl.reshape(tile, [BLOCK_R // 64, PIECES, 64, PERMUTED_COLUMNS])
+    return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), [BLOCK_R, SUM_COLUMNS])
+
+
+@triton.jit
 def bwd_finish_hopper_kernel(
     words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded,
     HEAD_DIM: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr,
@@ -23,13 +35,7 @@ def bwd_finish_hopper_kernel(
     start_m = tl.program_id(0) % tiles * BLOCK_R
     dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
-    sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
-    PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
-    # (64 rows, piece), column / 8, row / 16, row % 8, column % 8 / 2, row / 8 % 2, column % 2
-    tile = tl.reshape(sums, [BLOCK_R // 64 * PIECES, PERMUTED_COLUMNS // 8, 4, 8, 4, 2, 2])
-    tile = tl.permute(tile, (0, 2, 5, 3, 1, 4, 6))
-    tile = tl.reshape(tile, [BLOCK_R // 64, PIECES, 64, PERMUTED_COLUMNS])
-    tile = tl.reshape(tl.permute(tile, (0, 2, 1, 3)), [BLOCK_R, SUM_COLUMNS])
+    tile = dq_of(words, softmax_scale, BLOCK_R, SUM_COLUMNS, PERMUTED_COLUMNS)
     store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, SUM_COLUMNS)
 
 

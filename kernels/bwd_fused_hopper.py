@@ -17,17 +17,16 @@ from fa2tune.kernels.hopper import (
 )
 from fa2tune.kernels.hopper_fused import (
     BLOCK_N,
+    CHUNK,
     DS_READY,
     EMPTY,
     GROUPS,
     KEYS,
     PIECE_GONE,
     TERM_COLUMNS,
-    add,
     add_terms,
     as_block_of,
     come,
-    hand_over,
     issue_dq,
     make_barriers,
     make_tiles_told,
@@ -35,12 +34,12 @@ from fa2tune.kernels.hopper_fused import (
     opaque,
     probabilities,
     produce,
-    reduce_dq,
     share,
     taken_for,
     work,
 )
 from fa2tune.kernels.hopper_joined import consume_joined
+from fa2tune.kernels.hopper_sums import DONE, add_or_count, hand_over, make_tiles_done, reduce_dq
 from fa2tune.problem import Config, Problem
 from fa2tune.search_spaces import bwd_fused_hopper as space
 from fa2tune.variant import Variant, Workspaces
@@ -159,12 +158,12 @@ def _over_queries(
 
 @gluon.jit
 def _consume(
-    sums, words, dk, dv, smem, barriers, tiles_told,
+    sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
     batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, qk_scale, softmax_scale,
     CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -224,6 +223,8 @@ def _consume(
                         sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
                     )  # fmt: skip
             mbarrier.arrive(k_empty.index(0), count=1, pred=total > 0)
+            if TELLS:
+                mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             if REDUCE == "tma" and not DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
@@ -256,14 +257,15 @@ def bwd_fused_hopper_kernel(
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
-    K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
     one: of lse, and B entries later of delta, as bwd_prepare_hopper.py leaves them -> dk, dv, and dS K added to a float32
     workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
-    (bwd_beside_hopper.py); it may then start as soon as the kernel before it has set them to 0."""
+    (bwd_beside_hopper.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
+    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (bwd_finish_beside_hopper.py)."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
@@ -291,49 +293,53 @@ def bwd_fused_hopper_kernel(
         out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], dk.layout)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
-    tiles_told = make_tiles_told(PARTS + 1 if ADDS else PARTS, DYNAMIC)
+    tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
+    TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
+    tiles_done = make_tiles_done(PARTS, TELLS)
+    counts = flags + batch * heads_q * (rows_padded // CHUNK)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
     if JOINED:
         gl.warp_specialize([
             (consume_joined, (
-                words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-                HEADS_PER_WAVE, qk_scale, softmax_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, K_STAGES)),
+                words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
+                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, TELLS, K_STAGES)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
                 K_STAGES)),
-            (add, (
-                sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
+            (add_or_count, (
+                sums, smem, counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
-                sums, words, dk, dv, smem, barriers, tiles_told,
+                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
             (_consume, (
-                sums, words, dk, dv, smem, barriers, tiles_told,
+                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
                 1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
                 K_STAGES)),
-            (add, (
-                sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS)),
+            (add_or_count, (
+                sums, smem, counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
-def _grid(problem: Problem, config: Config, sm_count: int) -> int:
+def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:
     tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
     shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1) * problem.batch * problem.heads_kv
-    return min(shares, sm_count) if config["PERSISTENT"] else shares
+    own = sm_count - (space.helpers(problem, config, sm_count) if early else 0)
+    return min(shares, own) if config["PERSISTENT"] else shares
 
 
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
@@ -341,15 +347,19 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
-    flags = ((*rows[:2], rows[2] // space.CHUNK), "i32") if config["BESIDE"] else "words"
+    chunks = rows[2] // space.CHUNK
+    flags = ((*rows[:2], chunks + config["FINISH_BESIDE"]), "i32") if config["BESIDE"] else "words"
     return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
 
 
 def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
-    keys_seen = problem.keys_seen if early else 0  # beside nothing, all multiprocessors prepare
+    part, whole = (
+        space.share_of_helpers(problem) if config["FINISH_BESIDE"] else (space.ROWS_WORTH, round(problem.keys_seen))
+    )
     return {
-        "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": space.ROWS_WORTH,
-        "keys_seen": max(1, round(keys_seen)), "heads_at_once": config["HEADS_PER_WAVE"],
+        "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": part,
+        "keys_seen": max(1, whole) if early else 1,  # beside nothing, all multiprocessors prepare
+        "heads_at_once": config["HEADS_PER_WAVE"],
     }  # fmt: skip
 
 
@@ -368,11 +378,14 @@ VARIANT = Variant(
     constants=space.derived,
     min_arch=90, max_arch=90,
     before=("bwd_prepare_hopper", "bwd_beside_hopper"),
-    after=("bwd_finish_hopper",),
-    surrounded=lambda config, name: name != ("bwd_prepare_hopper" if config["BESIDE"] else "bwd_beside_hopper"),
+    after=("bwd_finish_hopper", "bwd_finish_beside_hopper"),
+    surrounded=lambda config, name: name in (
+        "bwd_beside_hopper" if config["BESIDE"] else "bwd_prepare_hopper",
+        "bwd_finish_beside_hopper" if config["FINISH_BESIDE"] else "bwd_finish_hopper"),
     early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
-        "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config)},
+        "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
+        "FINISH_BESIDE": config["FINISH_BESIDE"]},
     workspaces=_workspaces,
     scalars=_scalars,
 )  # fmt: skip

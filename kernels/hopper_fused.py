@@ -6,12 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
 
 from fa2tune.kernels.hopper import (
-    fence_async_shared,
     mbarrier,
-    thread_barrier,
     tma_load,
-    tma_reduce_add,
-    tma_store_wait,
     warpgroup_mma,
 )
 from fa2tune.search_spaces import bwd_fused_hopper as space
@@ -302,44 +298,6 @@ def produce(
 
 
 @gluon.jit
-def add(
-    sums, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    JOINED: gl.constexpr, ADDS: gl.constexpr,
-):  # fmt: skip
-    """One warp: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums. Without ADDS it has
-    nothing to do."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    if ADDS:
-        taken = gl.program_id(0)
-        lap = 0
-        while lap < laps:
-            alive, b, h_kv, start_n, first, full, end = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-            )
-            n_blocks = end - first
-            total = gl.where(alive, group * n_blocks, 0)
-            for i in range(total):
-                h = h_kv * group + i // n_blocks
-                row = (first + i % n_blocks) * BLOCK_M
-                if JOINED:
-                    meet(PIECE_READY, 288)
-                    tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
-                    tma_store_wait(0)
-                    come(PIECE_GONE, 288)
-                else:
-                    for c in gl.static_range(GROUPS):
-                        meet(PIECE_READY + c, 160)
-                        add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
-                        tma_store_wait(0)
-                        come(PIECE_GONE + c, 160)
-            if DYNAMIC:
-                taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
-            lap += 1
-
-
-@gluon.jit
 def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
     Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
@@ -395,81 +353,3 @@ def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.
             ds = ds.slice(CONSUMER * 64, 64, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def _quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A wgmma accumulator as four tensors: the four registers that a thread holds of each 8 columns. Moves nothing."""
-    y0, y1 = gl.split(x.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]))
-    a0, a2 = gl.split(y0.permute((0, 2, 3, 4, 1)))
-    a1, a3 = gl.split(y1.permute((0, 2, 3, 4, 1)))
-    return a0, a1, a2, a3
-
-
-_VECTOR_REDUCTION = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
-
-
-@gluon.jit
-def add_piece(sums, dq_smem, b, h, row, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
-    """A group's piece of dQ from shared memory to its sums: of as many words as half of the block's rows."""
-    tma_reduce_add(sums, [b, h, row + CONSUMER * (BLOCK_M // 2), 0], dq_smem.index(CONSUMER))
-
-
-#: Rows and columns of a piece of dQ whose sums lie together, in register order.
-PIECE = gl.constexpr(space.PIECE)
-
-
-@gluon.jit
-def add_from_registers(words, first_word, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    """dQ of a block, added to its sums in register order: a thread's four values of each 8 columns are 16 bytes, a warp's lie
-    side by side."""
-    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, dq.type.layout))
-    c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq.type.layout))
-    of_rows = r // PIECE * (PIECE * BLOCK_D) + r % PIECE // 16 * 128 + r % 8 * 16 + r // 8 % 2 * 2
-    of_columns = c // PIECE * (PIECE * PIECE) + c % PIECE // 8 * 512 + c % 8 // 2 * 4 + c % 2
-    o0, _, _, _ = _quads(of_rows[:, None] + of_columns[None, :], BLOCK_M, BLOCK_D)
-    v0, v1, v2, v3 = _quads(dq, BLOCK_M, BLOCK_D)
-    gl.inline_asm_elementwise(
-        _VECTOR_REDUCTION, "=r,l,f,f,f,f", [(words + first_word + o0).to(gl.int64), v0, v1, v2, v3], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def stage_dq(dq, dq_smem, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """dQ of a block, or a group's piece of it, to shared memory in the order of add_from_registers, where a warp stores 512
-    bytes side by side. In row order two of its threads at a time would want the same bank."""
-    WIDTH: gl.constexpr = COLUMNS if COLUMNS < PIECE else PIECE
-    parts = dq.reshape([ROWS // PIECE, PIECE // 16, 2, 8, COLUMNS // WIDTH, WIDTH // 8, 4, 2])
-    staged = parts.permute((0, 4, 5, 1, 3, 6, 2, 7)).reshape([dq_smem.shape[3], dq_smem.shape[4]])
-    dq_smem.index(number).reshape([dq_smem.shape[3], dq_smem.shape[4]]).store(staged)
-    fence_async_shared()
-
-
-@gluon.jit
-def reduce_dq(
-    sums, tile, dq_smem, words, b, h, row, heads_q, rows_padded,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
-):  # fmt: skip
-    """This group's piece of dQ, added to its sums by the group itself."""
-    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
-    if REDUCE == "tma":
-        tma_store_wait(0)
-        stage_dq(tile, dq_smem, CONSUMER, 64, COLUMNS)
-        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M)
-    else:
-        first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
-        add_from_registers(words, first, tile, 64, COLUMNS)
-
-
-@gluon.jit
-def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Joined groups have
-    waited for dV of the tile before at the tile's start.)"""
-    if new_tile:  # dK of the tile before may still be on its way out of this memory
-        tma_store_wait(0)
-        thread_barrier()
-    else:
-        meet(PIECE_GONE + number, THREADS)
-    stage_dq(tile, dq_smem, number, ROWS, COLUMNS)
-    come(PIECE_READY + number, THREADS)

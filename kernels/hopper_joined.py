@@ -18,18 +18,17 @@ from fa2tune.kernels.hopper_fused import (
     EMPTY,
     PIECE_GONE,
     V_EMPTY,
-    add_from_registers,
     add_terms,
     as_block_of,
     come,
     come_if,
-    hand_over,
     meet,
     probabilities,
     share,
     taken_for,
     work,
 )
+from fa2tune.kernels.hopper_sums import DONE, add_from_registers, hand_over
 
 
 @gluon.jit
@@ -100,10 +99,10 @@ def _over_queries(
 
 @gluon.jit
 def consume_joined(
-    words, dk, dv, smem, barriers, tiles_told, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+    words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
     heads_per_wave, qk_scale, softmax_scale,
     IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, K_STAGES: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -141,6 +140,8 @@ def consume_joined(
                         IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, K_STAGES, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
+            if TELLS:
+                mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             stage = out_smem.index(0)
             if REDUCE == "tma":  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)

@@ -14,6 +14,7 @@ CHUNK = 128  #: query rows of which kernels/bwd_beside_hopper.py tells at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
+HELPERS_WORTH = 62  #: and, with FINISH_BESIDE, of preparing a row and finishing its dQ: 60 to 85 measured
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, causal), from the sweeps in
@@ -57,6 +58,18 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def helpers(problem: Problem, config: Config, sm_count: int) -> int:
+    """Multiprocessors that FINISH_BESIDE leaves to the kernels before and after the main one: their share of all the work."""
+    worth, keys = share_of_helpers(problem)
+    return min(-(-sm_count * worth // keys), sm_count - 1) if config["FINISH_BESIDE"] else 0
+
+
+def share_of_helpers(problem: Problem) -> tuple[int, int]:
+    """As (so many of so many), in keys: a row's own, masked ones of its tiles among them, are worked on by the main kernel."""
+    masked = GROUPS * KEYS // 2 if problem.causal else 0
+    return HELPERS_WORTH, round(problem.keys_seen) + masked + HELPERS_WORTH
+
+
 def permuted_columns(spec: Specialization, config: Config) -> int:
     """Columns of a piece of sums in register order."""
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
@@ -67,7 +80,8 @@ def default(spec: Specialization, arch: int) -> Config:
     block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), spec.causal]
     return {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
-        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "HEADS_PER_WAVE": heads, "num_warps": warps,
+        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
+        "HEADS_PER_WAVE": heads, "num_warps": warps,
     }  # fmt: skip
 
 
@@ -98,6 +112,7 @@ SPACE = SearchSpace(
         ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
         "BESIDE": (False, True),  # lse, delta and zeros prepared beside the first tiles, or before
+        "FINISH_BESIDE": (False, True),  # and dQ made of its sums beside the last ones, or after
         "HEADS_PER_WAVE": (1, 4, 8, 32),
         "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
     },
@@ -140,6 +155,19 @@ SPACE = SearchSpace(
             "others_take_over_what_comes_late",
             "programs begin where a multiprocessor has nothing left to prepare, so none may be owed a share of the tiles",
             lambda config, spec, arch: not config["BESIDE"] or config["DYNAMIC"] or not config["PERSISTENT"],
+        ),
+        Constraint(
+            "who_prepares_makes_room_for_who_finishes",
+            "dQ is finished where rows were prepared; whether a head has all its tiles a warp of its own counts: it adds them "
+            "itself, or those do who add from registers",
+            lambda config, spec, arch: (
+                not config["FINISH_BESIDE"]
+                or (
+                    config["BESIDE"]
+                    and config["DYNAMIC"]
+                    and (config["REDUCE"] == "vector" or config["ORDER"] == "together")
+                )
+            ),
         ),
         Constraint(
             "tiles_fit_shared_memory",

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,6 +281,16 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
         )
         for causal in (False, True) for dim in (64, 128)
     },
+    **{
+        f"dQ finished beside the tiles, by {reduce}, {warps} warps, {dim}": (
+            lambda v, c, p, reduce=reduce, warps=warps, dim=dim: (
+                c.get("FINISH_BESIDE") and (c["REDUCE"], c["num_warps"], p.head_dim) == (reduce, warps, dim)
+                and takes_several(v, c, p)
+            )
+        )
+        for reduce, warps, dim in (("vector", 4, 64), ("tma", 4, 64), ("vector", 8, 64), ("vector", 8, 128), ("vector", 4, 128),
+                                   ("tma", 8, 128))
+    },
     "K of two tiles": lambda v, c, p: (
         "DYNAMIC" in c and v.constants(p.specialization, c)["K_STAGES"] == 2 and takes_several(v, c, p)
     ),
@@ -413,11 +423,12 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
     if reduce == "tma":
         assert "STS.128" in text, "dQ is staged without bank conflicts"
     narrow = re.findall(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})\S+", text)
-    assert len(narrow) == bool(case.config.get("DYNAMIC")), "only tiles are counted, nothing is summed a word at a time"
+    beside, finish = bool(case.config.get("BESIDE")), bool(case.config.get("FINISH_BESIDE"))
+    counters = bool(case.config.get("DYNAMIC")) + finish
+    assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"
     waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
-    beside = bool(case.config.get("BESIDE"))
-    assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": False}, (
-        "for flags, and for who sets them"
+    assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": finish}, (
+        "for flags, and for who sets them; who waits for its counts may start"
     )
 
 
@@ -441,6 +452,45 @@ def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool) -> Non
     stored = max(place for place in range(told) if names[place] in ("UTMASTG.4D", "DEPBAR.LE"))
     assert names[stored] == "DEPBAR.LE" and "MEMBAR.ALL.GPU" in names[stored:told], "zeros are there, then the flag"
     assert "UTMALDG.4D" in names and not {"LDG.E.STRONG.GPU", "ACQBULK"} & set(names), "it waits for nobody"
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_dq_is_finished_beside_in_order(dim: int) -> None:
+    """The last tile's sums are seen before any is read, and who comes after comes after main."""
+    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", dim, dim, False)
+    config = {**fused.space.default(spec, 90), "REDUCE": "vector", "BESIDE": True, "FINISH_BESIDE": True}
+    assert fused.space.broken(config, spec, 90) is None
+    _, ((finish, settings), *others) = compiler.around(fused, spec, config, 90)
+    assert finish.name == "bwd_finish_beside_hopper" and others == [] and finish.early(settings)
+    with builder([(finish.name, spec, tuple(settings.items()))]) as built:
+        made = built((finish.name, spec, tuple(settings.items())))
+    assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
+    assert limits.blocks_per_sm(made.binary, H200) >= 4, "memory is to be kept busy where others have left"
+    names = [operation.partition(" ")[0] for operation in made.operations]
+    asked = names.index("LDG.E.STRONG.GPU")
+    read = min(place for place, name in enumerate(names) if name.startswith("LDG") and "STRONG" not in name)
+    assert asked < read and {"CCTL.IVALL", "BAR.SYNC.DEFER_BLOCKING"} <= {*names[asked:read]}, (
+        "a head's count, then its sums"
+    )
+    written = max(place for place, name in enumerate(names) if name.startswith("STG"))
+    assert names.count("ACQBULK") == 1 and names.index("ACQBULK") > written and "PREEXIT" not in names
+
+
+def test_multiprocessors_that_are_left_to_helpers() -> None:
+    """As many as go on preparing, so that no program of the main kernel starts late and keeps who finishes from starting."""
+    fused = compiler.variant_named("bwd_fused_hopper")
+    for length, causal in product((1, 128, 512, 2048, 16384), (False, True)):
+        asked = Problem("bf16", 64, 32, 32, length, length, 64, 64, causal)
+        config = {**fused.space.default(asked.specialization, 90), "DYNAMIC": True, "BESIDE": True}
+        for sm_count in (16, 114, 132):
+            finish = {**config, "FINISH_BESIDE": True}
+            told = fused.integers(asked, finish, True)
+            go_on = min(-(-sm_count * told["rows_worth"] // told["keys_seen"]), sm_count)
+            main = fused.programs(asked, finish, sm_count)
+            assert main == min(max(sm_count - go_on, 1), fused.programs(asked, config, sm_count)) and go_on >= 1
+            assert fused.programs(asked, config, sm_count) == fused.programs(asked, finish, sm_count, early=False)
+            alone = fused.integers(asked, finish, False)
+            assert alone["rows_worth"] >= alone["keys_seen"], "alone, all prepare"
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (5, 9), (9, 5), (300, 1), (1, 300)])

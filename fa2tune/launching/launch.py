@@ -242,8 +242,9 @@ def _bound(
             arguments.append(0)
         elif name not in constants:
             arguments.append(values[name])
-    grid = variant.programs(problem, config, sm_count(device_index))
-    return Launch(function, grid, arguments, [slots[name] for name in names], starts_early(variant, config))
+    early = starts_early(variant, config)
+    grid = variant.programs(problem, config, sm_count(device_index), early)
+    return Launch(function, grid, arguments, [slots[name] for name in names], early)
 
 
 class InterpretedLaunch:

@@ -298,7 +298,8 @@ FORMS = (
     *(
         Form("bwd_fused_hopper", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,
-            "PAIRS": tiles == "pairs", "DYNAMIC": tiles in ("counter", "beside"), "BESIDE": tiles == "beside"})
+            "PAIRS": tiles == "pairs", "DYNAMIC": tiles in ("counter", "beside", "both"),
+            "BESIDE": tiles in ("beside", "both"), "FINISH_BESIDE": tiles == "both"})
         for dim, causal, order, reduce, warps, tiles in (
             (128, False, "together", "tma", 8, "counter"), (128, False, "together", "vector", 8, "in turn"),
             (128, False, "together", "tma", 4, "in turn"), (128, False, "behind", "vector", 4, "counter"),
@@ -313,6 +314,9 @@ FORMS = (
             (64, True, "behind", "vector", 4, "pairs"), (64, True, "behind", "vector", 4, "counter"),
             (64, False, "together", "vector", 8, "beside"), (64, True, "together", "tma", 4, "beside"),
             (128, False, "behind", "vector", 4, "beside"), (128, True, "together", "vector", 8, "beside"),
+            (64, False, "behind", "vector", 4, "both"), (64, True, "together", "tma", 4, "both"),
+            (64, True, "together", "vector", 8, "both"), (128, False, "together", "vector", 8, "both"),
+            (128, True, "behind", "vector", 4, "both"), (128, False, "together", "tma", 8, "both"),
         )
     ),
 )  # fmt: skip

@@ -190,27 +190,29 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
                 check(variant, config, asked)
 
 
-#: Rows prepared beside the fused backward's tiles, which then come from a counter.
+#: Rows prepared beside the fused backward's tiles, which then come from a counter; and dQ finished beside them.
 BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
+FINISH = {**BESIDE, "FINISH_BESIDE": True, "REDUCE": "vector"}
 
 
 @masks
 @pytest.mark.parametrize("dim", [64, 128])
-def test_more_chunks_than_are_under_way(dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("beside", [BESIDE, FINISH, {**FINISH, "REDUCE": "tma", "ORDER": "together"}])
+def test_more_chunks_than_are_under_way(dim: int, causal: bool, beside: Config) -> None:
     """What is prepared beside the fused backward goes round its rings several times: dQ shows zeros that come late or never,
-    all gradients terms that do."""
+    and what is finished before all have added to it; all gradients terms that come late."""
     for variant in VARIANTS:
         if "BESIDE" in variant.space.dimensions:
             asked = asked_for(variant, 512, 512, dims=(dim, dim), causal=causal, heads=(32, 32), batch=16)
-            config = {**config_for(variant, asked), **BESIDE}
+            config = {**config_for(variant, asked), **beside}
             for _ in range(3):
                 check(variant, config, asked)
 
 
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
-    """The default config, and another that has another kernel before it, or beside it."""
+    """The default config, and another that has another kernel before it, or others beside it."""
     default = dict(config_for(variant, asked))
-    others = {"RESCALE": "never", **BESIDE}
+    others = {"RESCALE": "never", **FINISH}
     changed = {name: value for name, value in others.items() if name in default}
     return [default, {**default, **changed}] if {"RESCALE", "BESIDE"} & changed.keys() else [default]
 
