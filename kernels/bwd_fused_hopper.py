@@ -265,7 +265,7 @@ def bwd_fused_hopper_kernel(
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
     (bwd_beside_hopper.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
-    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (bwd_finish_beside_hopper.py)."""
+    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (bwd_finish_hopper.py)."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
@@ -378,10 +378,8 @@ VARIANT = Variant(
     constants=space.derived,
     min_arch=90, max_arch=90,
     before=("bwd_prepare_hopper", "bwd_beside_hopper"),
-    after=("bwd_finish_hopper", "bwd_finish_beside_hopper"),
-    surrounded=lambda config, name: name in (
-        "bwd_beside_hopper" if config["BESIDE"] else "bwd_prepare_hopper",
-        "bwd_finish_beside_hopper" if config["FINISH_BESIDE"] else "bwd_finish_hopper"),
+    after=("bwd_finish_hopper",),
+    surrounded=lambda config, name: name != ("bwd_prepare_hopper" if config["BESIDE"] else "bwd_beside_hopper"),
     early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),

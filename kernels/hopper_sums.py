@@ -179,7 +179,7 @@ def _count_tiles(
     BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One warp: of every query head, counted over the batch, how many tiles have added to its dQ, where who adds does so from
-    registers. bwd_finish_beside_hopper may start, and waits until all have."""
+    registers. bwd_finish_hopper may start, and waits until all have."""
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, False, True)
     taken = gl.program_id(0)
     lap = 0

@@ -404,8 +404,7 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
     Chain([(asked, [(place, 0) for place in range(len(tensors))])], 0)(tensors)
     assert driver.launched[-1]["attributes"] == [(6, 1, 0, 0)]
     for name, variant in compiler.variants().items():
-        early = variant.early(variant.space.default(PROBLEM.specialization, 90))
-        assert early == (name == "bwd_finish_beside_hopper"), name
+        assert not variant.early(variant.space.default(PROBLEM.specialization, 90)), name
     fused = variant_named("bwd_fused_hopper")
     wide = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096)
     beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
@@ -418,8 +417,9 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
         assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
     assert (before[0].name, after[0].name) == ("bwd_beside_hopper", "bwd_finish_hopper")
-    (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
-    assert (before[0].name, after[0].name) == ("bwd_beside_hopper", "bwd_finish_beside_hopper")
+    assert not launch.starts_early(*after)
+    _, (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
+    assert launch.starts_early(*after)
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)
     assert (before[0].name, after[0].name) == ("bwd_prepare_hopper", "bwd_finish_hopper")
 

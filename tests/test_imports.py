@@ -33,6 +33,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.hopper_forward",
     "fa2tune.kernels.hopper_fused",
     "fa2tune.kernels.hopper_joined",
+    "fa2tune.kernels.hopper_sums",
 }
 
 
