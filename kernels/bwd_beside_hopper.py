@@ -183,7 +183,8 @@ def bwd_beside_hopper_kernel(
 
     Every program prepares a share of the heads that main begins with, heads_at_once in a band; then the first
     rows_worth / keys_seen of them go on: to prepare a row takes as long as its products with rows_worth keys, and a row sees
-    keys_seen on average. rows_padded is a multiple of CHUNK."""
+    keys_seen on average (FINISH_BESIDE: their share of all work, search_spaces/bwd_fused_hopper.py). rows_padded is a multiple
+    of CHUNK."""
     tiles = rows_padded // CHUNK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)

@@ -39,7 +39,7 @@ from fa2tune.kernels.hopper_fused import (
     work,
 )
 from fa2tune.kernels.hopper_joined import consume_joined
-from fa2tune.kernels.hopper_sums import DONE, add_or_count, hand_over, make_tiles_done, reduce_dq
+from fa2tune.kernels.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.problem import Config, Problem
 from fa2tune.search_spaces import bwd_fused_hopper as space
 from fa2tune.variant import Variant, Workspaces
@@ -309,8 +309,8 @@ def bwd_fused_hopper_kernel(
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
                 K_STAGES)),
-            (add_or_count, (
-                sums, smem, counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+            (add, (
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
@@ -329,8 +329,8 @@ def bwd_fused_hopper_kernel(
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
                 rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
                 K_STAGES)),
-            (add_or_count, (
-                sums, smem, counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+            (add, (
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
                 BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What both forms of kernels/bwd_fused_hopper.py share: a program's tiles, the warps that load and add, barriers, P, dQ."""
+"""What both forms of kernels/bwd_fused_hopper.py share: a program's tiles, the warp that loads, barriers, P, dQ."""
 # ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon

@@ -18,7 +18,7 @@ from fa2tune.kernels.hopper_fused import (
 )
 from fa2tune.search_spaces import bwd_fused_hopper as space
 
-#: Tiles that may be done before they are counted: who counts is never more than two behind who takes.
+#: Tiles that may be done before they are counted, and one: who takes is never more than two ahead of who counts.
 DONE = gl.constexpr(4)
 
 
@@ -132,81 +132,49 @@ def _count_tile(counts, first_head, group):
 
 
 @gluon.jit
-def _add(
-    sums, counts, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    JOINED: gl.constexpr, COUNTS: gl.constexpr,
-):  # fmt: skip
-    """One warp: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums. COUNTS: as
-    _count_tiles."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    taken = gl.program_id(0)
-    lap = 0
-    if COUNTS:
-        do_once(_START_FINISH)
-    while lap < laps:
-        alive, b, h_kv, start_n, first, full, end = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-        )
-        n_blocks = end - first
-        total = gl.where(alive, group * n_blocks, 0)
-        for i in range(total):
-            h = h_kv * group + i // n_blocks
-            row = (first + i % n_blocks) * BLOCK_M
-            if JOINED:
-                meet(PIECE_READY, 288)
-                tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
-                tma_store_wait(0)
-                come(PIECE_GONE, 288)
-            else:
-                for c in gl.static_range(GROUPS):
-                    meet(PIECE_READY + c, 160)
-                    add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
-                    tma_store_wait(0)
-                    come(PIECE_GONE + c, 160)
-        if COUNTS:
-            do_once(_ALL_ADDED)
-            _count_tile(counts, (b * heads_kv + h_kv) * group, group)
-        if DYNAMIC:
-            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
-        lap += 1
-
-
-@gluon.jit
-def _count_tiles(
-    counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """One warp: of every query head, counted over the batch, how many tiles have added to its dQ, where who adds does so from
-    registers. bwd_finish_hopper may start, and waits until all have."""
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, False, True)
-    taken = gl.program_id(0)
-    lap = 0
-    do_once(_START_FINISH)
-    while lap < laps:
-        alive, b, h_kv, start_n, first, full, end = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, False, True
-        )
-        mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
-        _count_tile(counts, (b * heads_kv + h_kv) * group, group)
-        taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
-        lap += 1
-
-
-@gluon.jit
-def add_or_count(
-    sums, smem, counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+def add(
+    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
     JOINED: gl.constexpr, ADDS: gl.constexpr, COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """One warp, which has nothing to do without either."""
-    if ADDS:
-        _add(
-            sums, counts, smem, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-            BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, COUNTS,
-        )  # fmt: skip
-    elif COUNTS:
-        _count_tiles(
-            counts, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL,
-        )  # fmt: skip
+    """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
+    add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: bwd_finish_hopper
+    may start, and waits until all are. Without either it has nothing to do."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    if COUNTS:
+        do_once(_START_FINISH)
+    if ADDS or COUNTS:
+        taken = gl.program_id(0)
+        lap = 0
+        while lap < laps:
+            alive, b, h_kv, start_n, first, full, end = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
+            )
+            if ADDS:
+                n_blocks = end - first
+                total = gl.where(alive, group * n_blocks, 0)
+                for i in range(total):
+                    h = h_kv * group + i // n_blocks
+                    row = (first + i % n_blocks) * BLOCK_M
+                    if JOINED:
+                        meet(PIECE_READY, 288)
+                        tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
+                        tma_store_wait(0)
+                        come(PIECE_GONE, 288)
+                    else:
+                        for c in gl.static_range(GROUPS):
+                            meet(PIECE_READY + c, 160)
+                            add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
+                            tma_store_wait(0)
+                            come(PIECE_GONE + c, 160)
+            if COUNTS:
+                if alive:
+                    if ADDS:
+                        do_once(_ALL_ADDED)
+                    else:
+                        mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
+                    _count_tile(counts, (b * heads_kv + h_kv) * group, group)
+            if DYNAMIC:
+                taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
+            lap += 1

@@ -59,15 +59,30 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
 
 
 def helpers(problem: Problem, config: Config, sm_count: int) -> int:
-    """Multiprocessors that FINISH_BESIDE leaves to the kernels before and after the main one: their share of all the work."""
-    worth, keys = share_of_helpers(problem)
-    return min(-(-sm_count * worth // keys), sm_count - 1) if config["FINISH_BESIDE"] else 0
+    """Multiprocessors that FINISH_BESIDE leaves to the kernels before and after the main one: their share of all the work, or
+    what the main kernel's last round would leave idle, where it would take one more for that share."""
+    if not config["FINISH_BESIDE"]:
+        return 0
+    worth, whole = share_of_helpers(problem)
+    wanted = min(-(-sm_count * worth // whole), sm_count - 1)
+    if problem.causal:  # tiles of any length: there are no rounds
+        return wanted
+    tiles = -(-problem.seqlen_k // (GROUPS * KEYS)) * problem.batch * problem.heads_kv
+
+    def busy(programs: int) -> float:
+        return tiles / (-(-tiles // programs) * programs)
+
+    if busy(sm_count - wanted) >= 0.95 * busy(sm_count):
+        return wanted
+    return sm_count - -(-tiles // -(-tiles // sm_count))
 
 
 def share_of_helpers(problem: Problem) -> tuple[int, int]:
-    """As (so many of so many), in keys: a row's own, masked ones of its tiles among them, are worked on by the main kernel."""
-    masked = GROUPS * KEYS // 2 if problem.causal else 0
-    return HELPERS_WORTH, round(problem.keys_seen) + masked + HELPERS_WORTH
+    """As (so many of so many), in keys. The main kernel works on whole tiles of them. Who goes on preparing is reckoned from
+    this, too (kernels/bwd_beside_hopper.py)."""
+    tile = GROUPS * KEYS
+    keys = round(problem.keys_seen) + tile // 2 if problem.causal else -(-problem.seqlen_k // tile) * tile
+    return HELPERS_WORTH, keys + HELPERS_WORTH
 
 
 def permuted_columns(spec: Specialization, config: Config) -> int:
@@ -85,7 +100,8 @@ def default(spec: Specialization, arch: int) -> Config:
     }  # fmt: skip
 
 
-def _shared_bytes(config: Config, spec: Specialization) -> int:
+def shared_bytes(config: Config, spec: Specialization) -> int:
+    """What a program takes."""
     d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
     rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
@@ -172,7 +188,7 @@ SPACE = SearchSpace(
         Constraint(
             "tiles_fit_shared_memory",
             "K, V, the rings of Q and dO, dS and what leaves exceed 227 KiB, the most a Hopper GPU gives a block",
-            lambda config, spec, arch: _shared_bytes(config, spec) <= SHARED_BYTES,
+            lambda config, spec, arch: shared_bytes(config, spec) <= SHARED_BYTES,
         ),
     ),
     default=default,

@@ -24,6 +24,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, sass
 from fa2tune.problem import KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.rows import reader
+from fa2tune.search_spaces import bwd_fused_hopper
 from fa2tune.variant import WARP_SPECIALIZED, Variant
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
@@ -410,6 +411,11 @@ def test_partitions_share_out_no_more_registers_than_there_are(case: Case, built
     assert all(24 <= registers <= 256 and registers % 8 == 0 for registers in asked)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.variant.name == "bwd_fused_hopper"], ids=str)
+def test_its_shared_memory_is_as_reckoned(case: Case, built: Callable[[Case], Built]) -> None:
+    assert built(case).binary.shared_bytes <= bwd_fused_hopper.shared_bytes(case.config, case.spec)
+
+
 @every
 def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Built]) -> None:
     text = built(case).listing
@@ -469,28 +475,58 @@ def test_dq_is_finished_beside_in_order(dim: int) -> None:
     names = [operation.partition(" ")[0] for operation in made.operations]
     asked = names.index("LDG.E.STRONG.GPU")
     read = min(place for place, name in enumerate(names) if name.startswith("LDG") and "STRONG" not in name)
-    assert asked < read and {"CCTL.IVALL", "BAR.SYNC.DEFER_BLOCKING"} <= {*names[asked:read]}, (
-        "a head's count, then its sums"
-    )
+    forgotten = names.index("CCTL.IVALL", asked)
+    assert forgotten < names.index("BAR.SYNC.DEFER_BLOCKING", forgotten) < read, "a head's count, then its sums"
     written = max(place for place, name in enumerate(names) if name.startswith("STG"))
     assert names.count("ACQBULK") == 1 and names.index("ACQBULK") > written and "PREEXIT" not in names
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.config.get("FINISH_BESIDE")], ids=str)
+def test_a_tile_is_counted_once_it_is_added(case: Case, built: Callable[[Case], Built]) -> None:
+    """For all to see. The warp that counts starts who waits for it: what stands between is its own."""
+    names = [operation.partition(" ")[0] for operation in built(case).operations]
+    start, counted = names.index("PREEXIT"), names.index("REDG.E.ADD.STRONG.GPU")
+    assert names.count("PREEXIT") == names.count("REDG.E.ADD.STRONG.GPU") == 1 and start < counted
+    own = names[start:counted]
+    seen = len(own) - 1 - own[::-1].index("MEMBAR.ALL.GPU")
+    if (
+        case.config["REDUCE"] == "tma"
+    ):  # its own reductions: beside the waits for what they read, one for all that they do
+        added = max(place for place, name in enumerate(own) if name.startswith("UTMAREDG"))
+        assert own[added:seen].count("DEPBAR.LE") == 2
+        return
+    assert "SYNCS.PHASECHK.TRANS64.TRYWAIT" in own[:seen], "the groups have come"
+    last = max(place for place, name in enumerate(names) if WIDE_SUM in name)
+    come = next(place for place in range(last, len(names)) if names[place].startswith("SYNCS.ARRIVE"))
+    assert "BAR.SYNC.DEFER_BLOCKING" in names[last:come], "each group with all its warps"
 
 
 def test_multiprocessors_that_are_left_to_helpers() -> None:
     """As many as go on preparing, so that no program of the main kernel starts late and keeps who finishes from starting."""
     fused = compiler.variant_named("bwd_fused_hopper")
-    for length, causal in product((1, 128, 512, 2048, 16384), (False, True)):
-        asked = Problem("bf16", 64, 32, 32, length, length, 64, 64, causal)
+    lengths = (1, 128, 512, 2048, 16384)
+    for rows, keys, causal, sm_count in product(lengths, (77, *lengths), (False, True), (1, 2, 16, 114, 132)):
+        asked = Problem("bf16", 64, 32, 32, rows, keys, 64, 64, causal)
         config = {**fused.space.default(asked.specialization, 90), "DYNAMIC": True, "BESIDE": True}
-        for sm_count in (16, 114, 132):
-            finish = {**config, "FINISH_BESIDE": True}
-            told = fused.integers(asked, finish, True)
-            go_on = min(-(-sm_count * told["rows_worth"] // told["keys_seen"]), sm_count)
-            main = fused.programs(asked, finish, sm_count)
-            assert main == min(max(sm_count - go_on, 1), fused.programs(asked, config, sm_count)) and go_on >= 1
-            assert fused.programs(asked, config, sm_count) == fused.programs(asked, finish, sm_count, early=False)
-            alone = fused.integers(asked, finish, False)
-            assert alone["rows_worth"] >= alone["keys_seen"], "alone, all prepare"
+        finish = {**config, "FINISH_BESIDE": True}
+        told = fused.integers(asked, finish, True)
+        go_on = min(-(-sm_count * told["rows_worth"] // told["keys_seen"]), sm_count)
+        main = fused.programs(asked, finish, sm_count)
+        assert main == max(sm_count - go_on, 1), (rows, keys, causal, sm_count)
+        assert fused.programs(asked, config, sm_count) == fused.programs(asked, finish, sm_count, early=False)
+        alone = fused.integers(asked, finish, False)
+        assert alone["rows_worth"] >= alone["keys_seen"], "alone, all prepare"
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "main"), [(16, 1024, 128), (33, 512, 132), (512, 1024, 124), (33, 1024, 132), (1, 128, 1)]
+)
+def test_helpers_cost_the_main_kernel_no_round(heads: int, keys: int, main: int) -> None:
+    """Of 132 multiprocessors 8 are their share at 1024 keys, 15 at 512, 44 at 128."""
+    fused = compiler.variant_named("bwd_fused_hopper")
+    asked = Problem("bf16", 1, heads, heads, 1024, keys, 64, 64, False)
+    finish = {**fused.space.default(asked.specialization, 90), "DYNAMIC": True, "BESIDE": True, "FINISH_BESIDE": True}
+    assert fused.programs(asked, finish, 132) == main
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (5, 9), (9, 5), (300, 1), (1, 300)])

@@ -31,7 +31,7 @@ from hopper_cases import (
 import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling.compiler import variant_named, variants_of
-from fa2tune.launching import passes
+from fa2tune.launching import cuda, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.problem import KERNELS, ROADS, Config, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
@@ -193,11 +193,14 @@ def test_forms_on_more_tiles_than_programs(form: Form) -> None:
 #: Rows prepared beside the fused backward's tiles, which then come from a counter; and dQ finished beside them.
 BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
 FINISH = {**BESIDE, "FINISH_BESIDE": True, "REDUCE": "vector"}
+JOINED = {"num_warps": 8, "ORDER": "together", "BLOCK_M": 64}
 
 
 @masks
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("beside", [BESIDE, FINISH, {**FINISH, "REDUCE": "tma", "ORDER": "together"}])
+@pytest.mark.parametrize(
+    "beside", [BESIDE, FINISH, {**FINISH, **JOINED}, {**FINISH, "REDUCE": "tma", "ORDER": "together"}], ids=str
+)
 def test_more_chunks_than_are_under_way(dim: int, causal: bool, beside: Config) -> None:
     """What is prepared beside the fused backward goes round its rings several times: dQ shows zeros that come late or never,
     and what is finished before all have added to it; all gradients terms that come late."""
@@ -207,6 +210,23 @@ def test_more_chunks_than_are_under_way(dim: int, causal: bool, beside: Config) 
             config = {**config_for(variant, asked), **beside}
             for _ in range(3):
                 check(variant, config, asked)
+
+
+@pytest.mark.parametrize("beside", [FINISH, {**FINISH, "REDUCE": "tma", "ORDER": "together"}], ids=str)
+def test_a_group_of_more_heads_than_a_warp_has_lanes(beside: Config) -> None:
+    for variant in VARIANTS:
+        if "BESIDE" in variant.space.dimensions:
+            asked = asked_for(variant, 200, 700, dims=(64, 64), heads=(80, 2), batch=2)
+            check(variant, {**config_for(variant, asked), **beside}, asked)
+
+
+@pytest.mark.parametrize("beside", [BESIDE, FINISH], ids=str)
+def test_a_driver_that_starts_nothing_early(beside: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "may_start_early", lambda: False)
+    for variant in VARIANTS:
+        if "BESIDE" in variant.space.dimensions:
+            asked = asked_for(variant, 900, 900, dims=(64, 64), causal=True, heads=(40, 20), batch=2)
+            check(variant, {**config_for(variant, asked), **beside}, asked)
 
 
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
