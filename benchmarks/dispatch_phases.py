@@ -11,15 +11,16 @@ To show that, the control flow of each role (default partition, each partition o
 The intervals of an access are the counts of whole-block barriers that a path may have behind it there. All warps take part in
 each of these barriers, so accesses without a common interval are ordered. Taken for granted: a worker's first read of its byte
 finds what the role says, its second "exit"; and a barrier of so many threads whose number is worked out (one a stage of a ring)
-is a kernel's own, never number 1. Checked, or else Unproven is raised: one LDS.U8, one BRX, one branch that parts
-workers from the default partition, and every path of every role has passed as many whole-block barriers at its EXIT.
+is a kernel's own, never number 1; a function of the compiler's own (a division's rare cases) returns to where it was called.
+Checked, or else Unproven is raised: one LDS.U8, one BRX, one branch that parts workers from the default partition, every path
+of every role has passed as many whole-block barriers at its EXIT, and functions only compute.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa2tune.compiling import sass
 
@@ -69,6 +70,17 @@ class _Instruction:
         return bool(self.predicate) or not leaves
 
 
+def _functions(text: str) -> tuple[str, set[str]]:
+    """The kernel's own lines, and the names of functions behind them. Unproven: one that does more than compute, and return."""
+    kernel, *parts = re.split(r"^(\$__internal_[\w$]+):$", text, flags=re.MULTILINE)
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        opcodes = {match[3].partition(".")[0] for line in body.splitlines() if (match := sass.INSTRUCTION.match(line))}
+        others = opcodes & {"BAR", "BRX", "CALL", "EXIT", "SYNCS", *LOADS, *STORES} | opcodes & {*_UNKNOWN} - {"RET"}
+        if others or "RET" not in opcodes:
+            raise Unproven(f"{name}: {', '.join(sorted(others)) or 'no RET'}")
+    return kernel, set(parts[::2])
+
+
 def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
     """Of a disassembly: its instructions, and the table of its BRX as indices of instructions."""
     texts, tables = (sass.sections(listing, kind) for kind in (".text.", sass.JUMP_TABLE))
@@ -76,7 +88,8 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
         raise Unproven(f"{len(texts)} functions, {len(tables)} jump tables")
     found: list[re.Match[str]] = []
     labels: dict[str, int] = {}
-    for line in texts[0].splitlines():
+    kernel, functions = _functions(texts[0])
+    for line in kernel.splitlines():
         if match := sass.INSTRUCTION.match(line):
             found.append(match)
         elif match := sass.LABEL.match(line):
@@ -84,6 +97,10 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
     marks = [sass.TARGET.search(match[4]) for match in found]
     code = [_Instruction(int(match[1], 16), match[2] or "", match[3], match[4].strip(), labels[mark[1]] if mark else None)
             for match, mark in zip(found, marks, strict=True)]  # fmt: skip
+    calls = {f"`({name})" for name in functions}
+    code = [
+        replace(one, opcode="NOP") if one.opcode == "CALL.REL.NOINC" and one.operands in calls else one for one in code
+    ]
     at = {instruction.address: index for index, instruction in enumerate(code)}
     targets = sass.words(tables[0])
     if not targets or not set(targets) <= set(at):

@@ -113,6 +113,24 @@ def test_a_barrier_short_proves_nothing(listing: str) -> None:
             dispatch_phases.accesses(f"{listing[:start]}NOP ;{listing[end:]}")
 
 
+def test_a_function_that_only_computes_is_passed_over() -> None:
+    """The rare cases of a division, in the one kernel that divides."""
+    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", 64, 64, causal=True)
+    config = {**fused.space.default(spec, 90), "BESIDE": True}
+    ((variant, settings),), _ = compiler.around(fused, spec, config, 90)
+    listing = sass.disassembly(compiler.build(variant, spec, settings, 90).cubin_path)
+    assert len(re.findall(r"CALL\.REL\.NOINC `\(\$__internal", listing)) == 1
+    found = dispatch_phases.accesses(listing)
+    read, writes = state(found)
+    assert writes and all(dispatch_phases.excused([found], read, write) for write in writes)
+    called = listing.index("\n$__internal_")
+    for does_more in ("BAR.SYNC.DEFER_BLOCKING 0x1 ;", "LDS R3, [R4] ;", "EXIT ;"):
+        with pytest.raises(Unproven, match="internal"):
+            dispatch_phases.accesses(
+                listing[:called] + re.sub(r"MUFU\.RCP [^;]*;", does_more, listing[called:], count=1)
+            )
+
+
 def test_a_kernel_without_partitions_proves_nothing() -> None:
     with pytest.raises(Unproven):
         dispatch_phases.accesses(listing_of("fwd"))
