@@ -19,9 +19,11 @@ def _log(kind, *what):
 
 
 def logged(path, kind):
-    """What was done of a kind, up to now: another process may be in the midst of a line."""
+    """What was done of a kind, up to now. Another process may be in the midst of a line: the file is read in one go, for a
+    file's iterator goes on behind a half line, with its other half."""
     with open(path) as file:
-        entries = [json.loads(line) for line in file if line.endswith("\n")]
+        text = file.read()
+    entries = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return [entry for entry in entries if entry[0] == kind]
 
 
