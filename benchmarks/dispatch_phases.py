@@ -74,8 +74,11 @@ def _functions(text: str) -> tuple[str, set[str]]:
     """The kernel's own lines, and the names of functions behind them. Unproven: one that does more than compute, and return."""
     kernel, *parts = re.split(r"^(\$__internal_[\w$]+):$", text, flags=re.MULTILINE)
     for name, body in zip(parts[::2], parts[1::2], strict=True):
-        opcodes = {match[3].partition(".")[0] for line in body.splitlines() if (match := sass.INSTRUCTION.match(line))}
+        lines = body.splitlines()
+        opcodes = {match[3].partition(".")[0] for line in lines if (match := sass.INSTRUCTION.match(line))}
+        labels = {match[1] for line in lines if (match := sass.LABEL.match(line))}
         others = opcodes & {"BAR", "BRX", "CALL", "EXIT", "SYNCS", *LOADS, *STORES} | opcodes & {*_UNKNOWN} - {"RET"}
+        others |= {*sass.TARGET.findall(body)} - labels
         if others or "RET" not in opcodes:
             raise Unproven(f"{name}: {', '.join(sorted(others)) or 'no RET'}")
     return kernel, set(parts[::2])
@@ -95,6 +98,8 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
         elif match := sass.LABEL.match(line):
             labels[match[1]] = len(found)
     marks = [sass.TARGET.search(match[4]) for match in found]
+    if foreign := {mark[1] for mark in marks if mark} - set(labels):
+        raise Unproven(f"jumps out of the kernel: {', '.join(sorted(foreign))}")
     code = [_Instruction(int(match[1], 16), match[2] or "", match[3], match[4].strip(), labels[mark[1]] if mark else None)
             for match, mark in zip(found, marks, strict=True)]  # fmt: skip
     calls = {f"`({name})" for name in functions}

@@ -124,11 +124,13 @@ def test_a_function_that_only_computes_is_passed_over() -> None:
     read, writes = state(found)
     assert writes and all(dispatch_phases.excused([found], read, write) for write in writes)
     called = listing.index("\n$__internal_")
-    for does_more in ("BAR.SYNC.DEFER_BLOCKING 0x1 ;", "LDS R3, [R4] ;", "EXIT ;"):
+    kernel, function = listing[:called], listing[called:]
+    inside, outside = (re.findall(r"^(\.L_\w+):", text, re.MULTILINE)[0] for text in (function, kernel))
+    for does_more in ("BAR.SYNC.DEFER_BLOCKING 0x1 ;", "LDS R3, [R4] ;", "EXIT ;", f"BRA `({outside}) ;"):
         with pytest.raises(Unproven, match="internal"):
-            dispatch_phases.accesses(
-                listing[:called] + re.sub(r"MUFU\.RCP [^;]*;", does_more, listing[called:], count=1)
-            )
+            dispatch_phases.accesses(kernel + re.sub(r"MUFU\.RCP [^;]*;", does_more, function, count=1))
+    with pytest.raises(Unproven, match="out of the kernel"):
+        dispatch_phases.accesses(re.sub(r"CALL\.REL\.NOINC [^;]*;", f"BRA `({inside}) ;", kernel, count=1) + function)
 
 
 def test_a_kernel_without_partitions_proves_nothing() -> None:

@@ -438,12 +438,14 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
     )
 
 
+@pytest.mark.parametrize("finish", [{}, {"FINISH_BESIDE": True, "REDUCE": "vector", "DYNAMIC": True}], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [16, 64, 128])
-def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool) -> None:
+def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool, finish: Config) -> None:
     """Main may start once flags are cleared, for all to see; a flag is set once all it stands for can be seen."""
     fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", dim, dim, causal)
-    config = {**fused.space.default(spec, 90), "BESIDE": True}
+    config = {**fused.space.default(spec, 90), "BESIDE": True, **finish}
+    assert fused.space.broken(config, spec, 90) is None
     ((beside, settings), *others), _ = compiler.around(fused, spec, config, 90)
     assert beside.name == "bwd_beside_hopper" and others == []
     with builder([(beside.name, spec, tuple(settings.items()))]) as built:
@@ -452,7 +454,7 @@ def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool) -> Non
     assert limits.blocks_per_sm(made.binary, H200) == 1, "its programs are spread out, and leave no room for main's"
     names = [operation.partition(" ")[0] for operation in made.operations]
     start = names.index("PREEXIT")
-    cleared = max(place for place in range(start) if names[place] == "STG.E")
+    cleared = max(place for place, name in enumerate(names) if name == "STG.E")  # terms go 16 bytes at a time
     assert names.count("PREEXIT") == 1 and "MEMBAR.ALL.GPU" in names[cleared:start]
     (told,) = (place for place, name in enumerate(names) if name == "STG.E.STRONG.GPU")
     stored = max(place for place in range(told) if names[place] in ("UTMASTG.4D", "DEPBAR.LE"))
@@ -484,25 +486,34 @@ def test_dq_is_finished_beside_in_order(dim: int) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.config.get("FINISH_BESIDE")], ids=str)
 def test_a_tile_is_counted_once_it_is_added(case: Case, built: Callable[[Case], Built]) -> None:
     """For all to see. The warp that counts starts who waits for it: what stands between is its own."""
-    names = [operation.partition(" ")[0] for operation in built(case).operations]
+    operations = built(case).operations
+    names = [operation.partition(" ")[0] for operation in operations]
     start, counted = names.index("PREEXIT"), names.index("REDG.E.ADD.STRONG.GPU")
     assert names.count("PREEXIT") == names.count("REDG.E.ADD.STRONG.GPU") == 1 and start < counted
     own = names[start:counted]
     seen = len(own) - 1 - own[::-1].index("MEMBAR.ALL.GPU")
-    if (
-        case.config["REDUCE"] == "tma"
-    ):  # its own reductions: beside the waits for what they read, one for all that they do
+    if case.config["REDUCE"] == "tma":  # its own: beside the waits for what they read, one for all that they do
         added = max(place for place, name in enumerate(own) if name.startswith("UTMAREDG"))
         assert own[added:seen].count("DEPBAR.LE") == 2
         return
-    assert "SYNCS.PHASECHK.TRANS64.TRYWAIT" in own[:seen], "the groups have come"
-    last = max(place for place, name in enumerate(names) if WIDE_SUM in name)
-    come = next(place for place in range(last, len(names)) if names[place].startswith("SYNCS.ARRIVE"))
-    assert "BAR.SYNC.DEFER_BLOCKING" in names[last:come], "each group with all its warps"
+    (waited,) = (one for one in operations[start : start + seen] if one.startswith("SYNCS.PHASECHK"))
+    barrier = re.search(r"\+(0x[0-9a-f]+)\]", waited)
+    assert barrier, "the groups come to tiles_done, in shared memory"
+    arrivals = [place for place, one in enumerate(operations) if one.startswith("SYNCS.ARRIVE")]
+    comes = [place for place in arrivals if f"+{barrier[1]}]" in operations[place]]
+    assert len(comes) == (1 if case.config["num_warps"] == 2 * GROUP_WARPS else 2), "once in each group's code"
+    added = [place for place, name in enumerate(names) if WIDE_SUM in name]
+    stored = [place for place, name in enumerate(names) if name.startswith("UTMASTG")]
+    for come in comes:
+        last = max(place for place in added if place < come)
+        assert "BAR.SYNC.DEFER_BLOCKING" in names[last:come], "with all its warps"
+        over = next(place for place in stored if place > come)
+        assert not any(come < place < over for place in added), "nothing is added between this and dV's way out"
 
 
 def test_multiprocessors_that_are_left_to_helpers() -> None:
-    """As many as go on preparing, so that no program of the main kernel starts late and keeps who finishes from starting."""
+    """Where main has many tiles, or a mask: as many as go on preparing, so that no program of main starts late and keeps who
+    finishes from starting."""
     fused = compiler.variant_named("bwd_fused_hopper")
     lengths = (1, 128, 512, 2048, 16384)
     for rows, keys, causal, sm_count in product(lengths, (77, *lengths), (False, True), (1, 2, 16, 114, 132)):

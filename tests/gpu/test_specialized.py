@@ -31,7 +31,7 @@ from hopper_cases import (
 import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling.compiler import variant_named, variants_of
-from fa2tune.launching import cuda, passes
+from fa2tune.launching import cuda, launch, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.problem import KERNELS, ROADS, Config, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
@@ -226,7 +226,9 @@ def test_a_driver_that_starts_nothing_early(beside: Config, monkeypatch: pytest.
     for variant in VARIANTS:
         if "BESIDE" in variant.space.dimensions:
             asked = asked_for(variant, 900, 900, dims=(64, 64), causal=True, heads=(40, 20), batch=2)
-            check(variant, {**config_for(variant, asked), **beside}, asked)
+            config = {**config_for(variant, asked), **beside}
+            assert variant.early(config) and not launch.starts_early(variant, config)
+            check(variant, config, asked)
 
 
 def shapes_of_a_launch(variant: Variant, asked: Problem) -> list[dict[str, object]]:
