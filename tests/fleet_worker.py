@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import fake_log
+
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race
 
@@ -45,10 +47,7 @@ def true_time(config: Any, bucket: int) -> float:
 
 
 def _log(*what: Any) -> None:
-    line = json.dumps([os.environ["FA2TUNE_WORKER"], *what]) + "\n"
-    fd = os.open(os.environ["FA2TUNE_FAKE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(fd, line.encode())
-    os.close(fd)
+    fake_log.write(os.environ["FA2TUNE_FAKE_LOG"], os.environ["FA2TUNE_WORKER"], *what)
 
 
 RACES = itertools.count(1)  #: of this process

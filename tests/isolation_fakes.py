@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
+import fake_log
 import tuner_fakes
 
 from fa2tune.measuring import worker
@@ -128,8 +129,7 @@ def fault_of(config, table=None):
 
 
 def _note(kind, config):
-    with open(_table()["log"], "a") as file:
-        file.write(json.dumps([kind, config]) + "\n")
+    fake_log.write(_table()["log"], kind, config)
 
 
 def judge(kernel, spec, config, gpu, problems):

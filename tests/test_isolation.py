@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import fake_log
 import isolation_fakes as faults
 import optuna
 import pytest
@@ -446,7 +447,7 @@ class Bench:
 
     def done(self):
         """(fault, config) of each that happened."""
-        return [tuple(json.loads(line)) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [tuple(entry) for entry in fake_log.read(self.log)]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_log
 import optuna
 import pytest
 from cache_rows import BARE, FULL, row
@@ -125,9 +126,8 @@ class Fleet:
 
     def did(self, effort: str) -> list[tuple[str, tuple[int, bool, int], list[dict[str, Any]]]]:
         """(worker, key, contenders) of each race."""
-        text = self.log.read_text() if self.log.exists() else ""
-        lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half there
-        return [(name, (dim, causal, bucket), c) for name, kind, dim, causal, bucket, c in lines if kind == effort]
+        done = fake_log.read(self.log)
+        return [(name, (dim, causal, bucket), c) for name, kind, dim, causal, bucket, c in done if kind == effort]
 
     def close(self) -> None:
         for pid in self.pids.values():

@@ -74,7 +74,7 @@ class Bench:
         return tuner.tune(TuneRequest(cache=self.folder / "cache.sqlite", **{**values, **request}), listener, FAKES)
 
     def did(self, kind):
-        return [entry[1:] for entry in logged(self.log, kind)] if self.log.exists() else []
+        return [entry[1:] for entry in logged(self.log, kind)]
 
     def tried(self):
         """Configs compiled or raced: a good binary's other launches race without a compile."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tuner_fakes import true_time
+from tuner_fakes import logged, true_time
 from variant_fakes import DEFAULT
 
 from fa2tune import gpus
@@ -80,7 +80,7 @@ def found(rows: list[Row], card: Card | None = CARD) -> list[Finding]:
 
 
 def did(log: Path, kind: str) -> list[Any]:
-    return [entry[1:] for entry in map(json.loads, log.read_text().splitlines()) if entry[0] == kind]
+    return [entry[1:] for entry in logged(log, kind)]
 
 
 def test_what_holds_comes_with_todays_evidence(log: Path) -> None:

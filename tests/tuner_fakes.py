@@ -5,6 +5,8 @@ import os
 import time
 import zlib
 
+import fake_log
+
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race
 from fa2tune.tuning.judge import Verdict
@@ -14,17 +16,12 @@ ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
 
 def _log(kind, *what):
     """What was done, for the test to read."""
-    with open(os.environ["FA2TUNE_FAKE_LOG"], "a") as file:
-        file.write(json.dumps([kind, *what], default=repr) + "\n")
+    fake_log.write(os.environ["FA2TUNE_FAKE_LOG"], kind, *what)
 
 
 def logged(path, kind):
-    """What was done of a kind, up to now. Another process may be in the midst of a line: the file is read in one go, for a
-    file's iterator goes on behind a half line, with its other half."""
-    with open(path) as file:
-        text = file.read()
-    entries = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return [entry for entry in entries if entry[0] == kind]
+    """What was done of a kind, up to now."""
+    return [entry for entry in fake_log.read(path) if entry[0] == kind]
 
 
 def _logged(kind):
