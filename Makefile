@@ -1,5 +1,7 @@
 # make tune: tune one head dim for one GPU, present or not.   make test: the whole test suite.
-# Both need Python 3.11 or newer and nothing else: they set up .venv first, once per pyproject.toml and constraints.txt.
+# make docs: the documentation site, in site/.
+# make release: the wheel of the last commit with the machine code of its rows, in dist/. Takes 20 minutes and no GPU.
+# They need Python 3.11 or newer and nothing else: they set up .venv first, once per pyproject.toml and constraints.txt.
 
 GPU ?= a100
 HEADDIM ?= 128
@@ -9,13 +11,26 @@ VENV := .venv
 # The stamp's name holds a checksum of what decides the environment, so it is rebuilt when that changes, and only then.
 READY := $(VENV)/ready-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: tune test setup clean
+.PHONY: tune test docs release setup clean
 
 tune: setup
 	$(VENV)/bin/fa2tune tune --gpu $(GPU) --headdim $(HEADDIM)
 
 test: setup
 	$(VENV)/bin/pytest
+
+docs: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "Documentation: site/index.html"
+
+release: setup
+	rm -rf build/release dist
+	mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	PYTHONPATH=build/release $(VENV)/bin/python build/release/benchmarks/ship_binaries.py build/release/cache
+	PYTHONPATH=build/release $(VENV)/bin/python build/release/benchmarks/ship_binaries.py build/release/cache --check
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist build/release
 
 setup: $(READY)
 
@@ -28,4 +43,4 @@ $(READY):
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-latest build dist *.egg-info
+	rm -rf $(VENV) .venv-latest build dist site *.egg-info

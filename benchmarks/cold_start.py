@@ -1,11 +1,12 @@
-"""Seconds of a process's first calls: precompiled kernels, a warm Triton cache, a cold Triton compile.
+"""Times the first calls of a process: from precompiled kernels, from a warm Triton cache, and with a cold compile.
 
     python benchmarks/cold_start.py [--kernels FILE] [--starts 5]
 
-Each start is a fresh process with an empty Triton cache (the warm one aside). It imports torch, makes q, k and v on the GPU
-and waits for them; then the clock runs: ``import fa2tune``, ``fa2tune.attention`` and a synchronization, then the backward and
-another one. The precompiled starts have a PATH without compilers, and fail if anything runs a program or writes to Triton's
-cache. Needs a GPU. Without --kernels the file is made first, for this GPU, head dim and dtype.
+Each start is a fresh process. Its Triton cache is empty, except for the warm starts. The process imports torch, makes q, k
+and v on the GPU and synchronises. Then the clock runs over ``import fa2tune``, the first ``fa2tune.attention`` and the
+first backward, each up to a synchronisation. Precompiled starts have a PATH without compilers; one that runs a program or
+writes to Triton's cache is an error. Needs a GPU. Without --kernels, the file is first made for this GPU, head dim and
+dtype.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import click
 
 SHAPE, DTYPE = (1, 16, 4096, 128), "bf16"
 
-#: Prints the seconds of: the import of torch, tensors on the GPU, the import of fa2tune, first forward, first backward; and the
-#: programs that were run.
+#: Prints the seconds of the import of torch, tensors on the GPU, the import of fa2tune, the first forward and the first
+#: backward; and the programs that were run.
 START = f"""
 import json, os, sys, time
 clock, programs = time.perf_counter, []
@@ -46,7 +47,7 @@ times.append(clock())
 torch.cuda.synchronize()
 times.append(clock())
 print(json.dumps([[b - a for a, b in zip(times, times[1:])], programs]), flush=True)
-os._exit(0)  # how a process ends is not the question
+os._exit(0)  # the end of the process is not timed
 """
 
 
@@ -101,7 +102,7 @@ def main(kernels: Path | None, starts: int, cold_starts: int) -> None:
                 [*command, "--out", str(kernels)], env={**base, "TRITON_CACHE_DIR": f"{folder}/made"}, check=True
             )
         precompiled = {**base, "FA2TUNE_KERNELS": str(kernels), "PATH": _without_compilers(base["PATH"])}
-        click.echo("seconds, median (and range); the import of torch and CUDA's context come before the clock")
+        click.echo("seconds, median (and range); without the import of torch and the CUDA context")
         click.echo(f"{'':22}{'import fa2tune':28}{'and the first forward':28}{'then the first backward':28}")
         found = []
         for turn in range(starts + 1):

@@ -1,11 +1,11 @@
-"""How much faster several GPUs of a host tune than one: the same small grid, each time from a cold compile cache and with empty
-studies, ``--devices all`` first and one GPU after it.
+"""How much faster several GPUs of a host tune than one GPU, on the same small grid.
 
     python benchmarks/devices_speedup.py [--seconds 250] [--head-dim 64 --head-dim 128] [--trials 8]
 
-Prints the ratio of the times, and for both runs what was waited for: the share of the time that each GPU, the compiling
-processes and the bookkeeping process were busy. Where the run on one GPU would take longer than ``--seconds`` allow, it is
-stopped, and the ratio is a lower bound; where the one on several does, there is none.
+Both runs start with a cold compile cache and empty studies: first ``--devices all``, then one GPU. Prints the ratio of the
+times and, for each run, the share of the time in which each GPU, the compiling processes and the bookkeeping process were
+busy. A run on one GPU that exceeds ``--seconds`` is stopped, and the ratio is a lower bound. If the run on several GPUs
+exceeds it, there is no ratio.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 import click
 
-from fa2tune.tuning.books import Watcher
-from fa2tune.tuning.plan import TuneRequest, make_plan
-from fa2tune.tuning.tuner import tune
+from fa2tune.tuning.request.plan import TuneRequest, make_plan
+from fa2tune.tuning.request.watcher import Watcher
+from fa2tune.tuning.run.tuner import tune
 
 KILL_AFTER_S = 5.0  #: a run that was interrupted files what it has
 
@@ -35,7 +35,7 @@ class Clock(Watcher):
     def __init__(self, begun: float) -> None:
         self.begun, self.first, self.rows = begun, 0.0, 0.0
 
-    def progress(self, done: int, total: int, now: str, fates: Any) -> None:
+    def progress(self, done: int, total: int, now: str, statuses: Any) -> None:
         if done and not self.first:
             self.first = time.monotonic() - self.begun
         if now and not self.rows:
@@ -57,7 +57,7 @@ def run(request: TuneRequest) -> None:
         "compiled": report.compiled, "interrupted": report.interrupted, "launching": report.launching,
         "compiling": report.compiling, "compilers": plan.workers, "bookkeeping": report.bookkeeping,
         "compile_seconds": report.compile_seconds, "first_time_after": clock.first, "first_row_after": clock.rows,
-        "fates": dict(report.fates),
+        "fates": dict(report.statuses),
     }  # fmt: skip
     print(json.dumps(figures), flush=True)
 
@@ -84,7 +84,7 @@ def measured(arguments: list[str], seconds: float) -> dict[str, Any]:
                 said, _ = process.communicate()
                 return {"seconds": seconds, "interrupted": True}
     if not said.strip():
-        raise click.ClickException(f"the run on devices {arguments} said nothing")
+        raise click.ClickException(f"the run with {arguments} printed no figures")
     figures: dict[str, Any] = json.loads(said.splitlines()[-1])
     return figures
 
@@ -98,7 +98,7 @@ def shown(figures: dict[str, Any]) -> str:
         f"{figures['compiled']} compiled (the last after {figures['compile_seconds']:.0f} s), {figures['rows']} rows; first "
         f"time after {figures['first_time_after']:.1f} s, first row after {figures['first_row_after']:.1f} s; busy: GPUs "
         f"{busy} %, {figures['compilers']} compilers {100 * figures['compiling']:.0f} %, bookkeeping "
-        f"{100 * figures['bookkeeping']:.0f} %; without a time: {figures['fates']}"
+        f"{100 * figures['bookkeeping']:.0f} %; not timed: {figures['statuses']}"
     )
 
 
@@ -128,7 +128,7 @@ def main(
     together = measured([*grid, f"--devices={devices}"], seconds - 2 * KILL_AFTER_S)
     print(shown(together), flush=True)
     if together["interrupted"]:
-        raise click.ClickException(f"no ratio: {devices} did not get done in time (--seconds, --trials)")
+        raise click.ClickException(f"no ratio: {devices} did not finish in time (--seconds, --trials)")
     left = seconds - KILL_AFTER_S - (time.monotonic() - begun)
     if left <= KILL_AFTER_S:
         raise click.ClickException("no ratio: no time is left for one GPU (--seconds, --trials)")

@@ -1,19 +1,23 @@
-"""Which accesses of a warp-specialised binary's shared memory a barrier of the whole block keeps apart, read off its SASS.
+"""Which shared memory accesses of a warp-specialised binary are separated by a barrier of the whole block, read from its
+SASS.
 
-In Triton's kernels the default partition writes a state byte for each worker warp (which partition it is) and what the
-partitions take along (their captures), all warps meet (BAR.SYNC 1, which names no count: also the warps of no partition), and
-each worker reads its byte (LDS.U8) and jumps by a table (BRX) to its partition, which reads its captures. They meet again
-before the partitions' work and after it, the default partition writes "exit" to every state byte, and after one more meeting
-the workers read that. compute-sanitizer's racecheck reports these reads and writes as hazards, which they are not if no path of
-any warp reads where another writes between the same two meetings.
+Triton dispatches partitions as follows. The default partition writes a state byte for each worker warp (the number of its
+partition) and the values that the partitions capture. All warps meet at a barrier of the whole block (BAR.SYNC 1, which
+names no count; warps without a partition take part). Each worker reads its byte (LDS.U8) and jumps through a table (BRX) to
+its partition, which reads its captures. The warps meet again before and after the work of the partitions. The default
+partition then writes "exit" to every state byte, and after one more barrier the workers read it. compute-sanitizer's
+racecheck reports these reads and writes as hazards. They are none if no warp can read where another writes between the same
+two barriers.
 
-To show that, the control flow of each role (default partition, each partition of the table, warps of no partition) is walked.
-The intervals of an access are the counts of whole-block barriers that a path may have behind it there. All warps take part in
-each of these barriers, so accesses without a common interval are ordered. Taken for granted: a worker's first read of its byte
-finds what the role says, its second "exit"; and a barrier of so many threads whose number is worked out (one a stage of a ring)
-is a kernel's own, never number 1; a function of the compiler's own (a division's rare cases) returns to where it was called.
-Checked, or else Unproven is raised: one LDS.U8, one BRX, one branch that parts workers from the default partition, every path
-of every role has passed as many whole-block barriers at its EXIT, and functions only compute.
+To prove that, this module walks the control flow of each role: the default partition, each partition of the table, and the
+warps without a partition. An access gets the set of barrier counts that the paths to it can have passed. All warps take
+part in each of these barriers, so accesses without a common count are ordered.
+
+Assumed: a worker's first read of its byte finds its partition, the second finds "exit"; a barrier with a thread count whose
+number is computed (one per stage of a ring) belongs to the kernel and is never number 1; a function that the compiler added
+(the slow path of a division) returns to its caller. Checked, else Unproven is raised: there is one LDS.U8, one BRX and one
+branch that separates workers from the default partition; every path of every role has passed the same number of whole-block
+barriers at its EXIT; functions only compute.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from fa2tune.compiling import sass
 
 ENOUGH = 8  #: whole-block barriers on a path: one more than any kernel has, so one stands in a loop
 LOADS, STORES = ("LDS", "ATOMS"), ("STS", "ATOMS")
-DEFAULT, IDLE = -1, -2  #: roles beside the partitions, which have their place in the table
+DEFAULT, IDLE = -1, -2  #: roles of warps outside the partitions; a partition's role is its place in the table
 _UNKNOWN = ("CALL", "RET", "JMP", "JMX", "JMXU", "BRXU", "RTT", "RPCMOV", "LEPC")  #: jumps that no walk here can follow
 
 
@@ -56,7 +60,7 @@ class _Instruction:
 
     @property
     def meets(self) -> bool:
-        """Whether all warps of the block must get here. Unproven: a barrier that cannot be told from this one."""
+        """Whether all warps of the block must get here. Unproven: a barrier that cannot be distinguished from this one."""
         if not self.opcode.startswith("BAR") or re.match(r"0x(?!1\b)|R\d+, 0x", self.operands):
             return False  # that of one partition, or of some of the warps, orders nothing here
         if not self.opcode.startswith("BAR.SYNC") or self.operands != "0x1":
@@ -131,7 +135,7 @@ class _Walk:
         self.entry = next((i for i, one in enumerate(code) if one.opcode.startswith("BRA") and one.predicate), 0)
         sides = {self.jump in self.reached(index): index for index in self.follow(self.entry)}
         if len(sides) != 2 or not self.exits:
-            raise Unproven("no branch between default partition and workers, or no way out for these")
+            raise Unproven("no branch between default partition and workers, or no exit for these")
         self.worker, self.default = sides[True], sides[False]
 
     def follow(self, index: int) -> list[int]:

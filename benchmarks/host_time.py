@@ -1,10 +1,10 @@
-"""Host microseconds of a warm call without gradients, and of forward + backward, against SDPA's FlashAttention-2.
+"""Host time of a warm call in microseconds, without gradients and for forward + backward, against SDPA's FlashAttention-2.
 
     python benchmarks/host_time.py
 
-A tiny input (batch 1, 8 heads, 128 x 64, bf16), so that the GPU is never what the host waits for. Both are called as bare as
-they can be: no_grad and the choice of SDPA's backend are set once, outside the loops. Chunks of calls are interleaved; the
-figure is the median over chunks. Needs a GPU.
+The input is tiny (batch 1, 8 heads, 128 x 64, bf16), so that the host never waits for the GPU. no_grad and the choice of
+SDPA's backend are set once, outside the loops. Chunks of calls are interleaved; the figure is the median over chunks. Needs
+a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import fa2tune
-from fa2tune.bench.card import Card, NoGpuError
+from fa2tune.bench.gpu import BenchGpu, NoGpuError
 
 SHAPE = (1, 8, 128, 64)
 CHUNKS, CALLS = 61, 50
@@ -47,13 +47,13 @@ def host_microseconds(
 def main() -> None:
     """Host time of a warm call of fa2tune and of SDPA."""
     try:
-        card = Card()
+        gpu = BenchGpu()
     except NoGpuError as error:
         raise click.ClickException(str(error)) from None
-    q, k, v, do = (torch.randn(SHAPE, device=card.device, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, do = (torch.randn(SHAPE, device=gpu.device, dtype=torch.bfloat16) for _ in range(4))
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     functions = {"fa2tune": fa2tune.attention, "SDPA, FlashAttention-2": scaled_dot_product_attention}
-    click.echo(f"{card.environment()['gpu']}, torch {torch.__version__}; host microseconds per call")
+    click.echo(f"{gpu.environment()['gpu']}, torch {torch.__version__}; host microseconds per call")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         with torch.no_grad():
             forward = {name: (lambda f=f: f(q, k, v)) for name, f in functions.items()}

@@ -1,4 +1,4 @@
-"""The model's constants from tables: least squares on the logarithm of predicted / measured time, then on the ranks.
+"""Fits the constants of the model to tables: least squares on the logarithm of predicted / measured time.
 
 Used by model_quality.py.
 """
@@ -14,12 +14,12 @@ from scipy.optimize import least_squares
 from scipy.stats import rankdata
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits
+from fa2tune.compiling import limits, registry
 from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model, tiles
-from fa2tune.problem import TuningKey
-from fa2tune.tuning.candidates import point
+from fa2tune.spec.key import TuningKey
+from fa2tune.tuning.search.candidates import point
 
 Array = Any
 
@@ -44,7 +44,7 @@ FITTED: dict[str, tuple[float, float, float, float]] = {
 }
 TOWARDS_BEST = 2.0  #: a config that takes t times the best's time counts t^-2
 FLOOR = 0.05  #: but this at the least
-LEVEL = 0.3  #: weight of a key's level beside that of its ranks
+LEVEL = 0.3  #: weight of a key's level, relative to that of its ranks
 PRIOR = 0.05  #: weight of a deviation from the default
 OUTLIER = 0.1  #: logarithmic error from which on it counts linearly only
 
@@ -70,15 +70,15 @@ def measured(table: Any) -> Measured:
     """What the model needs of a table: every config that its limits let pass and that ran."""
     key = table.key
     gpu = gpus.named(key.gpu)
-    variant = compiler.variant_named(key.kernel)
+    variant = registry.portable_of(key.kernel)
     configs, warps, fit, loops, times = [], [], [], [], []
     for built in table.binaries.values():
         binary = Binary(
-            key.kernel, key.specialization(), built.config, key.arch, built.shared_bytes, built.num_warps, built.registers,
+            variant.name, key.specialization(), built.config, key.arch, built.shared_bytes, built.num_warps, built.registers,
             4 * built.spills, "",
         )  # fmt: skip
         blocks = limits.blocks_per_sm(binary, gpu)
-        if built.fate or limits.after_compile(binary, gpu) is not None or not built.loops:
+        if built.status or limits.after_compile(binary, gpu) is not None or not built.loops:
             continue
         for value in built.runs:
             config = table.config(built, value)

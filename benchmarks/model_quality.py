@@ -1,13 +1,14 @@
-"""How well the analytic model ranks, on exhaustive tables (see tables.py). Needs no GPU and compiles nothing.
+"""How well the analytic model ranks configs, on exhaustive tables (see tables.py). Needs no GPU and compiles nothing.
 
     python benchmarks/model_quality.py benchmarks/tables/*.gz [--fit] [--json FILE] [--by DIMENSION ...]
 
-Per key: Spearman's rank correlation over all configs and over the measured best quarter; regret of the model's first choice
-and of the best of its first five. Each is given for the constants in model.py ("shipped"), for constants fitted without the
-key ("left out"), and, for backward keys, for constants fitted on forward keys alone and the other way round ("other pass").
-"guessed": the same for what prior.py says of configs without a compile; then how much of the legal space lies below a multiple
-of its smallest estimate, and how far the best measured config there is from the best.
---fit prints constants fitted to all tables, for model.Calibration. --by: mean logarithmic error by a dimension's values.
+Per key: Spearman's rank correlation over all configs and over the measured best quarter, and the loss against the best
+config (`regret_1`, `regret_5`) of the model's first choice and of the best of its first five. Given for the constants in
+model.py ("shipped"), for constants fitted without the key ("left out"), and for constants fitted on the other pass, forward or
+backward ("other pass"). "guessed" is the same for the estimates that prior.py makes without a compile; then the share of
+the legal space below a multiple of its lowest estimate, and the distance of the best measured config in it from the best of
+all. --fit prints constants fitted to all tables, for model.Calibration. --by: mean logarithmic error by the values of a
+dimension.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 import tables
 from model_fit import FITTED, Measured, fit, measured, quality
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import registry
 from fa2tune.predicting import model, prior
-from fa2tune.tuning.candidates import legal
+from fa2tune.tuning.search.candidates import legal
 
 COLUMNS = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level")
 BARS = {"spearman": 0.8, "spearman_best": 0.5, "regret_5": 0.05}  #: what is asked of each key
@@ -37,18 +38,18 @@ Figures = dict[str, dict[str, float]]
 
 def name(data: Measured) -> str:
     key = data.key
-    return f"{key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'} {key.bucket}"
+    return f"{key.kernel} {key.dtype} {key.head_dim} {key.mask} {key.bucket}"
 
 
-def judged(data: Sequence[Measured], constants: model.Calibration) -> Figures:
+def figures_of(data: Sequence[Measured], constants: model.Calibration) -> Figures:
     return {name(one): quality(one.times_us, one.predicted_us(constants)) for one in data}
 
 
 def left_out(data: Sequence[Measured]) -> Figures:
-    """Every key by constants that never saw it."""
+    """Every key by constants fitted without it."""
     found: Figures = {}
     for one in data:
-        found |= judged([one], fit([other for other in data if other is not one]))
+        found |= figures_of([one], fit([other for other in data if other is not one]))
     return found
 
 
@@ -58,8 +59,8 @@ def other_pass(data: Sequence[Measured]) -> Figures:
     forward = [one for one in data if one.key.kernel == "fwd"]
     backward = [one for one in data if one.key.kernel != "fwd"]
     if forward and backward:
-        found |= judged(backward, fit(forward))
-        found |= judged(forward, fit(backward))
+        found |= figures_of(backward, fit(forward))
+        found |= figures_of(forward, fit(backward))
     return found
 
 
@@ -67,7 +68,7 @@ def guessed(data: Sequence[Measured]) -> Figures:
     """Every key by prior.py."""
     found: Figures = {}
     for one in data:
-        variant, spec = compiler.variant_named(one.key.kernel), one.key.specialization()
+        variant, spec = registry.portable_of(one.key.kernel), one.key.specialization()
         problem = one.key.workload()
         everything = legal(variant, spec, one.gpu).configs
         space = np.array(prior.estimates(variant, spec, everything, one.gpu, problem))
@@ -125,14 +126,14 @@ def errors_by(data: Sequence[Measured], constants: model.Calibration, dimension:
 def main(paths: tuple[Path, ...], refit: bool, quick: bool, by: tuple[str, ...], out: Path | None) -> None:
     data = [measured(tables.load(path)) for path in paths]
     constants = model.CALIBRATION
-    found = {"shipped": judged(data, constants)}
+    found = {"shipped": figures_of(data, constants)}
     show("shipped constants", found["shipped"])
     found["guessed"] = guessed(data)
     show("guessed, not compiled", found["guessed"])
     show_cuts(found["guessed"])
     if refit:
         constants = fit(data)
-        found["fitted"] = judged(data, constants)
+        found["fitted"] = figures_of(data, constants)
         show("fitted to all of them", found["fitted"])
         click.echo("\nfor model.Calibration:")
         for constant in FITTED:

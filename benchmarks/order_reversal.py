@@ -1,11 +1,11 @@
-"""Does the order in which candidates come decide who wins? Five keys, tuned twice from the same candidates, the second time in
-reversed order; then both winners in one race. A card that is cool at first runs faster at first: whoever compares times
-instead of interleaved ratios crowns whoever came early.
+"""Does the order of the candidates decide which one wins? Tunes five keys twice from the same candidates, in both orders.
 
     python benchmarks/order_reversal.py order_reversal.json
 
-Heats, final and proof are the tuner's own (fa2tune/tuning/measured.py), in its worker process; numerics are not checked.
-Needs a GPU. Exit status 1: a pair of winners was more than 1 % apart.
+The two winners of a key are then timed in one race. A GPU that is cool at first runs faster at first: if times were
+compared instead of interleaved ratios, early candidates would win. Heats, final and the last comparison are the tuner's own
+(fa2tune/tuning/select/heats.py, final.py), in its worker process; numerics are not checked. Needs a GPU. Exit status 1: two
+winners of a key were more than 1 % apart.
 """
 
 from __future__ import annotations
@@ -23,37 +23,43 @@ from typing import Any
 import click
 
 from fa2tune.compiling import fingerprint
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, median_interval, ratios
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import Config, TuningKey
 from fa2tune.rows import reader
+from fa2tune.rows.describe import describe
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
-from fa2tune.sharing.shelf import Shelf
 from fa2tune.sharing.storage import Storage
-from fa2tune.tuning import crown
-from fa2tune.tuning.books import Books, Hands, Report, Watcher, describe
-from fa2tune.tuning.candidates import point
-from fa2tune.tuning.family import Family
-from fa2tune.tuning.judge import Verdict
-from fa2tune.tuning.ledger import Ledger, Toolchain
-from fa2tune.tuning.measured import Measured, Task
-from fa2tune.tuning.plan import Plan, TuneRequest, make_plan
+from fa2tune.sharing.study_writer import StudyWriter
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import Config
+from fa2tune.tuning.request.plan import Plan, TuneRequest, make_plan
+from fa2tune.tuning.request.provenance import Provenance
+from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
+from fa2tune.tuning.search.candidates import point
+from fa2tune.tuning.search.compile_check import CompileResult
+from fa2tune.tuning.search.failures import FailureRecord, FailureScope
+from fa2tune.tuning.search.task import SearchTask
+from fa2tune.tuning.select import finalists
+from fa2tune.tuning.select.gpu_jobs import Steps
+from fa2tune.tuning.select.log import Log
+from fa2tune.tuning.select.measured import Measured
+from fa2tune.tuning.select.report import Report
 
-#: (kernel, head dim, causal, length)
+#: (kernel, head dim, mask, length)
 KEYS = (
-    ("fwd", 64, True, 2048),
-    ("fwd", 128, False, 4096),
-    ("fwd", 256, True, 8192),
-    ("bwd_dkdv", 128, True, 4096),
-    ("bwd_dq", 64, False, 4096),
+    ("fwd", 64, "causal", 2048),
+    ("fwd", 128, "full", 4096),
+    ("fwd", 256, "causal", 8192),
+    ("bwd_dkdv", 128, "causal", 4096),
+    ("bwd_dq", 64, "full", 4096),
 )
 CANDIDATES = 12  #: a key
 COOL_SECONDS = 8.0  #: of idling before the first key's first order
 WITHIN = 0.01
-HANDS = Hands()
+HANDS = WorkerFunctions()
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,12 @@ class Tuned:
     seconds: float
 
 
-def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path) -> Plan:
+def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) -> Plan:
     return make_plan(
         TuneRequest(
             head_dims=(head_dim,),
             dtypes=("bf16",),
-            causal=(causal,),
+            masks=(mask,),
             pass_="fwd" if kernel == "fwd" else "bwd",
             kernels=(kernel,),
             buckets=(length,),
@@ -78,30 +84,34 @@ def plan_for(kernel: str, head_dim: int, causal: bool, length: int, cache: Path)
     )
 
 
-def family_of(kernel: str, plan: Plan) -> Family:
-    failures = Ledger(Storage(), Toolchain(fingerprint.triton_version()))
-    return Family(variant_named(kernel), plan.specializations()[0], plan, Shelf(Storage()), "order reversal", failures)
+def task_of(kernel: str, plan: Plan) -> SearchTask:
+    failures = FailureRecord(Storage(), FailureScope(fingerprint.triton_version()))
+    return SearchTask(
+        portable_of(kernel), plan.specializations()[0], plan, StudyWriter(Storage()), "order reversal", failures
+    )
 
 
-def candidates(family: Family, known: Sequence[Row], most: int = CANDIDATES) -> list[Config]:
+def candidates(task: SearchTask, known: Sequence[Row], most: int = CANDIDATES) -> list[Config]:
     """The defaults, what won this kernel's keys at any length, and neighbours of the default; legal ones, each once."""
-    spec, arch = family.spec, family.plan.target.gpu.arch
-    defaults = [crown.rival(family.variant.space, spec, arch, way) for way in reversed(family.ways())]
-    wanted = (family.kernel, spec.dtype, spec.head_dim, spec.head_dim_v, spec.causal)
+    spec, arch = task.spec, task.plan.target.gpu.arch
+    defaults = [
+        finalists.rival(task.variant.space, spec, arch, name) for name in reversed(task.space.implementations())
+    ]
+    wanted = (task.kernel, spec.dtype, spec.head_dim, spec.head_dim_v, spec.mask)
     won = [
         dict(row.config)
         for row in known
-        if (row.key.kernel, row.key.dtype, row.key.head_dim, row.key.head_dim_v, row.key.causal) == wanted
+        if (row.key.kernel, row.key.dtype, row.key.head_dim, row.key.head_dim_v, row.key.mask) == wanted
     ]
     around = [
-        {**family.default, name: value} for name, values in family.variant.space.dimensions.items() for value in values
+        {**task.default, name: value} for name, values in task.variant.space.dimensions.items() for value in values
     ]
-    found = {point(config): config for config in (*defaults, *won, *around) if point(config) in family.legal_points}
+    found = {point(config): config for config in (*defaults, *won, *around) if point(config) in task.space.points}
     return list(found.values())[:most]
 
 
 def tuned(
-    family: Family, configs: Sequence[Config], perform: Callable[[Job], Job], cache: Path, toolchain: crown.Toolchain
+    task: SearchTask, configs: Sequence[Config], perform: Callable[[Job], Job], cache: Path, toolchain: Provenance
 ) -> Tuned:
     """The tuner's heats, final and proof, with candidates that come in this order. ``perform`` does a job."""
     begun = time.monotonic()
@@ -109,28 +119,28 @@ def tuned(
 
     def file(rows: Sequence[Row]) -> Sequence[Row]:
         store.put(rows)
-        return rows  # there is nobody else whose they could be
+        return rows  # no other worker files here
 
-    way = Measured(Books(family.plan, Watcher(), HANDS, store, toolchain, Report(family.plan), file))
-    family.ready = [(config, Verdict()) for config in configs]
-    while (found := way.search([family])) is not None:
+    method = Measured(Log(task.plan, Watcher(), HANDS, store, toolchain, Report(task.plan), file))
+    task.ready = [(config, CompileResult()) for config in configs]
+    while (found := method.search([task])) is not None:
         carry_out(found[1], perform)
-    for task in way.crown([family]):
-        carry_out(task, perform)
-    way.books.file(at_once=True)
-    for crew in way.crews:
+    for steps in method.select([task]):
+        carry_out(steps, perform)
+    method.log.file(at_once=True)
+    for crew in method.crews:
         crew.close()
-    rows = way.books.report.rows
+    rows = method.log.report.rows
     if not rows:
-        raise click.ClickException(f"{family.title}: no candidate ran")
+        raise click.ClickException(f"{task.title}: no candidate ran")
     return Tuned(min(rows, key=lambda row: row.rank_us), time.monotonic() - begun)
 
 
-def carry_out(task: Task, perform: Callable[[Job], Job]) -> None:
+def carry_out(steps: Steps, perform: Callable[[Job], Job]) -> None:
     with suppress(StopIteration):
-        job = next(task)
+        job = next(steps)
         while True:
-            job = task.send(perform(job))
+            job = steps.send(perform(job))
 
 
 def apart(race: Race) -> tuple[float, float, float]:
@@ -150,20 +160,20 @@ def performed(crew: Crew, job: Job) -> Job:
             return ended
 
 
-def compiled(families: Sequence[Family], wanted: Sequence[Sequence[Config]]) -> list[list[Config]]:
+def compiled(tasks: Sequence[SearchTask], wanted: Sequence[Sequence[Config]]) -> list[list[Config]]:
     """Those that compile and keep the limits, compiled on every core."""
-    gpu = families[0].plan.target.gpu
+    gpu = tasks[0].plan.target.gpu
     jobs = [
-        [Job(HANDS.judge, (family.kernel, family.spec, config, gpu), 120.0) for config in configs]
-        for family, configs in zip(families, wanted, strict=True)
+        [Job(HANDS.compile_check, (task.kernel, task.spec, config, gpu), 120.0) for config in configs]
+        for task, configs in zip(tasks, wanted, strict=True)
     ]
-    with Crew(families[0].plan.workers, {"OMP_NUM_THREADS": "1"}) as crew:
+    with Crew(tasks[0].plan.workers, {"OMP_NUM_THREADS": "1"}) as crew:
         for job in (job for mine in jobs for job in mine):
             crew.submit(job)
         while crew.load:
             worker.wait([crew], 1.0)
     return [
-        [config for config, job in zip(configs, mine, strict=True) if job.failure is None and not job.result.fate]
+        [config for config, job in zip(configs, mine, strict=True) if job.failure is None and not job.result.status]
         for configs, mine in zip(wanted, jobs, strict=True)
     ]
 
@@ -174,7 +184,7 @@ def report(key: TuningKey, forward: Tuned, reverse: Tuned, joint: Race) -> dict[
     one, other = forward.winner, reverse.winner
     same = point(one.config) == point(other.config)
     return {
-        "kernel": key.kernel, "head_dim": key.head_dim, "causal": key.causal, "length": key.bucket,
+        "kernel": key.kernel, "head_dim": key.head_dim, "causal": key.mask == "causal", "length": key.bucket,
         "winner": dict(one.config), "winner_reversed": dict(other.config), "same": same, "ratio": ratio, "low": low,
         "high": high, "passed": same or max(ratio, 1 / ratio) <= 1 + WITHIN, "gain": [one.gain, one.gain_low, one.gain_high],
         "gain_reversed": [other.gain, other.gain_low, other.gain_high], "time_us": [one.time_us, other.time_us],
@@ -203,26 +213,26 @@ def main(out: Path) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     begun = time.monotonic()
-    toolchain = crown.Toolchain(MEASURED, torch.cuda.get_device_name(), fingerprint.driver_version())
+    toolchain = Provenance(MEASURED, torch.cuda.get_device_name(), fingerprint.driver_version())
     known = [row for layer in reader.layers() for row in layer.rows]
     with tempfile.TemporaryDirectory() as folder, Crew(1) as crew:
         plans = [plan_for(*key, Path(folder, f"{number}.sqlite")) for number, key in enumerate(KEYS)]
-        families = [family_of(kernel, plan) for (kernel, *_), plan in zip(KEYS, plans, strict=True)]
-        chosen = compiled(families, [candidates(family, known) for family in families])
+        tasks = [task_of(kernel, plan) for (kernel, *_), plan in zip(KEYS, plans, strict=True)]
+        chosen = compiled(tasks, [candidates(task, known) for task in tasks])
         click.echo(f"{sum(map(len, chosen))} candidates compiled after {time.monotonic() - begun:.0f} s")
         time.sleep(COOL_SECONDS)
         records = []
-        for family, plan, configs in zip(families, plans, chosen, strict=True):
+        for task, plan, configs in zip(tasks, plans, chosen, strict=True):
             found = []
             for number, order in enumerate((configs, configs[::-1])):
-                fresh = family_of(family.kernel, plan)
-                cache = Path(folder, f"{family.title} {number}.sqlite")
+                fresh = task_of(task.kernel, plan)
+                cache = Path(folder, f"{task.title} {number}.sqlite")
                 found.append(tuned(fresh, order, lambda job: performed(crew, job), cache, toolchain))
-            key = family.keys[0]
-            contenders = [family.default, *(one.winner.config for one in found)]
+            key = task.keys[0]
+            contenders = [task.default, *(one.winner.config for one in found)]
             joint = performed(crew, Job(HANDS.race, (key, contenders, "proof"), 60.0))
             if joint.failure is not None or joint.result.failures:
-                raise click.ClickException(f"{family.title}: {joint.failure or joint.result.failures}")
+                raise click.ClickException(f"{task.title}: {joint.failure or joint.result.failures}")
             records.append({**report(key, *found, joint.result), "candidates": [dict(config) for config in configs]})
             click.echo(line(records[-1]))
     passed = sum(record["passed"] for record in records)

@@ -1,10 +1,10 @@
-"""Record exhaustive tables on the GPU that is here: every legal config of a key, compiled, and raced against the default.
+"""Records exhaustive tables on this machine's GPU: every legal config of a key is compiled and raced against the default.
 
     python benchmarks/record_tables.py --out DIR --time-budget 540 [kernel:head dim:causal|full:length[:dtype] ...]
 
-Without keys, the six that benchmarks/search_quality.py and benchmarks/model_quality.py read. All cores but one compile ahead,
-one process measures. Everything is written as it comes, so that a run that is cut off goes on where it stopped when the same
-command is given again; a key that is whole is packed at once, the others when the budget ends, marked incomplete.
+Without keys: the six that benchmarks/search_quality.py and benchmarks/model_quality.py read. All cores but one compile
+ahead; one process measures. Results are written at once, and the same command resumes a run that was stopped. A complete
+key is packed as soon as it is done; the others are packed when the budget ends and marked incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, fields
+from dataclasses import astuple, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,19 +25,21 @@ import click
 import tables
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, fingerprint, limits, sass
+from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.gpus import Gpu
 from fa2tune.measuring import worker
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import Config, Specialization, TuningKey
-from fa2tune.tuning.books import fate_of
-from fa2tune.tuning.candidates import legal, point
+from fa2tune.rows.record import key_record
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.tuning.search.candidates import legal, point
+from fa2tune.tuning.search.status import status_of
 
 KEYS = ("fwd:128:causal:4096", "bwd_dkdv:128:causal:4096", "fwd:64:causal:4096", "bwd_dkdv:64:causal:4096",
         "fwd:256:causal:4096", "bwd_dkdv:256:causal:4096")  # fmt: skip
 BINARIES_A_HEAT = 8
 ROUNDS, HOPELESS_ROUNDS, FINAL_ROUNDS = 5, 2, 21
-HOPELESS = 1.5  #: times the best so far: two samples are enough
+SLOW = 1.5  #: times the best so far: two samples are enough
 CLOSE, CLOSE_AT_MOST, FINAL_HEAT = 1.05, 60, 12  #: those within 5 % of the best race again, at leisure
 FLUSH_BYTES = 256 << 20
 COMPILE_DEADLINE, RACE_DEADLINE = 120.0, 30.0
@@ -56,7 +58,7 @@ def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu) -> dict[s
     begun = time.monotonic()
     line = {"fate": "", "why": "", "r": 0, "s": 0, "m": 0, "w": config["num_warps"], "loops": []}
     try:
-        binary = compiler.build(compiler.variant_named(kernel), spec, config, gpu.arch)
+        binary = compiler.build(registry.portable_of(kernel), spec, config, gpu.arch)
     except compiler.CompileError as error:
         return {**line, "fate": "compile_error", "why": str(error), "compile_s": round(time.monotonic() - begun, 3)}
     line |= {"r": binary.registers, "s": binary.spills, "m": binary.shared_bytes, "w": binary.num_warps}
@@ -86,8 +88,8 @@ def _stage(key: TuningKey) -> tuple[dict[str, Any], Any]:
     problem = key.workload()
     inputs = reference.make_inputs(problem, "cuda", on_device=True)
     q, k, v = inputs.q, inputs.k, inputs.v
-    config = compiler.variant_named("fwd").space.default(problem.specialization, key.arch)
-    o, lse = passes.forward(q, k, v, causal=key.causal, softmax_scale=key.head_dim**-0.5, config=config)
+    config = registry.portable_of("fwd").space.default(problem.specialization, key.arch)
+    o, lse = passes.forward(q, k, v, mask=problem.mask, softmax_scale=key.head_dim**-0.5, config=config)
     stage = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
     if key.kernel != "fwd":
         delta = (o.float() * inputs.do.float()).sum(-1)
@@ -104,8 +106,8 @@ TENSORS = {
 
 
 def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: float) -> Any:
-    """(microseconds by contender and round, contender -> why it cannot be launched). Contender 0 is the anchor. Whoever is
-    behind ``best_ratio`` times the anchor by HOPELESS leaves early. Reports the index of each before its first launch."""
+    """(microseconds by contender and round, contender -> why it cannot be launched). Contender 0 is the anchor. One that is
+    behind ``best_ratio`` times the anchor by SLOW leaves early. Reports the index of each before its first launch."""
     import torch
     from triton.runtime.errors import OutOfResources
 
@@ -113,7 +115,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
 
     stage, flush = _stage(key)
     own = {name: stage[name] for name in TENSORS[key.kernel]}
-    variant, problem = compiler.variant_named(key.kernel), key.workload()
+    variant, problem = registry.portable_of(key.kernel), key.workload()
     runners, failures = {}, {}
     strides = {name: launch.strides_of(tensor) for name, tensor in own.items() if tensor.dim() == 4}
     scale, device = key.head_dim**-0.5, torch.cuda.current_device()
@@ -130,7 +132,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
     if 0 not in runners:
         raise RuntimeError(f"the anchor cannot be launched: {failures[0]}")
     worker.report(-1)
-    if time.monotonic() - _last_race[0] > 1.0:  # warm the card
+    if time.monotonic() - _last_race[0] > 1.0:  # warm the GPU
         square = torch.randn(4096, 4096, dtype=torch.float16, device="cuda")
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -156,7 +158,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
             times[index].append(round(start.elapsed_time(end) * 1e3, 2))
         if done + 1 == HOPELESS_ROUNDS:
             ratios = {index: min(times[index]) / min(times[0]) for index in alive}
-            limit = HOPELESS * min(best_ratio, *ratios.values())
+            limit = SLOW * min(best_ratio, *ratios.values())
             alive = [index for index in alive if index == 0 or ratios[index] <= limit]
     _last_race[0] = time.monotonic()
     return times, failures
@@ -171,7 +173,7 @@ def key_named(text: str, gpu: Gpu) -> TuningKey:
         raise ValueError(f"key: got {text!r}, kernels are {', '.join(TENSORS)}, masks causal and full")
     head_dim = int(dim)
     return TuningKey(gpu.name, gpu.sm_count, gpu.arch, kernel, *(dtype or ["bf16"]), "ieee", head_dim, head_dim,
-                     mask == "causal", int(bucket))  # fmt: skip
+                     mask, int(bucket))  # fmt: skip
 
 
 class Recording:
@@ -180,12 +182,12 @@ class Recording:
     def __init__(self, key: TuningKey, gpu: Gpu, folder: Path, facts: Mapping[str, str]) -> None:
         self.key, self.gpu = key, gpu
         self.packed, self.journal = (folder / (tables.stem(key) + suffix) for suffix in (tables.SUFFIX, tables.JOURNAL))
-        variant = compiler.variant_named(key.kernel)
+        variant = registry.portable_of(key.kernel)
         spec = key.specialization()
         (runtime,) = compiler.runtime_names(variant)
         header = {
-            "key": asdict(key), "workload": asdict(key.workload()), **facts,
-            "kernel_hash": fingerprint.kernel_hash(variant), "space_hash": fingerprint.space_hash(variant),
+            "key": key_record(key), **facts,
+            "kernel_hash": fingerprint.kernel_hash(variant, spec.mask), "space_hash": fingerprint.space_hash(variant),
             "default": dict(variant.space.default(spec, gpu.arch)), "seconds": 0.0, "complete": False,
             "dimensions": [name for name in variant.space.dimensions if name != runtime], "runtime": runtime,
             "values": list(variant.space.dimensions[runtime]), "loop_fields": [f.name for f in fields(sass.Loop)],
@@ -225,7 +227,7 @@ class Recording:
 
     def _lacks(self, where: Any) -> bool:
         built = self.table.binaries.get(where)
-        return built is None or (not built.fate and not self.wanted[where] <= built.runs.keys())
+        return built is None or (not built.status and not self.wanted[where] <= built.runs.keys())
 
     def open(self) -> None:
         """Start the journal, with what is known so far."""
@@ -261,8 +263,8 @@ class Recording:
         self.compiling -= 1
         values = [dict(where)[name] for name in self.table.header["dimensions"]]
         if job.failure is not None:
-            line = {"fate": fate_of(job), "why": job.failure, "r": 0, "s": 0, "m": 0, "w": dict(where)["num_warps"],
-                    "loops": [], "compile_s": COMPILE_DEADLINE if fate_of(job) == "timeout" else 0.0}  # fmt: skip
+            line = {"fate": status_of(job), "why": job.failure, "r": 0, "s": 0, "m": 0, "w": dict(where)["num_warps"],
+                    "loops": [], "compile_s": COMPILE_DEADLINE if status_of(job) == "timeout" else 0.0}  # fmt: skip
         else:
             line = job.result
         self.take({"c": values, **line})
@@ -318,7 +320,7 @@ class Recording:
                 groups = [[config] for config in group] + groups
             else:
                 culprit = group[max(0, last - 1)]
-                self._lost(culprit, fate_of(job))
+                self._lost(culprit, status_of(job))
                 rest = [config for config in group if config is not culprit]
                 groups = ([rest] if rest else []) + groups
         self.racing = False
@@ -328,14 +330,14 @@ class Recording:
         ratios = (self.table.ratio(run) for built in self.table.binaries.values() for run in built.runs.values())
         return min((ratio for ratio in ratios if ratio is not None), default=1.0)
 
-    def _of(self, config: Config, fate: str, samples: Sequence[float]) -> list[Any]:
+    def _of(self, config: Config, status: str, samples: Sequence[float]) -> list[Any]:
         built = self.table.built(config)
         assert built is not None
         names = self.table.header["dimensions"]
-        return [[built.config[name] for name in names], config[self.table.runtime], fate, list(samples)]
+        return [[built.config[name] for name in names], config[self.table.runtime], status, list(samples)]
 
-    def _lost(self, config: Config, fate: str) -> None:
-        self.take({"heat": self.heat, "anchor": [], "of": [self._of(config, fate, [])]})
+    def _lost(self, config: Config, status: str) -> None:
+        self.take({"heat": self.heat, "anchor": [], "of": [self._of(config, status, [])]})
         self.heat += 1
 
     def _file(
@@ -356,7 +358,7 @@ class Recording:
 def record(recordings: Sequence[Recording], cores: int, budget: float) -> None:
     """Until everything is recorded or the budget is spent."""
     until = time.monotonic() + budget - CLOSING_SECONDS
-    compilers, card = Crew(max(1, cores - 1), {"OMP_NUM_THREADS": "1"}), Crew(1)
+    compilers, gpu_crew = Crew(max(1, cores - 1), {"OMP_NUM_THREADS": "1"}), Crew(1)
     current: tuple[Recording, Iterator[Job]] | None = None
     opened: list[Recording] = []
     said = 0.0
@@ -380,15 +382,15 @@ def record(recordings: Sequence[Recording], cores: int, budget: float) -> None:
                     task = recording.next_heat()
                     if task is not None:
                         current = recording, task
-                        card.submit(next(task))
+                        gpu_crew.submit(next(task))
                         break
-            for job in worker.wait([compilers, card], 0.2):
+            for job in worker.wait([compilers, gpu_crew], 0.2):
                 if job.tag is not None:
                     job.tag(job)
                 elif current is not None:
                     following = next(current[1], None)
                     if following is not None:
-                        card.submit(following)
+                        gpu_crew.submit(following)
                         continue
                     current = None
             for recording in opened:
@@ -401,7 +403,7 @@ def record(recordings: Sequence[Recording], cores: int, budget: float) -> None:
                 click.echo(f"{until - said:.0f} s left; (to compile, to measure): {left}", err=True)
     finally:
         compilers.close()
-        card.close()
+        gpu_crew.close()
         for recording in opened:
             if recording.journal.exists():
                 recording.pack()

@@ -1,15 +1,20 @@
-"""Renew the kernel hash of cache rows after an edit of kernel sources that changes no machine code.
+"""Renews the kernel hash of cache rows after an edit of kernel sources that changes no machine code.
 
     python benchmarks/same_code.py OLD_TREE cache/h200.sqlite [cache/h100.sqlite ...]
+
     python benchmarks/same_code.py OLD_TREE cache/h200.sqlite --lacking BESIDE=false
 
-OLD_TREE: a checkout whose hashes the rows carry. Every binary that a row of an edited kernel names, those that run around it,
-and bwd_delta's, are compiled from both trees, each in a process of its own. Only if the machine code of all of them is the
-same, instruction by instruction, are the files written anew (with their JSON twins): a measurement belongs to the code that
-ran. Compiled without line numbers: where an edit elsewhere has moved them, ptxas may order the same instructions otherwise.
-Needs no GPU, but the Triton that the rows were made with: files of another one are for a run of their own.
+OLD_TREE is a checkout whose hashes the rows carry. Of every row whose hash differs between the trees, the binary that it
+names, the kernels that run before and after it, and bwd_delta are compared, each tree in processes of its own. What the
+compiler is given is compared first: the code of all device functions, constants, types, options. Then, where that differs, what
+its first passes make of it, which inline all device functions. Where either is the same, so is what follows from it. Everything
+else is compiled from both trees. The files and their JSON copies are rewritten only if the machine
+code of all binaries is the same, instruction by instruction: a measurement belongs to the code that ran. The same PTX counts as
+the same code, because on a busy host ptxas assigned the spill slots of one and the same PTX differently. Line numbers are left
+out, because ptxas may order the same instructions differently when they move. Needs no GPU, but the Triton that made the
+rows; run it once per version.
 
---lacking: a dimension that the search has had since, and its value that stands for what these rows ran.
+--lacking names a dimension that the search has gained since, and the value that describes these rows.
 """
 
 from __future__ import annotations
@@ -19,80 +24,136 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, registry
 from fa2tune.compiling.fingerprint import triton_version
-from fa2tune.problem import BACKWARD
-from fa2tune.rows import reader
-from fa2tune.rows.row import Row, hashed_as
+from fa2tune.rows import reader, record
+from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
+from fa2tune.spec.problem import BACKWARD
 
 HERE = Path(__file__).parent.parent
 
-# In a child, with a tree on sys.path: jobs on stdin -> hashes of sources, and of the machine code of each job, on stdout.
+# In a child, with a tree on sys.path: what is asked for, and jobs, on stdin -> hashes of sources; then of each job's compiler
+# input, of its inlined code, or of its machine code and its PTX.
 CHILD = """
-import hashlib, json, subprocess, sys
+import ast, dataclasses, hashlib, json, re, subprocess, sys
+from triton.runtime import jit
+made = jit.JITCallable.__init__
+def plain(self, fn):  # Triton's hash of a function holds its place in the file, comments and the docstring
+    made(self, fn)
+    tree = ast.parse(self._src)
+    body = tree.body[0].body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    self.starting_line_number, self._src = 0, ast.unparse(tree)
+jit.JITCallable.__init__ = plain
 from fa2tune.compiling import compiler, fingerprint
-from fa2tune.problem import Specialization
-hashes = {name: fingerprint.kernel_hash(variant) for name, variant in compiler.variants().items()}
-hashes |= fingerprint.kernel_hashes()
-code = []
-for kernel, spec, config, arch in json.load(sys.stdin):
-    variant, spec = compiler.variant_named(kernel), Specialization(**spec)
+try:
+    from fa2tune.compiling import registry
+except ImportError:  # a tree from before it
+    registry = compiler
+from fa2tune.spec.problem import Specialization
+def inlined(source, options, arch):
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    stages = {}
+    backend.add_stages(stages, parsed, source.language)
+    text = next(iter(stages.values()))(made, {}).str_nodebug()
+    places = {}  # values are called after variables
+    return re.sub(r"%\\w+", lambda name: places.setdefault(name[0], f"%{len(places)}"), text)
+asked, jobs = json.load(sys.stdin)
+found = []
+def named(kernel):  # a path, which older trees shorten
+    return registry.variants().get(kernel) or registry.variants()[kernel.removeprefix("portable/")]
+known = {field.name for field in dataclasses.fields(Specialization)}
+for kernel, spec, config, arch in jobs:
+    spec = Specialization(**{name: value for name, value in spec.items() if name in known})
+    variant = registry.variant_of(kernel, config) if config else named(kernel)
     config = config or variant.space.default(spec, arch)
     before, after = compiler.around(variant, spec, config, arch)
-    listings = ""
+    texts = ["", ""]
     for one, its_config in [*before, (variant, config), *after]:
+        if asked == "input":
+            options = sorted(compiler.options(its_config).items())
+            texts[0] += compiler.source(one, spec, its_config).hash() + repr(options)
+            continue
+        if asked == "inlined":
+            options = compiler.options(its_config)
+            texts[0] += inlined(compiler.source(one, spec, its_config), options, arch) + repr(sorted(options.items()))
+            continue
         binary = compiler.build(one, spec, its_config, arch)
         command = [compiler.tool("cuobjdump"), "-sass", binary.cubin_path]
-        listings += subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    code.append(hashlib.sha256(listings.encode()).hexdigest())
-print(json.dumps([hashes, code]))
+        texts[0] += subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        texts[1] += compiler.compile_kernel(one, spec, its_config, arch).asm["ptx"]
+    found.append([hashlib.sha256(text.encode()).hexdigest() for text in texts if text])
+print(json.dumps([dict(fingerprint.kernel_hashes()), found]))
 """
 
+Job = tuple[
+    str, dict[str, Any], dict[str, Any] | None, int
+]  #: kernel, specialization, config (None: the default), architecture
 
-def _of(tree: Path, jobs: list[Any]) -> tuple[dict[str, str], list[str]]:
-    """(kernel -> hash of its source, hash of each job's machine code), as ``tree`` has them."""
+
+def _run(tree: Path, asked: str, jobs: list[Job]) -> tuple[dict[str, str], list[list[str]]]:
+    """(row.hashed_as -> hash, what is asked of each job), as ``tree`` has them."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps(jobs), cwd=tree, env=environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", CHILD], input=json.dumps([asked, jobs]), cwd=tree, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
     if done.returncode:
         raise click.ClickException(f"{tree}: {done.stderr.strip().splitlines()[-1]}")
-    hashes, code = json.loads(done.stdout.splitlines()[-1])
-    return hashes, code
+    hashes, found = json.loads(done.stdout.splitlines()[-1])
+    return hashes, found
 
 
-def _jobs(rows: list[Row], edited: set[str], lacking: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """Each distinct binary once, for the old tree and for this one: (kernel, specialization, config or None for the default,
-    architecture)."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for row in rows:
-        spec = asdict(row.key.specialization())
-        variant = None if row.key.kernel == BACKWARD else compiler.variant_of(row.key.kernel, row.config)
-        if variant is not None and variant.name in edited:
-            whole = compiler.binary_config(variant, _completed(row, lacking).config)
-            config = {name: value for name, value in whole.items() if name in row.config}
-            job, new = [variant.name, spec, config, row.key.arch], [variant.name, spec, whole, row.key.arch]
-        elif row.key.kernel == BACKWARD and "bwd_delta" in edited:
-            job = new = ["bwd_delta", spec, None, row.key.arch]
-        else:
-            continue
-        found[json.dumps(job, sort_keys=True)] = job, new
-    return list(found.values())
+def _of(tree: Path, asked: str, jobs: list[Job]) -> list[list[str]]:
+    """What is asked of each job, by as many processes as there are cores."""
+    count = max(1, min(len(jobs), os.cpu_count() or 1))
+    found: list[list[str]] = [[]] * len(jobs)
+    with ThreadPoolExecutor(count) as pool:
+        for start, part in enumerate(pool.map(lambda start: _run(tree, asked, jobs[start::count])[1], range(count))):
+            found[start::count] = part
+    return found
+
+
+def _job(row: Row, lacking: dict[str, Any]) -> tuple[Job, Job]:
+    """The binary of a row, for the old tree and for this one."""
+    spec = asdict(row.key.specialization())
+    if row.key.kernel == BACKWARD:  # its kernels have rows of their own, but for this one
+        both = ("portable/bwd_delta", spec, None, row.key.arch)
+        return both, both
+    whole = compiler.binary_config(registry.variant_of(row.key.kernel, row.config), _completed(row, lacking).config)
+    config = {name: value for name, value in whole.items() if name in row.config}
+    return (row.key.kernel, spec, config, row.key.arch), (row.key.kernel, spec, whole, row.key.arch)
 
 
 def _completed(row: Row, lacking: dict[str, Any]) -> Row:
     """With what its config lacks of its kernel's dimensions."""
     if row.key.kernel == BACKWARD:
         return row
-    named = compiler.variant_of(row.key.kernel, row.config).space.dimensions
+    named = registry.variant_of(row.key.kernel, row.config).space.dimensions
     return replace(row, config={**{name: value for name, value in lacking.items() if name in named}, **row.config})
+
+
+def _hash(hashes: dict[str, str], row: Row) -> str | None:
+    older = f"{row.key.kernel} {record.variant_2(row)} {row.key.mask}"  #: in a tree whose rows had a variant
+    return hashes.get(row.source, hashes.get(older))
 
 
 def _entry(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
@@ -109,28 +170,40 @@ def main(old_tree: Path, files: tuple[Path, ...], lacking: dict[str, Any]) -> No
     others = {row.triton for row in rows} - {triton_version()}
     if others:
         raise click.BadParameter(f"files: rows of Triton {', '.join(sorted(others))}, but here is {triton_version()}")
-    before, after = (_of(tree, [])[0] for tree in (old_tree.absolute(), HERE))
-    edited = {name for name in after if before.get(name) != after[name]}
-    click.echo(f"edited: {', '.join(sorted(edited)) or 'none'}")
-    jobs = _jobs(rows, edited, lacking)
-    old, new = _of(old_tree.absolute(), [job for job, _ in jobs])[1], _of(HERE, [job for _, job in jobs])[1]
-    changed = [job for (job, _), a, b in zip(jobs, old, new, strict=True) if a != b]
-    click.echo(f"{len(jobs) - len(changed)} of {len(jobs)} binaries have the same machine code")
+    before, after = (_run(tree, "input", [])[0] for tree in (old_tree.absolute(), HERE))
+    fresh_then = [row for row in rows if row.kernel_hash == _hash(before, row) != _hash(after, row)]
+    distinct = {json.dumps(job, sort_keys=True): job for job in (_job(row, lacking) for row in fresh_then)}
+    jobs = list(distinct.values())
+    click.echo(f"{len(fresh_then)} of {len(rows)} rows rest on edited sources, {len(jobs)} binaries")
+
+    def compared(asked: str, jobs: list[tuple[Job, Job]]) -> list[tuple[Job, Job]]:
+        """Those that differ."""
+        old = _of(old_tree.absolute(), asked, [job for job, _ in jobs])
+        new = _of(HERE, asked, [job for _, job in jobs])
+        return [job for job, a, b in zip(jobs, old, new, strict=True) if not set(a) & set(b)]
+
+    other = compared("input", jobs)
+    click.echo(f"{len(jobs) - len(other)} of {len(jobs)} binaries have the same compiler input")
+    remaining = compared("inlined", other)
+    click.echo(f"{len(other) - len(remaining)} of the {len(other)} others have the same code once it is inlined")
+    other = remaining
+    changed = compared("code", other)
+    click.echo(f"{len(other) - len(changed)} of the {len(other)} others have the same machine code")
     if changed:
-        raise click.ClickException(f"not the same, so nothing was written: {changed[0]}")
+        raise click.ClickException(f"not the same, so nothing was written: {changed[0][0]}")
+    renewed = {id(row) for row in fresh_then}
     for path, found in tables.items():
         kept = [
-            replace(_completed(row, lacking), kernel_hash=after[name]) if row.kernel_hash == before.get(name) else row
+            replace(_completed(row, lacking), kernel_hash=_hash(after, row) or "") if id(row) in renewed else row
             for row in found
-            for name in (hashed_as(row.key.kernel, row.variant),)
         ]
         with tempfile.TemporaryDirectory() as folder:
             store = Store(Path(folder) / "rows.sqlite")
             store.put(kept)
             store.export(path, "sqlite")
             store.export(path.with_suffix(".json"), "json")
-        renewed = sum(a != b for a, b in zip(kept, found, strict=True))
-        click.echo(f"{path}: {renewed} of {len(found)} rows renewed")
+        count = sum(a != b for a, b in zip(kept, found, strict=True))
+        click.echo(f"{path}: {count} of {len(found)} rows renewed")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""compute-sanitizer over small shapes of every warp-specialised variant: memcheck, racecheck, synccheck.
+"""Runs compute-sanitizer (memcheck, racecheck, synccheck) over small shapes of every warp-specialised variant.
 
     python benchmarks/sanitize.py [--tool racecheck] [--kernel fwd] [--seconds 600]
 
-Needs a Hopper GPU and compute-sanitizer (on PATH, in CUDA_HOME, or CUDA_SANITIZER names it). The kernels are those that
-tests/gpu/hopper_cases.py runs as `small`: the default and as many other configs as bring every value that is compiled in, both
-masks, head dims 64 and 128, lengths that no tile divides; and forms named there of persistent kernels, on more tiles than
-programs. racecheck looks at shared memory accesses of threads only: what the copy engine and the tensor cores do there is
-ordered by barriers that it does not follow. Left out are hazards of Triton's own dispatch of the partitions: with the state
-bytes by which a worker warp is told its partition, and in the end to exit, and with the captures that partitions take along.
-Each pair of addresses that racecheck names is looked up in the SASS of the binaries that ran (dispatch_phases.py), and left out
-only if barriers of the whole block (BAR.SYNC 1, also of the warps of no partition) keep the read and the write apart on every
-path, so that they cannot meet. Every other hazard is printed in full. Why racecheck says otherwise is not known (it says so of
-kernels with a partition of one warp, and not of one whose partitions are of four).
+Needs a Hopper GPU and compute-sanitizer (on PATH, in CUDA_HOME, or named by CUDA_SANITIZER). The kernels are those that
+tests/gpu/hopper_cases.py runs as `small`: the default and enough other configs to cover every compiled-in value, both
+masks, head dims 64 and 128, lengths that no tile divides; and the persistent kernels named there, on more tiles than
+programs.
+
+racecheck only sees shared memory accesses of threads. What the copy engine and the tensor cores do is ordered by barriers
+that it does not follow. Hazards of Triton's own dispatch of partitions (state bytes and captures, see dispatch_phases.py)
+are left out where they are proven harmless: each pair of addresses that racecheck names is looked up in the SASS of the
+binaries that ran, and left out only if barriers of the whole block separate the read from the write on every path. Every
+other hazard is printed in full. Why racecheck reports them is not known; it does so for kernels that have a partition of
+one warp, and not for one whose partitions have four.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import click
 from dispatch_phases import Accesses, Unproven, accesses, excused
 
 from fa2tune.compiling import sass
-from fa2tune.problem import KERNELS
+from fa2tune.spec.problem import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: A hazard's first line, each line that names what else it is with, and how many there are
@@ -84,13 +85,13 @@ def is_dispatch(hazard: Sequence[str], binaries: Mapping[str, Sequence[Accesses]
 
 
 def binaries_in(cache: Path, kernels: set[str]) -> dict[str, list[Accesses]]:
-    """Every binary of these kernels in a Triton cache; none of a kernel with one whose dispatch is not understood."""
+    """Every binary of these kernels in a Triton cache; none of a kernel that has one whose dispatch is not understood."""
     found: dict[str, list[Accesses]] = {}
     for kernel in sorted(kernels):
         try:
             found[kernel] = [accesses(sass.disassembly(path)) for path in sorted(cache.rglob(f"{kernel}.cubin"))]
         except Unproven as error:
-            click.echo(f"  {kernel}: nothing is excused, as its barriers are not understood: {error}")
+            click.echo(f"  {kernel}: its barriers are not understood, so every hazard counts: {error}")
     return found
 
 
@@ -101,8 +102,8 @@ def judge_races(said: Sequence[str], cache: Path) -> bool:
     kept = [hazard for hazard in found if not is_dispatch(hazard, binaries)]
     if len(found) > len(kept):
         click.echo(
-            f"  {len(found) - len(kept)} of {len(found)} hazards excused: of Triton's dispatch of partitions (state bytes,"
-            " captures), whose reads and writes whole-block barriers keep apart on every path"
+            f"  {len(found) - len(kept)} of {len(found)} hazards left out: Triton's dispatch of partitions (state bytes,"
+            " captures), where a barrier of the whole block separates read and write on every path"
         )
     for hazard in kept:
         click.echo("\n".join(hazard))

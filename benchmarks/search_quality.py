@@ -1,17 +1,17 @@
-"""How good a config each searcher finds, how soon: replayed on exhaustive tables (benchmarks/tables), no GPU needed.
+"""How good a config each searcher finds, and how soon: replays on exhaustive tables (benchmarks/tables). Needs no GPU.
 
     python benchmarks/search_quality.py --out DIR [--seeds 30] [--jobs 16] [TABLE ...]
 
-A replay is the tuner's own search, fed from a table: compiles take the recorded seconds of one core each, as many at a time
-as there are cores, as the tuner does; the GPU times what is compiled, eight at a time. What a
-candidate's time is seen to be is the median of five samples drawn from its recorded ones, over the default's of the same
-rounds; what counts is the true time of the best of those that would reach the finals.
+A replay is the tuner's own search, fed from a table. A compile takes its recorded seconds of one core; as many run at a
+time as there are cores. The GPU times compiled candidates, eight at a time. The time that the search sees is the median of
+five samples drawn from the recorded ones, over the default's in the same rounds. The score is the true time of the best
+candidate that would reach the finals.
 
-Searchers: ``ours`` (fa2tune's default, guided.py; no row of a cache known), ``ours blind`` (the same without the default
-config, which stems from a sweep of this GPU: the model alone), ``ours warm`` (with the winners that cache/h200.sqlite holds
-of the same kernel, head dim and mask at other lengths), Optuna's ``tpe``, ``gp``, ``cmaes`` and
-``random`` on the legal points, and ``list``: a dozen configs as users of triton.autotune write them, compiled one by one.
-All but ``ours blind`` and ``list`` try the default config first.
+Searchers: ``ours`` (fa2tune's default, guided.py, without cache rows), ``ours blind`` (without the default config, which
+stems from a sweep of this GPU: the model alone), ``ours warm`` (with the winners in cache/h200.sqlite of the same kernel,
+head dim and mask at other lengths), Optuna's ``tpe``, ``gp``, ``cmaes`` and ``random`` on the legal points, and ``list``: a
+dozen configs as users of triton.autotune write them, compiled one by one. All but ``ours blind`` and ``list`` try the
+default config first.
 
 The model's constants were fitted on such tables; here each key is searched with constants fitted without it.
 """
@@ -37,18 +37,18 @@ import click
 import tables
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler
+from fa2tune.compiling import registry
 from fa2tune.predicting import prior
-from fa2tune.problem import Config
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row
-from fa2tune.sharing.shelf import Shelf
 from fa2tune.sharing.storage import Storage
-from fa2tune.tuning import crown
-from fa2tune.tuning.candidates import Field, Point, UnseenSampler, point
-from fa2tune.tuning.guided import hopeful
-from fa2tune.tuning.search import Search, winners
-from fa2tune.tuning.study import KeyStudy, Outcome
+from fa2tune.sharing.study_writer import StudyWriter
+from fa2tune.spec.problem import Config
+from fa2tune.tuning.search.candidates import Field, Point, UnseenSampler, point
+from fa2tune.tuning.search.guided import hopeful
+from fa2tune.tuning.search.proposals import Search, winners
+from fa2tune.tuning.search.study import KeyStudy, TrialOutcome
+from fa2tune.tuning.select import finalists
 
 ROWS = Path(__file__).parent.parent / "cache" / "h200.sqlite"
 SEARCHERS = ("ours", "ours blind", "ours warm", "tpe", "gp", "cmaes", "random", "list")
@@ -56,9 +56,9 @@ OURS = SEARCHERS[:3]
 SHARE, WITHIN = 0.10, 0.02  #: the bar: after so much of the space, so far from the exhaustive best
 MOST = 200  #: trials of a replay: ends before a tenth of a large space
 CORES = 16
-AHEAD = 1  #: proposals under way per core, as in tuner.py
+AHEAD = 1  #: proposals in progress per core, as in tuner.py
 HEAT = 8
-#: seconds of the GPU's process per candidate beside its samples: loading, first launch, its share of the anchor's samples
+#: seconds of the GPU's process per candidate besides its samples: loading, first launch, its share of the anchor's samples
 SETUP_S, SAMPLES, FLUSH_S = 0.02, 7, 1e-4
 AUTOTUNE_S = 0.15  #: triton.autotune's warm-up and repetitions of one config
 CACHED_S, UNKNOWN_COMPILE_S = (
@@ -76,11 +76,11 @@ class Trace:
     regret: list[float] = field(default_factory=list)  #: true time / the exhaustive best's - 1; inf before the first
 
     def at(self, trials: int) -> float:
-        """Regret after so many trials."""
+        """Loss after so many trials: true time / the exhaustive best's - 1."""
         return self.regret[min(trials, len(self.regret)) - 1] if self.regret else float("inf")
 
     def within(self, regret: float) -> int | None:
-        """Trials until the regret is at most that, for good."""
+        """Trials until the loss is at most that, for good."""
         late = [number for number, value in enumerate(self.regret, 1) if value > regret]
         first = (late[-1] if late else 0) + 1
         return first if first <= len(self.regret) else None
@@ -105,24 +105,24 @@ class Oracle:
         self.compiled.add(where)
         return built.compile_s if built.compile_s > CACHED_S else UNKNOWN_COMPILE_S
 
-    def outcome(self, config: Config) -> Outcome:
+    def outcome(self, config: Config) -> TrialOutcome:
         where = point(config)
-        fate = self.table.fates.get(where)
-        if fate:
-            return Outcome(config, None, fate, fate)
+        status = self.table.statuses.get(where)
+        if status:
+            return TrialOutcome(config, None, status, status)
         built = self.table.built(config)
         assert built is not None
         ratios = self.table.ratios(built.runs[config[self.table.runtime]])
         seen = statistics.median(self.rng.choice(ratios) for _ in range(min(5, len(ratios))))
-        return Outcome(config, seen * self.table.anchor_us)
+        return TrialOutcome(config, seen * self.table.anchor_us)
 
-    def regret(self, finalists: Iterable[Outcome]) -> float:
-        """Of the one that the finals, which take a hundred samples, would crown."""
+    def regret(self, finalists: Iterable[TrialOutcome]) -> float:
+        """Loss of the one that the finals, which take a hundred samples, would select."""
         times = [self.table.times[point(outcome.config)] for outcome in finalists]
         return min(times, default=float("inf")) / self.best_us - 1
 
 
-def replay(oracle: Oracle, propose: Callable[[], Config | None], file: Callable[[Outcome], None], trials: int,
+def replay(oracle: Oracle, propose: Callable[[], Config | None], file: Callable[[TrialOutcome], None], trials: int,
            cores: int = CORES) -> Trace:  # fmt: skip
     """Run a search against the clock of a machine with so many cores and one GPU, up to so many configs."""
     trace = Trace()
@@ -131,7 +131,7 @@ def replay(oracle: Oracle, propose: Callable[[], Config | None], file: Callable[
     ready: list[Config] = []
     now, gpu_free, number = 0.0, 0.0, 0
     racing: list[Config] = []
-    ranked: list[Outcome] = []
+    ranked: list[TrialOutcome] = []
     while len(trace.regret) < trials:
         while len(compiling) < AHEAD * cores and (config := propose()) is not None:
             begin = max(now, heapq.heappop(free))
@@ -155,7 +155,7 @@ def replay(oracle: Oracle, propose: Callable[[], Config | None], file: Callable[
                 if outcome.time_us is not None:
                     bisect.insort(ranked, outcome, key=lambda outcome: outcome.time_us)
                 trace.seconds.append(now)
-                trace.regret.append(oracle.regret(crown.finalists(ranked)))
+                trace.regret.append(oracle.regret(finalists.finalists(ranked)))
             racing = []
         while compiling and compiling[0][0] <= now:
             ready.append(heapq.heappop(compiling)[2])
@@ -168,7 +168,7 @@ def replay(oracle: Oracle, propose: Callable[[], Config | None], file: Callable[
 def estimates_of(table: tables.Table, configs: Sequence[Config], calibration: Any) -> list[float]:
     """The model's times, by constants that have not seen this key."""
     key = table.key
-    variant = compiler.variant_named(key.kernel)
+    variant = registry.portable_of(key.kernel)
     more = {} if calibration is None else {"calibration": calibration}
     return prior.estimates(variant, key.specialization(), configs, gpus.named(key.gpu), key.workload(), **more)
 
@@ -188,7 +188,7 @@ def listed(table: tables.Table) -> list[Config]:
         for n in (64, 128)
         for warps, stages in ((4, 2), (4, 3), (8, 3))
     ]
-    return [config for config in configs if point(config) in table.times or point(config) in table.fates]
+    return [config for config in configs if point(config) in table.times or point(config) in table.statuses]
 
 
 def search(table: tables.Table, searcher: str, seed: int, trials: int, calibration: Any = None,
@@ -197,9 +197,9 @@ def search(table: tables.Table, searcher: str, seed: int, trials: int, calibrati
     oracle = Oracle(table, seed)
     if searcher == "list":
         return autotune(oracle, listed(table))
-    variant = compiler.variant_named(table.key.kernel)
-    configs: list[Config] = [dict(where) for where in sorted([*table.times, *table.fates], key=repr)]
-    shelf = Shelf(Storage())
+    variant = registry.portable_of(table.key.kernel)
+    configs: list[Config] = [dict(where) for where in sorted([*table.times, *table.statuses], key=repr)]
+    writer = StudyWriter(Storage())
     if searcher.startswith("ours"):
         allowed = {point(config) for config in configs}
         guesses = estimates_of(table, configs, calibration)
@@ -210,21 +210,21 @@ def search(table: tables.Table, searcher: str, seed: int, trials: int, calibrati
             table.key,
             "",
             UnseenSampler("guided", space, seed, trials, guesses, None if "blind" in searcher else table.default),
-            shelf,
+            writer,
         )
         seeds = {"ours": [table.default], "ours blind": []}.get(searcher)
         if seeds is None:
             seeds = [table.default, *elsewhere(table, rows)]
         ours = Search(space, allowed, [study], len(table.binaries), seeds)
 
-        def file(outcome: Outcome) -> None:
+        def file(outcome: TrialOutcome) -> None:
             study.tell(outcome)
             ours.filed(outcome.config)
 
         trace = replay(oracle, ours.propose, file, trials, cores)
     else:
         trials = min(trials, GP_TRIALS) if searcher == "gp" else trials
-        study = KeyStudy(table.key, "", UnseenSampler(searcher, Field(variant.space, configs), seed, trials), shelf)
+        study = KeyStudy(table.key, "", UnseenSampler(searcher, Field(variant.space, configs), seed, trials), writer)
         under_way: set[Point] = set()
 
         def propose() -> Config | None:
@@ -234,13 +234,13 @@ def search(table: tables.Table, searcher: str, seed: int, trials: int, calibrati
             return config
 
         trace = replay(oracle, propose, study.tell, trials, cores)
-    shelf.close()
+    writer.close()
     return trace
 
 
 def autotune(oracle: Oracle, configs: Sequence[Config]) -> Trace:
     """One after the other, compiled when its turn comes."""
-    trace, now, best = Trace(), 0.0, Outcome({})
+    trace, now, best = Trace(), 0.0, TrialOutcome({})
     for config in configs:
         now += oracle.compile_s(config) + AUTOTUNE_S
         outcome = oracle.outcome(config)
@@ -266,7 +266,7 @@ class Job:
 
 
 def steps(trace: Trace) -> list[list[float | None]]:
-    """(trials, seconds, regret) where the regret changed, and the end."""
+    """(trials, seconds, loss) where the loss changed, and the end."""
     found: list[list[float | None]] = []
     for number, (seconds, regret) in enumerate(zip(trace.seconds, trace.regret, strict=True), 1):
         value = None if regret == float("inf") else round(regret, 5)
@@ -298,7 +298,7 @@ def regret_at(replayed: Sequence[Sequence[float | None]], place: int, limit: flo
 
 
 def trials_to(replayed: Sequence[Sequence[float | None]], regret: float) -> float:
-    """Trials until the regret is at most that and stays there."""
+    """Trials until the loss is at most that and stays there."""
     first = float("inf")
     for number, _, value in reversed(replayed):
         if value is None or value > regret:
@@ -308,7 +308,7 @@ def trials_to(replayed: Sequence[Sequence[float | None]], regret: float) -> floa
 
 
 def describe(key: Any) -> str:
-    return f"{key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'} {key.bucket}"
+    return f"{key.kernel} {key.dtype} {key.head_dim} {key.mask} {key.bucket}"
 
 
 def budget_of(points: int, most: int) -> int:
@@ -316,10 +316,10 @@ def budget_of(points: int, most: int) -> int:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """Markdown: per key and searcher the regret at three budgets, and whether the bar is met."""
+    """Markdown: per key and searcher the loss at three budgets, and whether the target is met."""
     lines = [
         f"Replays end after {found['most']} configs or a tenth of the space, Optuna's GP after {GP_TRIALS}. Behind the best: "
-        "the true time of the config that the finals would crown by then.", "",
+        "the true time of the config that the finals would select by then.", "",
     ]  # fmt: skip
     for name, key in found["keys"].items():
         tenth = int(SHARE * key["points"])
@@ -372,7 +372,7 @@ def bar(found: Mapping[str, Any], searcher: str = "ours") -> list[str]:
 
 
 def plot(found: Mapping[str, Any], path: Path, place: int) -> None:
-    """Median regret and its upper decile against trials (place 0) or seconds (place 1), a panel a key."""
+    """Median loss and its upper decile against trials (place 0) or seconds (place 1), a panel a key."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -437,7 +437,7 @@ def main(out: Path, seeds: int, jobs: int, most: int, chosen: tuple[str, ...], p
     todo: list[Job] = []
     for path in paths:
         table = tables.load(path)
-        points = len(table.times) + len(table.fates)
+        points = len(table.times) + len(table.statuses)
         best = min(table.times.values())
         about = found["keys"].setdefault(describe(table.key), {"replays": {}})
         about |= {

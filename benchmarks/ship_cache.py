@@ -1,23 +1,26 @@
-"""Make the shipped cache files from what tunes measured.
+"""Makes the shipped cache files from measured rows.
 
     python benchmarks/ship_cache.py measured.sqlite cache/h200.sqlite
+
     python benchmarks/ship_cache.py cache/h200.sqlite later.sqlite cache/h200.sqlite
+
     python benchmarks/ship_cache.py cache/h200.sqlite cache/h100.sqlite --sibling h100-sxm
 
-The first ships rows as they are, sorted and vacuumed, with their JSON twin; the third files them under a GPU of the same
-silicon. A sibling's rows say so: obtained "sibling", proof "sibling", and the GPU that measured them.
+The first form writes the rows as they are, sorted and vacuumed, with their JSON copy. The second merges several runs. The
+third files the rows under a GPU of the same silicon; these rows name obtained "sibling", proof "sibling" and the GPU that
+measured them.
 
-Of several runs (the second), a key's rows are those of the run whose winner gained most over the default, or of an earlier
-file where the next is ahead by less than half a percent: times of different cards do not compare, so a key's rows stay
-together. Only ways that the run has not at all come from another, where they are slower than the winner. A run whose winner was
-measured with other kernel sources than today's has no say; a key that no other run has is left out: a neighbour's row serves.
+Merging: times of different GPUs do not compare, so the rows of a key stay together. They are those of the run whose winner
+gained most over the default; an earlier file's are kept where the next gains less than half a percent more. Implementations
+that the chosen run lacks are taken from another run if they are slower than the winner. A run whose winner was measured
+with other than the present kernel sources is ignored, and a key with no other run is left out: a neighbour's row serves it.
 
-With --newest a key's rows are those of the run that measured its winner last. That is for runs that began with the earlier
-files' rows: they raced those against what else they found, on one card, and where it was at its power limit gave each turns
-alone, of which gains show nothing.
+--newest takes the rows of the run that measured a key's winner last. It is for runs that started from the earlier file's
+rows: they raced those rows against new candidates on one GPU, and at the power limit they timed each one alone, which gains
+do not show.
 
-With --raced-only, fp16 rows are left out whose key was never raced with the warp-specialised kernels, where in bf16 these won:
-the lookup then takes the bf16 row, instead of a portable one that no longer is the best known.
+--raced-only leaves out fp16 rows whose key was never raced with the warp-specialised kernels although these won in bf16:
+the lookup then takes the bf16 row instead of a portable one.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from fa2tune import gpus
 from fa2tune.compiling import fingerprint
-from fa2tune.problem import TuningKey
-from fa2tune.rows import reader
+from fa2tune.rows import reader, record
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import MEASURED, SIBLING, Row, precedence
 from fa2tune.rows.store import Store
+from fa2tune.spec.key import TuningKey
 
 NOTEWORTHY = 1.005  #: a later run's row has to be ahead by this factor
 
@@ -44,19 +48,23 @@ def best_of(runs: Sequence[Sequence[Row]], toolchain: Toolchain, newest: bool = 
     """The rows to ship of several runs, earlier ones first. ``newest``: those measured last, whatever they gained."""
     ahead = _measured_later if newest else _gained_more
     best: dict[tuple[TuningKey, str], list[Row]] = {}
-    spare: dict[tuple[TuningKey, str], list[Row]] = {}
+    spare: dict[tuple[TuningKey, str], list[list[Row]]] = {}  # of each run
     for rows in runs:
         keys: dict[tuple[TuningKey, str], list[Row]] = {}
         for row in rows:
             keys.setdefault((row.key, row.obtained), []).append(row)
         for key, found in keys.items():
             fresh = [row for row in found if not toolchain.stale(row)]
-            spare.setdefault(key, []).extend(fresh)
+            spare.setdefault(key, []).append(fresh)
             if _winner(found) in fresh and (key not in best or ahead(fresh, best[key])):
                 best[key] = fresh
     for key, chosen in best.items():
-        ways = {row.variant: row for row in spare[key] if row.rank_us > _winner(chosen).rank_us}
-        best[key] = list((ways | {row.variant: row for row in chosen}).values())
+        others: dict[tuple[Any, ...], list[Row]] = {}
+        for fresh in spare[key]:
+            slower = (row for row in fresh if row.rank_us > _winner(chosen).rank_us)
+            others |= record.by_slot(slower)
+        filled = record.by_slot(chosen)
+        best[key] = [*chosen, *(row for slot, rows in others.items() if slot not in filled for row in rows)]
     return [row for chosen in best.values() for row in chosen]
 
 
@@ -92,14 +100,16 @@ def _leader_won(row: Row, rows: list[Row]) -> bool:
 @click.argument("measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
 @click.argument("shipped", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--sibling", metavar="GPU", help="File the rows under this GPU, of the same silicon.")
-@click.option("--newest", is_flag=True, help="Of several runs' rows those measured last.")
-@click.option("--raced-only", is_flag=True, help="Leave out what was not raced with the warp-specialised kernels.")
+@click.option("--newest", is_flag=True, help="Take the rows that were measured last, of several runs.")
+@click.option(
+    "--raced-only", is_flag=True, help="Leave out fp16 rows that were not raced with the warp-specialised kernels."
+)
 def main(measured: tuple[Path, ...], shipped: Path, sibling: str | None, newest: bool, raced_only: bool) -> None:
     if newest and len(measured) == 1:
         raise click.UsageError("--newest: got one file of rows, it chooses among several")
     runs = [list(reader.read(run)) for run in measured]
-    today = Toolchain(kernel_hashes=fingerprint.kernel_hashes())
-    rows = runs[0] if len(runs) == 1 else best_of(runs, today, newest)
+    present = Toolchain(kernel_hashes=fingerprint.kernel_hashes())
+    rows = runs[0] if len(runs) == 1 else best_of(runs, present, newest)
     if raced_only:
         kept = raced(rows)
         click.echo(f"{len(rows) - len(kept)} rows left out")

@@ -1,9 +1,10 @@
-"""Prove an A100 cache file's numerics on a Hopper GPU: sm_80 PTX assembled for sm_90, run, and held to the error rule.
+"""Proves the numerics of an A100 cache file on a Hopper GPU: sm_80 PTX is assembled for sm_90, run and checked.
 
     python benchmarks/sm80_on_hopper.py a100.sqlite proved.sqlite
 
-It runs mma.sync and cp.async as an A100 does (not ptxas' sm_80 back end). Every distinct (kernel, specialization, config) is
-checked, gradients included; rows that pass get the proof "sibling", one that fails is dropped and named.
+The code uses mma.sync and cp.async as on an A100; ptxas' sm_80 back end is not tested. Every distinct (kernel,
+specialization, config) is checked, gradients included. Rows that pass get the proof "sibling"; one that fails is dropped
+and named.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 
 import click
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, registry
 from fa2tune.launching import cuda, launch
 from fa2tune.measuring import verify
-from fa2tune.problem import BACKWARD, ROADS, Specialization
 from fa2tune.rows import reader
 from fa2tune.rows.row import SIBLING
 from fa2tune.rows.store import Store
-from fa2tune.variant import Variant
+from fa2tune.spec.problem import BACKWARD, STRATEGIES, Specialization
+from fa2tune.spec.variant import Variant
 
 ARCH, HERE = 80, 90
 
@@ -60,7 +61,7 @@ def main(predicted: Path, proved: Path) -> None:
         if row.key.kernel != BACKWARD
     }
     with ThreadPoolExecutor() as pool:  # compile ahead
-        list(pool.map(lambda job: assembled(compiler.variant_named(job[0]), job[1], job[2]), jobs))
+        list(pool.map(lambda job: assembled(registry.portable_of(job[0]), job[1], job[2]), jobs))
     errors: dict[Any, verify.Errors] = {}
     for job in sorted(jobs, key=str):
         kernel, spec, config = job
@@ -76,7 +77,7 @@ def main(predicted: Path, proved: Path) -> None:
     proved_keys = {row.key for row in kept}
     for row in rows:
         if row.key.kernel == BACKWARD and all(
-            row.key.with_(kernel=kernel) in proved_keys for kernel in ROADS[row.variant]
+            row.key.with_(kernel=kernel) in proved_keys for kernel in STRATEGIES[row.strategy]
         ):
             kept.append(replace(row, proof=SIBLING))
     Store(proved).put(kept)

@@ -1,12 +1,13 @@
-"""A second check of the model: code for an A100, timed on a Hopper GPU, against what the model says of it there.
+"""A second check of the model: times A100 code on a Hopper GPU and compares with the model's prediction for it there.
 
     python benchmarks/sm80_times.py --out sm80_times.json        # on the GPU
-    python benchmarks/sm80_times.py --again sm80_times.json      # anywhere: the same samples, today's model
 
-Random legal A100 configs of the forward, dK/dV and dQ at head dims 64 and 128 (bf16, causal, length 4096): their sm_80 PTX,
-assembled for this GPU (mma.sync and cp.async, no wgmma, no TMA), raced against the default. Per key: Spearman's rank
-correlation of measured times and the model's prediction for that code on this GPU, over all configs and the best quarter;
-regret of its first choice and of the best of its first five; and the correlation with its predictions for the A100 itself.
+    python benchmarks/sm80_times.py --again sm80_times.json      # anywhere: the same samples, the present model
+
+Random legal A100 configs of the forward, dK/dV and dQ at head dims 64 and 128 (bf16, causal, length 4096): their sm_80 PTX
+is assembled for this GPU (mma.sync and cp.async, no wgmma, no TMA) and raced against the default. Per key: Spearman's rank
+correlation of measured times and predictions for that code on this GPU, over all configs and over the best quarter; the
+loss of the first choice and of the best of the first five; and the correlation with the predictions for the A100 itself.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from model_fit import quality, spearman
 from sm80_on_hopper import assembled
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, sass
+from fa2tune.compiling import compiler, limits, registry, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
-from fa2tune.problem import Config, Specialization, TuningKey
-from fa2tune.tuning.candidates import legal, point
-from fa2tune.variant import Variant
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import Variant
+from fa2tune.tuning.search.candidates import legal, point
 
 ARCH = 80
 TARGET = "a100"
@@ -46,7 +48,7 @@ LOOP_FIELDS = [spec.name for spec in fields(sass.Loop)]
 
 def key_of(kernel: str, head_dim: int) -> TuningKey:
     gpu = gpus.named(TARGET)
-    return TuningKey(gpu.name, gpu.sm_count, ARCH, kernel, "bf16", "ieee", head_dim, head_dim, True, LENGTH)
+    return TuningKey(gpu.name, gpu.sm_count, ARCH, kernel, "bf16", "ieee", head_dim, head_dim, "causal", LENGTH)
 
 
 def _facts(cubin: str, shared_bytes: int) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def _facts(cubin: str, shared_bytes: int) -> dict[str, Any]:
 
 def compiled(kernel: str, spec: Specialization, config: Config, here: int) -> tuple[bytes, dict[str, Any]] | str:
     """The cubin for compute capability ``here`` and what the model needs to know of it and of the sm_80 one; or why not."""
-    variant = compiler.variant_named(kernel)
+    variant = registry.portable_of(kernel)
     try:
         binary = compiler.build(variant, spec, config, ARCH)
     except compiler.CompileError as error:
@@ -78,8 +80,8 @@ def compiled(kernel: str, spec: Specialization, config: Config, here: int) -> tu
 
 
 def chosen(key: TuningKey, count: int, seed: int) -> list[dict[str, Any]]:
-    """The default and ``count`` others, drawn by lot."""
-    variant, spec = compiler.variant_named(key.kernel), key.specialization()
+    """The default and ``count`` others, drawn at random."""
+    variant, spec = registry.portable_of(key.kernel), key.specialization()
     default = dict(variant.space.default(spec, ARCH))
     others = [config for config in legal(variant, spec, gpus.named(TARGET)).configs if config != default]
     return [default, *random.Random(f"{seed} {key.kernel} {key.head_dim}").sample(others, count)]
@@ -110,7 +112,7 @@ def record(count: int, seed: int, cores: int) -> dict[str, Any]:
     cubins = {}
     for (key, where), result in built.items():
         if not isinstance(result, str):
-            variant = compiler.variant_named(key.kernel)
+            variant = registry.portable_of(key.kernel)
             binary_config = compiler.binary_config(variant, dict(where))
             cubins[key.kernel, key.specialization(), tuple(sorted(binary_config.items()))] = result[0]
 
@@ -145,8 +147,9 @@ def record(count: int, seed: int, cores: int) -> dict[str, Any]:
 
 def _predicted_us(entry: Mapping[str, Any], side: str, names: Sequence[str], gpu: Gpu) -> float:
     key, facts = key_of(entry["kernel"], entry["head_dim"]), entry[side]
+    name = registry.portable_of(key.kernel).name
     binary = Binary(
-        key.kernel, key.specialization(), entry["config"], gpu.arch, facts["shared_bytes"], entry["config"]["num_warps"],
+        name, key.specialization(), entry["config"], gpu.arch, facts["shared_bytes"], entry["config"]["num_warps"],
         facts["registers"], facts["stack"], "",
     )  # fmt: skip
     known = set(LOOP_FIELDS)
@@ -181,12 +184,12 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 @click.option(
     "--again", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Samples of an earlier run."
 )
-@click.option("--configs", "count", default=40, show_default=True, help="Beside the default, per key.")
+@click.option("--configs", "count", default=40, show_default=True, help="In addition to the default, per key.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 def main(out: Path | None, again: Path | None, count: int, seed: int, cores: int) -> None:
     if (out is None) == (again is None):
-        raise click.UsageError("give --out to measure, or --again to judge earlier samples")
+        raise click.UsageError("give --out to measure, or --again to compare earlier samples")
     found = json.loads(again.read_text()) if again else record(count, seed, cores)
     found["figures"] = figures(found)
     columns = ("n", "spearman", "spearman_best", "regret_1", "regret_5", "level", "spearman_target")

@@ -1,14 +1,15 @@
-"""Exhaustive tables: what every legal config of one tuning key compiled to and how fast it ran. Written by record_tables.py,
-read by whatever replays a search or judges the model without a GPU.
+"""Exhaustive tables: what every legal config of one tuning key compiled to, and its time. Written by record_tables.py, read
+by the scripts that replay a search or check the model without a GPU.
 
-A file is JSON lines, gzipped with no time stamp. The first line is the header. Then one line a binary, with "c" (values of
-the header's compile dimensions), "fate" and "why" ("" if it may be launched), "r" registers, "s" spilled words, "m" bytes of
-shared memory, "w" warps, "loops" (values of the header's loop fields, per loop), "compile_s", and "runs": for each value of
-the run-time dimension [value, fate, [heat, sample, ...], ...], microseconds. And one line a heat: {"heat", "anchor"}: the
-samples of the default config, one a round; sample i of a run was taken in the same round as sample i of its heat's anchor.
+A file is JSON lines, gzipped without a time stamp. The first line is the header. Then one line per binary: "c" (values of
+the header's compile dimensions), "fate" and "why" ("" if it may be launched), "r" registers, "s" spilled words, "m" bytes
+of shared memory, "w" warps, "loops" (values of the header's loop fields, per loop), "compile_s", and "runs": for each value
+of the run-time dimension [value, status, [heat, sample, ...], ...], in microseconds. And one line per heat: {"heat",
+"anchor"}, the samples of the default config, one per round; sample i of a run was taken in the same round as sample i of
+its heat's anchor.
 
-While a table is being recorded it is a journal: the same lines, except that runs come on lines of their own,
-{"heat", "anchor", "of": [[values, value, fate, samples], ...]}.
+While a table is being recorded it is a journal: the same lines, except that runs have lines of their own,
+{"heat", "anchor", "of": [[values, value, status, samples], ...]}.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from statistics import median
 from typing import Any
 
 from fa2tune.compiling.sass import Loop
-from fa2tune.problem import TuningKey
-from fa2tune.tuning.candidates import Point, point
+from fa2tune.rows import record
+from fa2tune.spec.key import TuningKey
+from fa2tune.tuning.search.candidates import Point, point
 
 SUFFIX, JOURNAL = ".jsonl.gz", ".jsonl"
 FOLDER = Path(__file__).parent / "tables"
@@ -34,7 +36,7 @@ FOLDER = Path(__file__).parent / "tables"
 class Run:
     """One launch configuration of a binary: a value of the run-time dimension, and how it fared."""
 
-    fate: str = ""  #: "" if it ran
+    status: str = ""  #: "" if it ran
     heats: list[tuple[int, list[float]]] = field(default_factory=list)  #: (heat, microseconds by round)
 
 
@@ -43,7 +45,7 @@ class Built:
     """One binary, or why there is none."""
 
     config: dict[str, Any]  #: compile dimensions only
-    fate: str
+    status: str
     why: str
     registers: int
     spills: int
@@ -64,7 +66,7 @@ class Table:
 
     @property
     def key(self) -> TuningKey:
-        return TuningKey(**self.header["key"])
+        return record.key_of(self.header["key"])
 
     @property
     def default(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class Table:
     def ratios(self, run: Run) -> list[float]:
         """Times over the default's of the same heat and round. Of several heats the longest counts, which is the last:
         candidates near the best were raced again."""
-        if run.fate or not run.heats:
+        if run.status or not run.heats:
             return []
         heat, samples = max(run.heats, key=lambda entry: len(entry[1]))
         return [s / a for s, a in zip(samples, self.anchors[heat], strict=False)]
@@ -117,16 +119,16 @@ class Table:
         return found
 
     @cached_property
-    def fates(self) -> dict[Point, str]:
+    def statuses(self) -> dict[Point, str]:
         """Why each of the other configs has no time."""
         values = self.header["values"]
         found = {}
         for built in self.binaries.values():
             for value in values:
                 run = built.runs.get(value)
-                fate = built.fate or (run.fate if run else "not_recorded")
-                if fate:
-                    found[point(self.config(built, value))] = fate
+                status = built.status or (run.status if run else "not_recorded")
+                if status:
+                    found[point(self.config(built, value))] = status
         return found
 
     # ---- lines
@@ -147,14 +149,14 @@ class Table:
             if earlier is not None:  # recorded, then compiled again, maybe out of the compiler's cache
                 built.runs, built.compile_s = earlier.runs, earlier.compile_s
             self.binaries[point(config)] = built
-            for value, fate, *heats in line.get("runs", ()):
-                built.runs[value] = Run(fate, [(heat, samples) for heat, *samples in heats])
+            for value, status, *heats in line.get("runs", ()):
+                built.runs[value] = Run(status, [(heat, samples) for heat, *samples in heats])
         elif "heat" in line:
             self.anchors[line["heat"]] = list(line["anchor"])
-            for values, value, fate, samples in line.get("of", ()):
+            for values, value, status, samples in line.get("of", ()):
                 config = dict(zip(self.header["dimensions"], values, strict=True))
                 run = self.binaries[point(config)].runs.setdefault(value, Run())
-                run.fate = fate
+                run.status = status
                 if samples:
                     run.heats.append((line["heat"], samples))
 
@@ -165,11 +167,11 @@ class Table:
         yield {**self.header, "loop_fields": loop_fields}
         for built in sorted(self.binaries.values(), key=lambda built: repr([built.config[name] for name in names])):
             runs = [
-                [value, run.fate, *([heat, *samples] for heat, samples in run.heats)]
+                [value, run.status, *([heat, *samples] for heat, samples in run.heats)]
                 for value, run in sorted(built.runs.items())
             ]
             yield {
-                "c": [built.config[name] for name in names], "fate": built.fate, "why": built.why,
+                "c": [built.config[name] for name in names], "fate": built.status, "why": built.why,
                 "r": built.registers, "s": built.spills, "m": built.shared_bytes, "w": built.num_warps,
                 "loops": [[getattr(loop, name) for name in loop_fields] for loop in built.loops],
                 "compile_s": built.compile_s, "runs": runs,
@@ -207,15 +209,14 @@ def load(path: Path | str) -> Table:
 def pack(table: Table, path: Path) -> None:
     """Write the packed file, whole or not at all."""
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in table.lines())
-    beside = path.with_name(path.name + ".new")
-    beside.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
-    beside.replace(path)
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    new.replace(path)
 
 
 def stem(key: TuningKey) -> str:
     """File name of a key's table, without its suffix."""
-    mask = "causal" if key.causal else "full"
-    return f"{key.gpu}_{key.kernel}_{key.dtype}_{key.head_dim}_{mask}_{key.bucket}"
+    return f"{key.gpu}_{key.kernel}_{key.dtype}_{key.head_dim}_{key.mask}_{key.bucket}"
 
 
 def named(text: str) -> Iterable[str]:

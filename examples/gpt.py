@@ -1,13 +1,17 @@
 """Trains a small GPT on its own source code, character by character, with fa2tune.attention.
 
-python examples/gpt.py                                             # on a GPU: bf16, 12 layers, 1024 characters
-TRITON_INTERPRET=1 python examples/gpt.py --layers 1 --heads 2 --length 48 --batch 2 --steps 2    # anywhere, slowly
+On a GPU, in bf16, 12 layers, 1024 characters:
+    python examples/gpt.py
+
+Without a GPU, in Triton's interpreter, which is slow:
+    TRITON_INTERPRET=1 python examples/gpt.py --layers 1 --heads 2 --length 48 --batch 2 --steps 2
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +59,8 @@ class GPT(nn.Module):
 def train(arguments: argparse.Namespace) -> list[float]:
     """-> the loss of every step."""
     device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("needs a CUDA GPU that torch can use, or TRITON_INTERPRET=1 (see --help)")
     text = Path(__file__).read_text()
     alphabet = sorted(set(text))
     data = torch.tensor([alphabet.index(character) for character in text], device=device)

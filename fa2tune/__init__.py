@@ -1,6 +1,9 @@
 """fa2tune: tuned FlashAttention-2 kernels from an on-disk config cache.
 
-``fa2tune.attention(q, k, v)`` is the public call; names load on first use, so that importing costs nothing.
+``fa2tune.attention(q, k, v)`` computes attention; ``fa2tune.explain(q, k, v)`` says which cache row serves such a call and
+``fa2tune.is_supported(q, k, v)`` whether it is taken here; ``fa2tune.manifest()`` describes what is loaded;
+``fa2tune.Mask`` names a mask with its values. These names load on
+first use, so that ``import fa2tune`` costs nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fa2tune.calling.ops import attention as attention
+    from fa2tune.calling.serving import explain as explain
+    from fa2tune.calling.serving import is_supported as is_supported
     from fa2tune.fleet.manifests import manifest as manifest
+    from fa2tune.spec.mask import Mask as Mask
 
-__version__ = "0.1.0"
-__all__ = ["attention", "manifest"]
+__version__ = "0.2.0"
+__all__ = ["Mask", "attention", "explain", "is_supported", "manifest"]
 
 #: name -> module, never of the same name: the module would hide what it holds
-_LAZY = {"attention": "fa2tune.calling.ops", "manifest": "fa2tune.fleet.manifests"}
+_LAZY = {
+    "Mask": "fa2tune.spec.mask",
+    "attention": "fa2tune.calling.ops",
+    "explain": "fa2tune.calling.serving",
+    "is_supported": "fa2tune.calling.serving",
+    "manifest": "fa2tune.fleet.manifests",
+}
 _TOP_LEVEL = ("kernels", "search_spaces", "cache")
 
 
@@ -46,18 +58,18 @@ if not (Path(__file__).parent / "kernels").is_dir():
     sys.meta_path.append(_Checkout)
 
 
-#: The thresholds to go back to, while ``uncollected`` has set others.
+#: The thresholds to restore while ``uncollected`` has set others.
 _thresholds: tuple[int, int, int] | None = None
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection in the midst of a first call, in any thread, until ``collected``: a full one takes 50 ms once
-    torch is imported, and what a first call imports and reads sets off one or two. gc.disable() and gc.enable() stay the
-    program's own, whichever of its threads says so meanwhile: the thresholds say it here."""
+    """No garbage collection during a first call, in any thread, until ``collected``: a full collection takes 50 ms once torch
+    is imported, and a first call would trigger one or two. This sets the thresholds, so gc.disable() and gc.enable() of the
+    program keep their meaning."""
     global _thresholds
     found = gc.get_threshold()
-    ours = found[0] != 0  # else nothing is collected as it is, by the program's will or for another thread's first call
+    ours = found[0] != 0  # else it is off already: by the program, or for another thread's first call
     if ours:
         _thresholds = found
         gc.set_threshold(0, *found[1:])
@@ -69,7 +81,7 @@ def uncollected() -> Iterator[None]:
 
 
 def collected() -> None:
-    """The end of ``uncollected`` before something that takes long."""
+    """Ends ``uncollected`` early, before something slow."""
     _collected(_thresholds)
 
 
@@ -81,16 +93,19 @@ def _collected(found: tuple[int, int, int] | None) -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=collected)  # a child has no thread that would end it
+    os.register_at_fork(after_in_child=collected)  # in a child no thread would end it
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        with uncollected():
-            value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-        return value
-    raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take every name for a public one
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            with uncollected():
+                value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+            return value
+        raise AttributeError(f"module 'fa2tune' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    """The public names."""
+    return sorted([*__all__, "__version__"])

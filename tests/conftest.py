@@ -39,7 +39,7 @@ CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests star
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
 COMPILING = tuple(
     TESTS / f"test_{name}.py"
-    for name in ("astray", "compile", "dispatch_phases", "hopper_forward", "hostside", "hopper")
+    for name in ("operandcheck", "compile", "dispatch_phases", "hopper_forward", "hostside", "hopper")
 )
 
 
@@ -249,9 +249,9 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 @pytest.fixture
 def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner knows one variant of each kernel, the portable one, whatever others the house has."""
-    from fa2tune.compiling import compiler
+    from fa2tune.compiling import registry
 
-    monkeypatch.setattr(compiler, "variants_of", lambda kernel: (compiler.variant_named(kernel),))
+    monkeypatch.setattr(registry, "variants_of", lambda kernel: (registry.portable_of(kernel),))
 
 
 @pytest.fixture
@@ -260,13 +260,12 @@ def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from variant_fakes import with_fakes
 
     from fa2tune.calling import dispatch
-    from fa2tune.compiling import compiler, fingerprint
-    from fa2tune.problem import KERNELS
+    from fa2tune.compiling import fingerprint, registry
+    from fa2tune.spec.problem import KERNELS
 
     found = with_fakes(*KERNELS)
-    caches = (compiler.ways, fingerprint.backward_hash, fingerprint.kernel_hashes, dispatch.toolchain)
-    monkeypatch.setattr(compiler, "variants", lambda: found)
-    monkeypatch.setattr(fingerprint, "variants", lambda: found)
+    caches = (registry.implementations, fingerprint.backward_hash, fingerprint.kernel_hashes, dispatch.toolchain)
+    monkeypatch.setattr(registry, "variants", lambda: found)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -1,5 +1,6 @@
 """Workers of tests/test_many_workers.py: whole tuning runs, in processes that may be killed at any moment, over a small space
-and with fake hands that cost next to nothing. This process has imported everything and forks one worker for each line it reads:
+and with fake functions that cost next to nothing. This process has imported everything and forks one worker a line that it
+reads:
 {"name", "folder", "request": fields of a TuneRequest, "environment"}; it answers with the worker's pid. A worker leaves its
 report's rows and how it ended in ``<folder>/<name>.json``, and what it says, as it says it, in ``<folder>/<name>.lines``.
 """
@@ -22,6 +23,7 @@ import fake_log
 
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race
+from fa2tune.spec.mask import ROW_MASKS
 
 ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
 DIMENSIONS = {
@@ -30,12 +32,12 @@ DIMENSIONS = {
 }  # fmt: skip
 
 
-# ---- hands: light, as children import this module alone
+# ---- functions: light, as children import this module alone
 
 
 @dataclass(frozen=True)
-class Verdict:
-    fate: str = ""
+class CompileResult:
+    status: str = ""
     why: str = ""
     binary: dict[str, int] = field(default_factory=dict)
     predicted_us: tuple[float, ...] = ()
@@ -63,15 +65,15 @@ def _pause() -> None:
             time.sleep(0.02)
 
 
-def judge(kernel: str, spec: Any, config: Any, gpu: Any, problems: Any) -> Verdict:
-    return Verdict(binary={"registers": 128, "spills": 0, "shared_bytes": 1000})
+def compile_check(kernel: str, spec: Any, config: Any, gpu: Any, problems: Any) -> CompileResult:
+    return CompileResult(binary={"registers": 128, "spills": 0, "shared_bytes": 1000})
 
 
 def race(key: Any, contenders: Any, effort: str, best: Any = None) -> Race:
     _pause()
     for index in range(len(contenders)):
         worker.report(index)
-    _log(effort, key.head_dim, key.causal, key.bucket, list(contenders))
+    _log(effort, key.head_dim, key.mask, key.bucket, list(contenders))
     return Race([[true_time(c, key.bucket) * (1 + 0.001 * r) for r in range(9)] for c in contenders], {}, 1980, 700)
 
 
@@ -88,35 +90,37 @@ def prepare() -> Any:
     import torch
 
     from fa2tune import gpus
-    from fa2tune.compiling import compiler, fingerprint
-    from fa2tune.problem import KERNELS
+    from fa2tune.compiling import compiler, fingerprint, registry
     from fa2tune.rows import reader
     from fa2tune.rows.row import MEASURED
     from fa2tune.sharing import leases, storage
-    from fa2tune.tuning import plan
-    from fa2tune.tuning.books import Hands, Watcher
-    from fa2tune.tuning.plan import Target, TuneRequest, make_plan
-    from fa2tune.tuning.tuner import Run
+    from fa2tune.spec.problem import KERNELS
+    from fa2tune.tuning.request import plan
+    from fa2tune.tuning.request.plan import Target, TuneRequest, make_plan
+    from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
+    from fa2tune.tuning.run.tuner import Run
 
     here = gpus.named("h200")
     plan.resolve_target = lambda name: Target(here, MEASURED, here)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
     fingerprint.driver_version = lambda: os.environ.get("FA2TUNE_FAKE_DRIVER", "580.1")
-    compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)
+    registry.variants_of = lambda kernel: (registry.portable_of(kernel),)
     reader.shipped_paths = list
     leases.BEAT_S, storage.HURRY_S = 0.5, 1.0
-    fwd = compiler.variant_named("fwd")
+    fwd = registry.portable_of("fwd")
     default = {name: values[0] for name, values in DIMENSIONS.items()}
     object.__setattr__(fwd, "space", replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))
     compiler.runtime_names(fwd)
     hashed = fingerprint.kernel_hash
     for kernel in KERNELS:
-        hashed(compiler.variant_named(kernel)), fingerprint.space_hash(compiler.variant_named(kernel))
-    changed = {"": hashed, "newer": lambda variant: hashed(variant)[::-1]}
-    fingerprint.kernel_hash = lambda variant: changed[os.environ.get("FA2TUNE_FAKE_KERNELS", "")](variant)
+        for mask in ROW_MASKS:
+            hashed(registry.portable_of(kernel), mask)
+        fingerprint.space_hash(registry.portable_of(kernel))
+    changed = {"": hashed, "newer": lambda variant, mask: hashed(variant, mask)[::-1]}
+    fingerprint.kernel_hash = lambda *of: changed[os.environ.get("FA2TUNE_FAKE_KERNELS", "")](*of)
     with tempfile.TemporaryDirectory() as folder:  # what Optuna imports when it first meets a database
         storage.Storage.of_studies(Path(folder) / "studies.sqlite").optuna()
-    hands = Hands(*(f"fleet_worker:{name}" for name in ("judge", "race", "check", "check")))
+    functions = WorkerFunctions(*(f"fleet_worker:{name}" for name in ("compile_check", "race", "check", "check")))
 
     class Lines(Watcher):
         def __init__(self, path: Path) -> None:
@@ -135,10 +139,10 @@ def prepare() -> Any:
             values["cache"] = Path(values["cache"])
         watcher, said, rows = Lines(folder / f"{name}.lines"), "", []
         try:
-            run = Run(make_plan(TuneRequest(**values)), watcher, hands)
+            run = Run(make_plan(TuneRequest(**values)), watcher, functions)
             report = run.go()
             rows = [
-                [r.key.head_dim, r.key.causal, r.key.bucket, r.variant, dict(r.config), r.created] for r in report.rows
+                [r.key.head_dim, r.key.mask, r.key.bucket, r.filed_as, dict(r.config), r.created] for r in report.rows
             ]
         except Exception as error:
             said = repr(error)

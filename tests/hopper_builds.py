@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fa2tune.compiling import compiler, sass
+from fa2tune.compiling import compiler, registry, sass
 from fa2tune.compiling.compiler import Binary
-from fa2tune.problem import Specialization
+from fa2tune.spec.problem import Specialization
 
 #: Variant's name, specialization, settings of a config.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
@@ -43,7 +43,7 @@ def _build(asked: Asked, folder: str) -> Built:
     name, spec, settings = asked
     os.environ |= {"TRITON_CACHE_DIR": tempfile.mkdtemp(dir=folder), "TRITON_DUMP_PTXAS_LOG": "1"}
     with redirect_stdout(io.StringIO()) as said:
-        binary = compiler.build(compiler.variant_named(name), spec, dict(settings), 90)
+        binary = compiler.build(registry.variant_named(name), spec, dict(settings), 90)
     command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return Built(binary, said.getvalue(), Path(binary.cubin_path).with_suffix(".ttgir").read_text(), listing)

@@ -1,5 +1,5 @@
-"""What child processes run in tests/test_isolation.py: jobs that go wrong in every way, and the hands of ``tuner_fakes`` with
-some candidates poisoned.
+"""What child processes run in tests/test_isolation.py: jobs that go wrong in every way, and the functions of
+``tuner_fakes`` with some candidates poisoned.
 
 ``FA2TUNE_FAULTS`` names a JSON file: {"faults": [[config, fault]...], "log": path}.
 """
@@ -17,7 +17,7 @@ import fake_log
 import tuner_fakes
 
 from fa2tune.measuring import worker
-from fa2tune.tuning.judge import Verdict
+from fa2tune.tuning.search.compile_check import CompileResult
 
 COMPILING = ("abort", "segfault", "stall", "eat", "refuse")
 LAUNCHING = ("illegal", "assert", "hang", "crash", "no_room", "late_hang")
@@ -56,7 +56,7 @@ def spin():
 
 
 def stall():
-    """As good as ``spin`` for whoever waits, and the cores are free."""
+    """As good as ``spin`` for a waiting process, and the cores are free."""
     time.sleep(3600)
 
 
@@ -108,7 +108,7 @@ def kill_itself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---- hands
+# ---- functions
 
 
 def _table():
@@ -132,14 +132,14 @@ def _note(kind, config):
     fake_log.write(_table()["log"], kind, config)
 
 
-def judge(kernel, spec, config, gpu, problems):
+def compile_check(kernel, spec, config, gpu, problems):
     fault = fault_of(config)
     if fault in COMPILING:
         _note(fault, config)
         if fault == "refuse":
-            return Verdict("compile_error", "CompilationError: no")
+            return CompileResult("compile_error", "CompilationError: no")
         {"abort": abort, "segfault": segfault, "stall": stall, "eat": eat}[fault]()
-    return tuner_fakes.judge(kernel, spec, config, gpu, problems)
+    return tuner_fakes.compile_check(kernel, spec, config, gpu, problems)
 
 
 def race(key, contenders, effort, *more):

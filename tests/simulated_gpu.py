@@ -1,4 +1,4 @@
-"""A card made of arithmetic, for tests of races: it starts cool and fast, every launch is a little off, some are far off, and
+"""A GPU made of arithmetic, for tests of races: it starts cool and fast, every launch is a little off, some are far off, and
 now and then it is throttled."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from fa2tune.measuring.witness import SOFTWARE_POWER_CAP, Reading
+from fa2tune.measuring.clock_monitor import SOFTWARE_POWER_CAP, Reading
 
 HARDWARE_SLOWDOWN = 0x08
 
@@ -16,7 +16,7 @@ class SimulatedGpu:
     """A ``racing.Track`` over contenders whose true times (microseconds, warm) are ``truth``.
 
     noise: relative, of one launch. outliers: share of launches that take up to twice as long. drift: how much faster a cool
-    card is. warms_in: seconds of work until most of that is gone. throttled: [from, until) in seconds, during which launches
+    GPU is. warms_in: seconds of work until most of that is gone. throttled: [from, until) in seconds, during which launches
     take half as long again or more. watched: NVML answers. patience: rests it has time for."""
 
     FLUSH_US = 50.0

@@ -138,29 +138,30 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
         from dataclasses import replace
         from pathlib import Path
         import torch
-        from test_upkeep import CARD, HANDS, KEY, config, made
-        from fa2tune.compiling import compiler, fingerprint
+        from test_upkeep import GPU, HANDS, KEY, config, made
+        from fa2tune.compiling import fingerprint, registry
         from fa2tune.fleet import finding, repair
-        from fa2tune.tuning import plan, tuner
+        from fa2tune.tuning.request import plan
+        from fa2tune.tuning.run import tuner
         from fa2tune.rows import reader, record
-        from fa2tune.tuning.books import Watcher
-        from fa2tune.tuning.plan import Target
+        from fa2tune.tuning.request.watcher import Watcher
+        from fa2tune.tuning.request.plan import Target
         from fa2tune.rows.store import Store
         from fa2tune.fleet.upkeep import Verification
 
         os.environ["FA2TUNE_FAKE_FAULTS"] = json.dumps(
             [["slow at", {"bucket": 1024}, 1.5], ["wrong", {"BLOCK_N": 16}, 1]]
         )
-        plan.resolve_target = lambda name: Target(CARD.gpu, "measured", CARD.gpu)
-        torch.cuda.get_device_name = lambda: CARD.name
-        fingerprint.driver_version = lambda: CARD.driver
-        compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)  # less to search
+        plan.resolve_target = lambda name: Target(GPU.gpu, "measured", GPU.gpu)
+        torch.cuda.get_device_name = lambda: GPU.name
+        fingerprint.driver_version = lambda: GPU.driver
+        registry.variants_of = lambda kernel: (registry.portable_of(kernel),)  # less to search
         reader.shipped_paths = list
         folder = Path(sys.argv[1])
 
         def run(path):
-            rows = [row for row in reader.read(path) if finding.toolchain_here(CARD).stale(row)]
-            look = Verification(rows, reader.read(path), CARD, HANDS, 1)
+            rows = [row for row in reader.read(path) if finding.toolchain_here(GPU).stale(row)]
+            look = Verification(rows, reader.read(path), GPU, HANDS, 1)
             look.found = repair.Refresher(path)
             repair.repair(path, look.go(), look, lambda r: tuner.tune(r, Watcher(), HANDS), trials=2, workers=1)
 
@@ -189,18 +190,18 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
 
         old = [made(replace(KEY, bucket=512), triton="3.5.1"), made(replace(KEY, bucket=1024), triton="3.5.1"),
                made(replace(KEY, bucket=2048), triton="3.5.1", config=config(BLOCK_N=16))]
-        identities = {record.identity(row) for row in old}
+        identities = {record.slot(row) for row in old}
         assert killed_at(start("whole"), 0) == 0
         steps = int((folder / "steps").read_text())
         for share in (0.3, 0.7):
             path = start(str(share))
             assert killed_at(path, int(share * steps)) == 9
             gone = repair.withdrawn_path(path)
-            left = {record.identity(row) for file in (path, gone) if file.exists() for row in reader.read(file)}
+            left = {record.slot(row) for file in (path, gone) if file.exists() for row in reader.read(file)}
             assert identities <= left
         assert killed_at(path, 0) == 0
-        here = finding.toolchain_here(CARD)
-        stale = [(row.key.bucket, row.variant, here.stale(row)) for row in reader.read(path) if here.stale(row)]
+        here = finding.toolchain_here(GPU)
+        stale = [(row.key.bucket, row.filed_as, here.stale(row)) for row in reader.read(path) if here.stale(row)]
         assert not stale, stale
         assert {row.key.bucket for row in reader.read(path)} == {512, 1024, 2048}
         print("mended after", steps)
@@ -237,19 +238,70 @@ def test_a_full_disk_costs_the_write_and_nothing_else(tmp_path: Path) -> None:
     assert len(said) == 10
     assert all(str(path) in line for line in said), said
     assert reader.read(path) == [BARE, FULL]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".c.sqlite.lock", "c.sqlite"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".c.sqlite.lock", ".c.sqlite.queue", "c.sqlite"]
     assert held != path.read_bytes()
+
+
+def test_a_full_disk_under_the_studies_names_their_file(tmp_path: Path) -> None:
+    """Written by the process that stores trials, and at once; the file with leases and failures has room."""
+    code = """
+        import resource, signal, sys
+        from pathlib import Path
+        import optuna
+        from fa2tune.sharing.study_writer import StudyWriter
+        from fa2tune.sharing.storage import Storage, StorageError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        path = Path(sys.argv[1])
+        writer = StudyWriter(Storage.of_studies(path))
+        writer.now(optuna.create_study, storage=writer.optuna, study_name="s")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
+        trial = optuna.trial.create_trial(value=1.0, user_attrs={"a": "x" * 1000})
+        works = (
+            lambda: [writer.add("s", trial) for _ in range(200)],
+            lambda: writer.keep("s", "large", "x" * 100_000),
+            lambda: [writer.now(optuna.create_study, storage=writer.optuna, study_name=f"s{n}{'y' * 400}") for n in range(999)],
+        )
+        for work in works:
+            try:
+                work()
+                writer.flush()
+            except StorageError as error:
+                print(error)
+            else:
+                raise AssertionError("no error")
+    """
+    studies = tmp_path / "studies.sqlite"
+    said = python(code, studies).splitlines()
+    assert len(said) == 3
+    for line in said:
+        assert line.startswith(f"storage: {studies}: ") and line.endswith(("disk I/O error", "disk is full")), line
+        assert "ledger.sqlite" not in line and "move the file away" not in line
 
 
 def test_what_dead_writers_left_is_swept_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "c.sqlite"
-    left = tmp_path / f".c.sqlite.123-456{store.HALF_DONE}"
-    other = tmp_path / f".d.sqlite.123-456{store.HALF_DONE}"
-    for file in (left, other):
+    left = tmp_path / f".c.sqlite.fa2tune-123-456{store.HALF_DONE}"
+    others = [
+        tmp_path / f".d.sqlite.fa2tune-123-456{store.HALF_DONE}",
+        tmp_path / f".c.sqlite.123-456{store.HALF_DONE}",
+    ]
+    for file in (left, *others):
         file.write_text("half")
     Store(path).put([FULL])
     assert not left.exists()
-    assert other.exists(), "another file's"
+    assert all(other.exists() for other in others), "another file's, another program's"
+
+
+def test_what_killed_exports_left_is_removed_by_a_later_one_in_the_folder(tmp_path: Path) -> None:
+    old, young = tmp_path / ".a.sqlite.fa2tune-123-456.tmp", tmp_path / ".b.json.fa2tune-123-456.tmp"
+    others = [tmp_path / ".notes.tmp", tmp_path / "b.fa2tune-123-456.tmp", tmp_path / ".c.sqlite.lock"]
+    others.append(tmp_path / ".a.sqlite.123-456.tmp")  # another program may call its own files so
+    for file in (old, young, *others):
+        file.write_text("half")
+    for file in (old, *others):
+        os.utime(file, (1e9, 1e9))
+    store.export([FULL], tmp_path / "x.sqlite")
+    assert sorted(tmp_path.iterdir()) == sorted([young, *others, tmp_path / "x.sqlite"])
 
 
 def test_a_lock_file_of_rubbish_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -294,7 +346,7 @@ def test_a_file_spoilt_between_two_writes_stops_the_second(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(CacheFileError):
         cache.put([BARE])
-    assert path.stat().st_size == 5000, "for whoever wants to rescue it"
+    assert path.stat().st_size == 5000, "it can still be rescued"
 
 
 # --- files that change under a reader
@@ -432,20 +484,24 @@ def test_two_tuners_on_one_file_lose_nothing(tmp_path: Path) -> None:
         from pathlib import Path
         import torch
         from fa2tune import gpus
-        from fa2tune.compiling import compiler
-        from fa2tune.tuning import plan, tuner
+        from fa2tune.compiling import registry
+        from fa2tune.tuning.request import plan
+        from fa2tune.tuning.run import tuner
         from fa2tune.rows import reader
-        from fa2tune.tuning.books import Hands
-        from fa2tune.tuning.plan import Target, TuneRequest
+        from fa2tune.tuning.request.watcher import WorkerFunctions
+        from fa2tune.tuning.request.plan import Target, TuneRequest
         h200 = gpus.named("h200")
         plan.resolve_target = lambda name: Target(h200, "measured", h200)
         torch.cuda.get_device_name = lambda: "NVIDIA H200"
-        compiler.variants_of = lambda kernel: (compiler.variant_named(kernel),)  # less to search
+        registry.variants_of = lambda kernel: (registry.portable_of(kernel),)  # less to search
         reader.shipped_paths = list
-        hands = Hands("tuner_fakes:judge", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward")
+        functions = WorkerFunctions(
+            "tuner_fakes:compile_check", "tuner_fakes:race",
+            "tuner_fakes:check", "tuner_fakes:check_backward",
+        )
         dims = tuple(map(int, sys.argv[2].split(",")))
-        tuner.tune(TuneRequest(head_dims=dims, trials=3, buckets=(512, 4096), dtypes=("bf16",), causal=(True,), pass_="fwd",
-                               workers=1, cache=Path(sys.argv[1])), hands=hands)
+        tuner.tune(TuneRequest(head_dims=dims, trials=3, buckets=(512, 4096), dtypes=("bf16",), masks=("causal",), pass_="fwd",
+                               workers=1, cache=Path(sys.argv[1])), functions=functions)
     """
     path = tmp_path / "cache.sqlite"
     environment = {

@@ -1,30 +1,33 @@
-"""fa2tune bench: selection, correctness, records, resuming, budget; with fake peers and a fake card, on the CPU."""
+"""fa2tune bench: selection, correctness, records, resuming, budget; with fake peers and a fake GPU, on the CPU."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from fa2tune.bench import card, comparison
+from fa2tune.bench import comparison, tables
+from fa2tune.bench import gpu as bench_gpu
 from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
-from fa2tune.problem import Problem
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Problem
 
-REAL_CARD = card.Card
+REAL_GPU = bench_gpu.BenchGpu
 STANDARD = PEERS["standard"]
 
 
 def problem(causal: bool = True, seqlen: int = 100, heads: int = 3) -> Problem:
-    return Problem("bf16", 2, heads, heads, seqlen, seqlen, 16, 16, causal)
+    return Problem("bf16", 2, heads, heads, seqlen, seqlen, 16, 16, CAUSAL if causal else FULL)
 
 
 def bshd(of: Problem) -> Any:
@@ -40,13 +43,13 @@ def broken(of: Problem) -> Any:
 FAKES: Mapping[str, Peer] = {
     SUBJECT: replace(STANDARD, name=SUBJECT),
     "turned": Peer("turned", "Turned", bshd, layout="bshd"),
-    "maskless": Peer("maskless", "Maskless", lambda of: STANDARD.make(replace(of, causal=False))),
+    "maskless": Peer("maskless", "Maskless", lambda of: STANDARD.make(replace(of, mask=FULL))),
     "broken": Peer("broken", "Broken", broken),
     "huge": replace(STANDARD, name="huge", unfit=lambda problem, pass_, free: f"{free} bytes are too few"),
 }
 
 
-class FakeCard:
+class FakeGpu:
     """A CPU that takes 2 ms for the subject, 3 ms for everyone else."""
 
     device = "cpu"
@@ -138,30 +141,60 @@ def test_selecting_peers() -> None:
 
 
 def test_the_plain_configs_are_complete() -> None:
-    from fa2tune.compiling.compiler import variant_named
+    from fa2tune.compiling.registry import portable_of
 
     for kernel, config in PLAIN_CONFIGS.items():
-        assert set(config) == set(variant_named(kernel).space.dimensions), kernel
+        assert set(config) == set(portable_of(kernel).space.dimensions), kernel
 
 
 def test_standard_attention_is_left_out_where_it_does_not_fit() -> None:
-    large = Problem("bf16", 1, 16, 16, 65536, 65536, 128, 128, True)
+    large = Problem("bf16", 1, 16, 16, 65536, 65536, 128, 128, CAUSAL)
     why = STANDARD.unfit(large, "fwd", 80 << 30)
     assert why is not None and "384 GiB" in why
     assert STANDARD.unfit(large, "fwd", 500 << 30) is None
 
 
+def test_a_peer_is_asked_for_the_mask_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = replace(problem(), mask=Mask("chunked", 8))
+    asked = []
+    monkeypatch.setattr("fa2tune.attention", lambda q, k, v, **options: asked.append(options) or q)
+    PEERS[SUBJECT].make(chunked)(*torch.zeros(3, 1, 1, 4, 16))
+    assert asked == [{"mask": Mask("chunked", 8)}]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn.cute"].flash_attn_func = lambda *tensors, **options: tensors[0]  # type: ignore[attr-defined]
+    PEERS["fa4"].make(problem())
+    with pytest.raises(NotImplementedError, match="FlashAttention-4 has no mask chunked 8"):
+        PEERS["fa4"].make(chunked)
+
+
+def test_cells_of_masks_by_name_are_told_apart(tmp_path: Path) -> None:
+    masks = [FULL, CAUSAL, band(8, 0), Mask("chunked", 8), Mask("chunked", 9)]
+    cells = [comparison.Cell("time", replace(problem(), mask=mask), "fwd") for mask in masks]
+    results = comparison.Results(tmp_path / "bench.json", FakeGpu().environment(), False)
+    for done, cell in enumerate(cells):
+        assert [results.holds(one, {}) for one in cells] == [place < done for place in range(len(cells))]
+        results.add(cell, {**cell.identity, "peers": {}})
+    kept = comparison.load(tmp_path / "bench.json")
+    assert list(map(tables.mask_label, kept["cells"])) == list(map(str, masks))
+    for wrong in ([], "chunked", [8], ["a b", 8], ["chunked", 8.0], ["chunked", True]):
+        kept["cells"][-1]["mask"] = wrong
+        (tmp_path / "bench.json").write_text(json.dumps(kept))
+        with pytest.raises(ValueError, match="mask of cell 4 must be null or a name and integers"):
+            comparison.load(tmp_path / "bench.json")
+
+
 # ---- whether it is right
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_reference_is_attention(causal: bool) -> None:
-    of = replace(problem(causal, seqlen=130), batch=1, heads_q=1, heads_kv=1)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, band(20, 0), band(5, 90), band(None, 7)], ids=str)
+def test_the_reference_is_attention(mask: Mask) -> None:
+    of = replace(problem(seqlen=130), batch=1, heads_q=1, heads_kv=1, mask=mask)
     q, k, v, do = torch.randn(4, 1, 1, 130, 16, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = STANDARD.make(of)(*leaves)
     wanted = dict(zip(("o", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, do)), strict=True))
-    got = comparison.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), causal)
+    got = comparison.reference(*(t.detach()[0, 0] for t in (q, k, v, do)), of.mask)
     for name, want in wanted.items():
         torch.testing.assert_close(got[name], want[0, 0].float(), rtol=1e-4, atol=1e-5)
 
@@ -188,7 +221,7 @@ def test_a_nan_is_wrong() -> None:
 @pytest.mark.parametrize("pass_", comparison.PASSES)
 def test_only_what_is_right_is_timed(pass_: str) -> None:
     cell = comparison.Cell("time", problem(), pass_)
-    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeGpu(), cell, 0.1)
     entries = record["peers"]
     assert {name: entry["status"] for name, entry in entries.items()} == {
         SUBJECT: "ok", "turned": "ok", "maskless": "wrong", "broken": "failed", "huge": "skipped",
@@ -201,7 +234,7 @@ def test_only_what_is_right_is_timed(pass_: str) -> None:
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    # a card that slows down in the run: ratios of medians would say 2.0
+    # a GPU that slows down in the run: ratios of medians would say 2.0
     summary = comparison.summarise({SUBJECT: [1.0, 2.0, 4.0], "other": [3.0, 4.0, 12.0]}, 1.0)
     assert summary["other"]["ratio"] == 3.0
     assert (summary["other"]["low_ms"], summary["other"]["high_ms"]) == (3.0, 12.0)  # of so few the extremes
@@ -212,12 +245,12 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 def test_a_sustained_cell_is_timed_by_turns() -> None:
     cell = comparison.Cell("sustained", problem(), "fwd")
-    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeGpu(), cell, 0.1)
     assert record["kind"] == "sustained" and record["peers"]["turned"]["ratio"] == pytest.approx(2.0)
     assert record["peers"]["turned"]["samples"] == 2 and record["peers"][SUBJECT]["high_ms"] == 2.2
 
 
-def test_each_call_has_the_card_for_itself_forth_and_back() -> None:
+def test_each_call_has_the_gpu_for_itself_forth_and_back() -> None:
     now, did = [0.0], []
 
     class Event:
@@ -236,29 +269,29 @@ def test_each_call_has_the_card_for_itself_forth_and_back() -> None:
 
         return launch
 
-    rig = object.__new__(REAL_CARD)
+    rig = object.__new__(REAL_GPU)
     rig._torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
     samples = rig.sustain({"a": call("a", 1.0), "b": call("b", 50.0)})
-    assert samples == {"a": [pytest.approx(1.0)] * card.TURNS, "b": [pytest.approx(50.0)] * card.TURNS}
+    assert samples == {"a": [pytest.approx(1.0)] * bench_gpu.TURNS, "b": [pytest.approx(50.0)] * bench_gpu.TURNS}
     blocks = [name for name, _ in itertools.groupby(did)]
     assert blocks == ["a", "b", "a", "b", "a"]  # warm-up, forth, and back: the last forth is the first back
-    turn = card.SETTLE_SECONDS + card.TURN_SECONDS
-    hot = card.HOT_SECONDS / 2
+    turn = bench_gpu.SETTLE_SECONDS + bench_gpu.TURN_SECONDS
+    hot = bench_gpu.HOT_SECONDS / 2
     assert did.count("a") == pytest.approx(1e3 * (hot + 2 * turn), rel=0.05)
     assert did.count("b") == pytest.approx(1e3 * (hot + 2 * turn) / 50, rel=0.35)
 
 
 def test_a_broken_cuda_context_ends_the_run_with_advice() -> None:
-    card = FakeCard()
-    card.alive = False
+    gpu = FakeGpu()
+    gpu.alive = False
     cell = cells("fwd")[0]
     with pytest.raises(comparison.BenchError, match="--peers without broken"):
-        comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), card, cell, 0.1)
+        comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), gpu, cell, 0.1)
 
 
 def test_memory_cells() -> None:
     cell = comparison.Cell("memory", problem(), "both")
-    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeCard(), cell, 0.1)
+    record = comparison.measure(comparison.Stand(cell.problem, FAKES, "cpu"), FakeGpu(), cell, 0.1)
     assert record["peers"]["turned"]["peak_bytes"] == 1 << 20
     assert record["kind"] == "memory"
 
@@ -267,7 +300,7 @@ def test_memory_cells() -> None:
 
 
 def test_run_writes_after_each_cell_and_resumes(tmp_path: Path) -> None:
-    path, card = tmp_path / "bench.json", FakeCard()
+    path, gpu = tmp_path / "bench.json", FakeGpu()
     two = {name: FAKES[name] for name in (SUBJECT, "turned")}
     seen: list[int] = []
 
@@ -277,34 +310,34 @@ def test_run_writes_after_each_cell_and_resumes(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        results = comparison.Results(path, card.environment(), resume=False)
-        comparison.run(cells("fwd", "bwd"), two, card, results, progress=interrupt)
+        results = comparison.Results(path, gpu.environment(), resume=False)
+        comparison.run(cells("fwd", "bwd"), two, gpu, results, progress=interrupt)
     assert seen == [1, 2]
 
     with pytest.raises(ValueError, match="--resume"):
-        comparison.Results(path, card.environment(), resume=False)
-    results = comparison.Results(path, card.environment(), resume=True)
+        comparison.Results(path, gpu.environment(), resume=False)
+    results = comparison.Results(path, gpu.environment(), resume=True)
     finished: list[int] = []
-    assert comparison.run(cells("fwd", "bwd"), two, card, results, progress=lambda done, *_: finished.append(done))
+    assert comparison.run(cells("fwd", "bwd"), two, gpu, results, progress=lambda done, *_: finished.append(done))
     assert finished == [3, 4]
     data = comparison.load(path)
     assert data["complete"] and [cell["run"] for cell in data["cells"]] == [0, 0, 1, 1]
 
     # another peer: its cells are measured again, with everyone in them
-    results = comparison.Results(path, card.environment(), resume=True)
+    results = comparison.Results(path, gpu.environment(), resume=True)
     assert not results.data["complete"]
-    assert comparison.run(cells("fwd"), FAKES, card, results)
+    assert comparison.run(cells("fwd"), FAKES, gpu, results)
     assert len(results.data["cells"]) == 4
     assert sum(set(cell["peers"]) == set(FAKES) for cell in results.data["cells"]) == 2
 
 
 def test_a_file_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
-    path, card = tmp_path / "bench.json", FakeCard()
-    comparison.Results(path, card.environment(), resume=False).save()
+    path, gpu = tmp_path / "bench.json", FakeGpu()
+    comparison.Results(path, gpu.environment(), resume=False).save()
     with pytest.raises(ValueError, match="gpu 'fake', here it is 'other'"):
-        comparison.Results(path, card.environment() | {"gpu": "other"}, resume=True)
+        comparison.Results(path, gpu.environment() | {"gpu": "other"}, resume=True)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="no results file"):
+    with pytest.raises(ValueError, match="is not a results file"):
         comparison.load(path)
     path.write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
@@ -314,24 +347,24 @@ def test_a_file_of_another_machine_is_not_resumed(tmp_path: Path) -> None:
 def test_the_time_budget_stops_before_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 10))  # every look at the clock is 10 s later
     monkeypatch.setattr(comparison.time, "monotonic", lambda: next(clock))
-    results = comparison.Results(tmp_path / "bench.json", FakeCard().environment(), resume=False)
+    results = comparison.Results(tmp_path / "bench.json", FakeGpu().environment(), resume=False)
     one = {SUBJECT: FAKES[SUBJECT]}
-    assert not comparison.run(cells("fwd", "bwd", "both"), one, FakeCard(), results, time_budget=45)
+    assert not comparison.run(cells("fwd", "bwd", "both"), one, FakeGpu(), results, time_budget=45)
     assert len(results.data["cells"]) == 2
     assert not results.data["complete"]
 
 
-# ---- the card and the command
+# ---- the GPU and the command
 
 
 def test_cudnn_version_is_readable() -> None:
-    assert card._cudnn(91900) == "9.19.0"
-    assert card._cudnn(None) is None
+    assert bench_gpu._cudnn(91900) == "9.19.0"
+    assert bench_gpu._cudnn(None) is None
 
 
 def test_nvidia_smi_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert set(card._smi("GPU-0").values()) == {None}
+    assert set(bench_gpu._smi("GPU-0").values()) == {None}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -348,6 +381,8 @@ def test_no_gpu_is_said(tmp_path: Path) -> None:
         (["--headdim", "64,x"], "'64,x', expected numbers"),
         (["--seqlen", "-5"], "seqlen: got -5"),
         (["--time-budget", "0"], "--time-budget"),
+        (["--window", "1024"], "--window': got '1024', expected LEFT,RIGHT"),
+        (["--window", "8,-2"], "--window': got '8,-2', expected LEFT,RIGHT"),
     ],
 )
 def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
@@ -357,7 +392,7 @@ def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
 
 
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "Card", FakeCard)
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
     monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({
         SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash"),
     }, {"fa4": "it is not installed"}))  # fmt: skip
@@ -372,9 +407,60 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "[2/10] sustained fwd bf16 head dim 16 causal length 64" in result.output
     assert "1.50 x the best peer (sdpa-flash)" in result.output and "2.00 x the best peer" in result.output
     passes = ("forward", "backward", "forward_backward")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json", "memory.png", *(f"{name}_bf16{how}.png" for name in passes for how in ("", "_sustained")),
-    }  # fmt: skip
+    plots = {"memory", "overview", *(f"{name}_bf16{how}" for name in passes for how in ("", "_sustained"))}
+    files = {"bench.json", *(f"{name}.{suffix}" for name in plots for suffix in ("png", "svg"))}
+    assert {path.name for path in tmp_path.iterdir()} == files
     again = CliRunner().invoke(command, arguments)
     assert again.exit_code == 2 and "--resume" in again.output
     assert CliRunner().invoke(command, [*arguments, "--resume"]).exit_code == 0
+
+
+def test_windows_stand_in_place_of_the_masks_or_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({SUBJECT: FAKES[SUBJECT]}, {}))
+    monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
+    arguments = ["--headdim", "16", "--seqlen", "64", "--no-memory", "--pass", "fwd", "--out", str(tmp_path)]
+    result = CliRunner().invoke(command, [*arguments, "--window", "8,0", "--window", "-1,3"])
+    assert result.exit_code == 0, result.output
+    assert "[1/2] interleaved fwd bf16 head dim 16 window 8, 0 length 64" in result.output
+    assert "window unbounded, 3" in result.output and "head dim 16 causal" not in result.output
+    more = CliRunner().invoke(command, [*arguments, "--window", "8,0", "--causal", "--resume"])
+    assert more.exit_code == 0, more.output
+    cells = comparison.load(tmp_path / "bench.json")["cells"]
+    found = {tables.mask_label(cell): cell for cell in cells}
+    assert list(map(tables.mask_label, tables.records({"cells": cells}, "time"))) == [
+        "causal", "window 8, 0", "window unbounded, 3",
+    ]  # fmt: skip
+    assert all(cell["peers"][SUBJECT]["status"] == "ok" for cell in cells)
+    rate = {name: cell["peers"][SUBJECT]["tflops"] * cell["peers"][SUBJECT]["ms"] for name, cell in found.items()}
+    # pairs: a causal mask counts as half of all, as the paper has it; a window's are counted one by one
+    assert rate["window 8, 0"] / rate["causal"] == pytest.approx((64 * 9 - 36) / (64 * 64 / 2), rel=1e-3)
+    cells[0]["window"] = [8]
+    (tmp_path / "bench.json").write_text(
+        json.dumps({**json.loads((tmp_path / "bench.json").read_text()), "cells": cells})
+    )
+    with pytest.raises(ValueError, match="window of cell 0 must be null or two numbers"):
+        comparison.load(tmp_path / "bench.json")
+
+
+def test_an_interrupted_run_shows_what_it_has_and_exits_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
+    monkeypatch.setattr("fa2tune.cli.bench.select", lambda names: ({SUBJECT: FAKES[SUBJECT]}, {}))
+    measured = comparison.measure
+
+    def second_is_interrupted(stand: Any, rig: Any, cell: comparison.Cell, seconds: float) -> dict[str, Any]:
+        if cell.pass_ == "bwd":
+            raise KeyboardInterrupt
+        return measured(stand, rig, cell, seconds)
+
+    monkeypatch.setattr(comparison, "measure", second_is_interrupted)
+    monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
+    arguments = ["--headdim", "16", "--seqlen", "64", "--no-memory", "--causal", "--out", str(tmp_path)]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 130, result.output
+    assert "--resume continues" in result.output and "Traceback" not in result.output
+    assert len(comparison.load(tmp_path / "bench.json")["cells"]) == 1

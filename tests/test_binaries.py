@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners and modes of 
 
 KEYS = [hashlib.sha256(bytes([n])).hexdigest() for n in range(3)]
 ENTRIES = {
-    key: New({"kernel": f"k{n}", "triton": "3.6.0"}, {"name": f"k{n}", "shared": n}, os.urandom(64) * (n + 1))
+    key: New(key, {"kernel": f"k{n}", "triton": "3.6.0"}, {"name": f"k{n}", "shared": n}, os.urandom(64) * (n + 1))
     for n, key in enumerate(KEYS)
 }
 SOURCES = {"digest": {"fwd": "0123456789abcdef"}}
@@ -62,20 +62,27 @@ def test_the_same_binaries_are_the_same_bytes_that_their_owner_alone_can_write(p
     assert path.stat().st_mode & 0o777 == 0o644 and [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_an_error_that_quotes_the_file_is_escaped(path: Path) -> None:
+    assert str(BinariesError("is damaged: \x1b[2J")) == "is damaged: \\x1b[2J"
+
+
 def test_a_changed_byte_anywhere_is_noticed(path: Path) -> None:
     content = path.read_bytes()
+    assert File(path).damaged() == []
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:
             file = File(path)
         except BinariesError:
             continue
+        found = [entry.key for entry in file.damaged()]
         damaged = 0
         for key, entry in file.entries.items():
             try:
                 assert file.cubin(entry) == ENTRIES[key].cubin
             except BinariesError:
                 damaged += 1
+                assert found == [key]
         assert damaged == 1, place
 
 
@@ -83,7 +90,9 @@ def test_a_truncated_file_is_noticed(path: Path) -> None:
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
-        with pytest.raises(BinariesError, match=r"is no file of binaries|ends too early|header's length cannot be"):
+        with pytest.raises(
+            BinariesError, match=r"is not a file of binaries|ends too early|length of its header is impossible"
+        ):
             File(path)
 
 
@@ -122,13 +131,13 @@ def test_no_more_is_unpacked_than_an_entry_says(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda held: held.update(format=2), "another format"),
+        (lambda held: held.update(format=1), "is of format 1, and this fa2tune reads 2"),
         (lambda held: held.update(entries=[]), "lacks entries"),
         (lambda held: held.pop("sources"), "lacks entries or sources"),
         (lambda held: held["sources"].update(x=3), "must be text"),
         (lambda held: held["entries"].update({"../x": held["entries"][KEYS[0]]}), "lacks a part"),
         (lambda held: held["entries"][KEYS[0]].pop("launch"), "lacks a part"),
-        (lambda held: held["entries"][KEYS[0]].update(about=None), "says nothing"),
+        (lambda held: held["entries"][KEYS[0]].update(about=None), "no description"),
         (lambda held: held["entries"][KEYS[0]].update(sha256="x"), "has no hash"),
         (lambda held: held["entries"][KEYS[0]].update(offset=1 << 40), "truncated"),
         (lambda held: held["entries"][KEYS[0]].update(size=1 << 40), "truncated"),
@@ -159,8 +168,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 # ---- trust
 
 
-@pytest.mark.parametrize(("mode", "who"), [(0o664, "its group"), (0o646, "everybody"), (0o666, "everybody")])
-def test_what_others_can_write_is_not_trusted(path: Path, mode: int, who: str) -> None:
+@pytest.mark.parametrize(("mode", "writers"), [(0o664, "its group"), (0o646, "all users"), (0o666, "all users")])
+def test_what_others_can_write_is_not_trusted(path: Path, mode: int, writers: str) -> None:
     path.chmod(mode)
     if mode & 0o002 == 0:
         File(path)  # a private group, which has its owner's number, as umask 002 goes with
@@ -168,7 +177,7 @@ def test_what_others_can_write_is_not_trusted(path: Path, mode: int, who: str) -
             pytest.skip("only root can give a file to another group")
         os.chown(path, -1, STRANGER)
         path.chmod(mode)
-    with pytest.raises(BinariesError, match=f"not trusted: it can be written by {who}"):
+    with pytest.raises(BinariesError, match=f"not trusted: it can be written by {writers}"):
         File(path)
 
 
@@ -177,7 +186,7 @@ def test_nor_what_lies_in_a_folder_that_others_can_write(path: Path) -> None:
     inner.mkdir(parents=True)
     path.rename(inner / path.name)
     (path.parent / "a").chmod(0o777)
-    with pytest.raises(BinariesError, match=r"not trusted: .*/a can be written by everybody"):
+    with pytest.raises(BinariesError, match=r"not trusted: .*/a can be written by all users"):
         File(inner / path.name)
     (path.parent / "a").chmod(0o1777)  # where nobody can rename what is another's
     assert File(inner / path.name).entries

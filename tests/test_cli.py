@@ -1,4 +1,4 @@
-"""The command group and doctor. Each command is tested beside its own room."""
+"""The command group. Each command is tested beside its own room."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from pace import timed
 
 import fa2tune
-from fa2tune.cli import COMMANDS, _options, doctor, main
+from fa2tune.cli import COMMANDS, _options, main
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "triton", "optuna", "sqlalchemy", "numpy", "matplotlib")
@@ -80,55 +80,6 @@ def test_python_dash_m_is_the_same_command_line() -> None:
     assert (done.returncode, done.stdout) == (0, f"fa2tune {fa2tune.__version__}\n")
 
 
-# --- doctor
-
-
-def test_doctor_passes_where_the_suite_passes() -> None:
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 0, result.output
-    for subject in ("python", *doctor.REQUIRED, "ptxas", "cuobjdump", "nvdisasm", "gpu", "kernels"):
-        assert re.search(rf"^(ok|note) +{re.escape(subject)}", result.output, re.MULTILINE), subject
-
-
-def test_doctor_requires_what_pyproject_requires() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=]", line)[0]: re.findall(r"\d+", line) for line in project["dependencies"]}
-    for package, lowest in doctor.REQUIRED.items():
-        assert declared[package] == [str(n) for n in lowest if n], package
-    assert project["requires-python"] == ">=3.11"
-
-
-def test_doctor_names_what_is_missing_and_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.REQUIRED, "triton", (99, 1))
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 1
-    assert "pip install --upgrade 'triton>=99.1'" in result.output
-    assert "Not ready: triton." in result.output
-
-
-def test_doctor_fails_on_a_cache_file_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "fleet.sqlite"
-    broken.write_bytes(b"not a database")
-    monkeypatch.setenv("FA2TUNE_CACHE", str(broken))
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 1
-    assert str(broken) in result.output
-    assert "Not ready: cache." in result.output
-
-
-def test_doctor_fails_on_a_file_of_binaries_that_is_not_there_and_on_a_setting_that_no_call_takes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FA2TUNE_KERNELS", str(tmp_path / "fleet.kernels"))
-    monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "perhaps")
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 1
-    assert f"{tmp_path / 'fleet.kernels'}: no such file" in result.output
-    assert "'perhaps'" in result.output and "error or default" in result.output
-    assert "Not ready: named kernels, FA2TUNE_CAPTURE_MISS." in result.output
-    assert "Everything needed is here" not in result.output
-
-
 # --- called wrongly
 
 
@@ -149,7 +100,7 @@ def test_both_masks_at_once_are_refused_whichever_comes_first(command: list[str]
     "arguments",
     [
         "cache list --cache FILE", "cache show --cache FILE", "cache export --format json --cache FILE",
-        "cache merge FILE --cache new.sqlite", "cache diff FILE FILE", "cache sign FILE", "cache check FILE",
+        "cache merge FILE --cache new.sqlite", "cache diff FILE FILE", "cache lock FILE", "cache check FILE",
         "cache verify --cache FILE", "cache coverage --model FILE --gpu h200", "cache precompile --gpu h200 --cache FILE",
         "explain --gpu h200 --cache FILE", "report --cache FILE", "leases --storage sqlite:///FILE",
     ],
@@ -164,9 +115,53 @@ def test_a_file_that_cannot_be_read_is_exit_code_2_and_named(
         (tmp_path / "it").write_bytes(content)
     result = CliRunner().invoke(main, arguments.replace("FILE", "it").split())
     assert result.exit_code == 2, result.output
-    assert "it: " in result.output or "it cannot be read: it is no text" in result.output
+    assert "it: " in result.output or "it cannot be read: it is not text" in result.output
     assert "codec" not in result.output and "Errno" not in result.output
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} <= {"it"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        *((f"cache {rest}", 2) for rest in (
+            "list --cache FILE", "show --cache FILE", "export --format json --cache FILE", "merge FILE --cache new.sqlite",
+            "diff FILE FILE", "verify --cache FILE", "precompile --gpu h200 --cache FILE")),
+        ("explain --gpu h200 --cache FILE", 2), ("tune --gpu a100 --cache FILE", 2), ("doctor", 1),
+    ],
+)  # fmt: skip
+def test_a_file_whose_error_text_is_hostile_is_named_and_nothing_of_it_reaches_the_terminal(
+    arguments: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SQLite quotes a damaged schema in its error: bytes that are not UTF-8, or escapes that a terminal acts on."""
+    whole = (ROOT / "cache" / "h200-triton3.9.sqlite").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FA2TUNE_CACHE", "it.sqlite")
+    for damaged in (
+        whole.replace(b"TABLE rows", b"\xfaABLE rows", 1), whole.replace(b"head_dim INTEGER", b"head_dim`\x1b[2JGER", 1)
+    ):  # fmt: skip
+        (tmp_path / "it.sqlite").write_bytes(damaged)
+        result = CliRunner().invoke(main, arguments.replace("FILE", "it.sqlite").split(), terminal_width=400)
+        assert result.exit_code == code, result.output
+        assert f"{tmp_path / 'it.sqlite'}: " in result.output
+        assert all(line.isprintable() for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "cache list", "cache show --gpu h200 --kernel fwd --bucket 512", "cache merge FILE --cache new.sqlite",
+        "cache diff FILE FILE", "explain --gpu h200 --cache FILE", "doctor", "cache lock FILE", "report --cache FILE",
+    ],
+)  # fmt: skip
+def test_the_name_of_a_file_is_shown_escaped(arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "a\x1b[2Jb.sqlite"
+    shutil.copy(ROOT / "cache" / "h200.sqlite", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FA2TUNE_CACHE", str(tmp_path / name))
+    result = CliRunner().invoke(main, arguments.replace("FILE", name).split(), terminal_width=400)
+    assert result.exit_code in (0, 1) and all(line.isprintable() for line in result.output.splitlines())
+    if "diff" not in arguments:
+        assert "a\\x1b[2Jb" in result.output
 
 
 @pytest.mark.parametrize("command", ["list", "show", "export", "verify"])
@@ -184,21 +179,85 @@ def test_a_gpu_that_is_not_known_is_said_once_and_what_is_close() -> None:
     assert "rtx" not in said, "not the whole catalogue"
 
 
+def explained(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(main, ["explain", "--gpu", "h200", "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "window"),
+    [
+        ((), "full", None),
+        (("--window", "1024,8"), "window 1024, 8", [1024, 8]),
+        (("--window", "1024,8", "--causal"), "window 1024, 0", [1024, 0]),  # as attention(causal=True, window=...)
+        (("--window", "-1,8"), "window unbounded, 8", [None, 8]),
+        (("--window", "4096,0"), "causal", None),  # it reaches all keys
+        (("--window=4096,0", "--seqlen-k", "8192"), "window 4096, 0", [4096, 0]),
+    ],
+)
+def test_a_call_with_a_window_is_explained(arguments: tuple[str, ...], mask: str, window: list[int | None]) -> None:
+    found = explained(*arguments)
+    assert (found["problem"]["mask"], found["problem"]["window"]) == (mask, window)
+    assert [one["window"] for one in found["kernels"]] == [window is not None] * len(found["kernels"])
+    assert (found["status"] == "tuned") == (window is None) and ("without a window" in found["verdict"]) == bool(window)
+    said = CliRunner().invoke(main, ["explain", "--gpu", "h200", *arguments]).stdout
+    assert ("without a window" in said) == bool(window)
+
+
+@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize("window", ["1024", "1,2,3", "a,b", "-2,0"])
+def test_a_window_that_is_none_is_refused(command: str, window: str) -> None:
+    result = CliRunner().invoke(main, [command, "--window", window])
+    assert result.exit_code == 2
+    assert f"got {window!r}, expected LEFT,RIGHT: two integers from -1 on" in " ".join(result.stderr.split())
+
+
+def test_a_call_with_a_mask_by_name_is_explained() -> None:
+    found = explained("--mask", "chunked,1000")
+    assert found["problem"]["mask"] == "chunked 1000" and "without the mask chunked" in found["verdict"]
+    assert explained("--mask", "chunked,4096")["problem"]["mask"] == "causal"  # one chunk
+    assert explained("--mask", "band,1024,8") == explained("--window", "1024,8")
+    assert explained("--mask", "causal") == explained("--causal")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--mask", "chunked"), "got Mask('chunked'), chunked has 1 value: fa2tune.Mask('chunked', chunk)"),
+        (("--mask", "chunked,0"), "got Mask('chunked', 0), chunk must be from 1"),
+        (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
+        (("--mask", "casual"), "got 'casual', allowed are "),
+        (("--mask", "full", "--causal"), "--mask: got it beside --causal, --full or --window"),
+        (("--mask", "full", "--window", "8,0"), "--mask: got it beside --causal, --full or --window"),
+    ],
+)
+def test_a_mask_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:
+    result = CliRunner().invoke(main, ["explain", "--gpu", "h200", *arguments])
+    assert result.exit_code == 2 and why in " ".join(result.stderr.split())
+
+
+def test_no_mask_and_a_window_are_not_one_call() -> None:
+    result = CliRunner().invoke(main, ["explain", "--gpu", "h200", "--full", "--window", "8,8"])
+    assert result.exit_code == 2 and "--full and --window: got both, one at most is allowed" in result.stderr
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to, not even root")
 def test_a_place_that_cannot_be_written_is_named_and_not_the_file_beside_it(tmp_path: Path) -> None:
     file = tmp_path / "rows.sqlite"
     shutil.copy(ROOT / "cache" / "a100.sqlite", file)
-    for arguments in (["sign", str(file), "--out", "/proc/x"], ["export", "--cache", str(file), "/proc/x.json"]):
+    for arguments in (["lock", str(file), "--out", "/proc/x"], ["export", "--cache", str(file), "/proc/x.json"]):
         result = CliRunner().invoke(main, ["cache", *arguments])
         assert result.exit_code == 2
         assert f"Error: {arguments[-1]}: cannot be written: No such file or directory" in result.output
     gone = tmp_path / "nowhere" / "x"
     for arguments in (
-        ["sign", str(file), "--out", str(gone)], ["merge", str(file), "--cache", str(gone)],
+        ["lock", str(file), "--out", str(gone)], ["merge", str(file), "--cache", str(gone)],
         ["precompile", "--gpu", "a100", "--out", str(gone)],
     ):  # fmt: skip
         result = CliRunner().invoke(main, ["cache", *arguments])
-        assert result.exit_code == 2 and "is no folder" in result.output and not gone.parent.exists()
+        assert result.exit_code == 2 and "is not a folder" in result.output and not gone.parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -222,15 +281,17 @@ def test_a_disk_that_fills_up_in_a_tune_is_told(tmp_path: Path, monkeypatch: pyt
     def full(run: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "rows.sqlite")
 
-    monkeypatch.setattr("fa2tune.tuning.tuner.Run.go", full)
+    monkeypatch.setattr("fa2tune.tuning.run.tuner.Run.go", full)
     arguments = ["tune", "--gpu", "a100", "--cache", str(tmp_path / "c.sqlite")]
     result = CliRunner().invoke(main, [*arguments, "--studies", str(tmp_path / "s.sqlite")])
     assert (
         result.exit_code == 1 and "Error: rows.sqlite: No space left on device. What was done is kept" in result.output
     )
-    gone = tmp_path / "nowhere" / "x.jsonl"
-    result = CliRunner().invoke(main, [*arguments, "--record", str(gone)])
-    assert result.exit_code == 2 and "is no folder" in result.output and not gone.parent.exists()
+    gone = tmp_path / "nowhere" / "x"
+    for option in ("--record", "--cache", "--studies"):
+        result = CliRunner().invoke(main, [*arguments, option, str(gone)])
+        assert result.exit_code == 2 and "is not a folder" in result.output and option in result.output
+        assert not gone.parent.exists()
 
 
 def test_the_listing_of_the_cache_commands_is_whole_at_80_columns() -> None:

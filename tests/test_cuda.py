@@ -20,13 +20,16 @@ import torch
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
-from fa2tune.compiling import compiler
-from fa2tune.compiling.compiler import CompileError, variant_named
+from fa2tune.compiling import compiler, registry
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import cuda, launch, passes, precompiled
-from fa2tune.launching.cuda import Chain, CudaError, Function, Image, MapFormat, Maps
-from fa2tune.problem import ROADS, SPLIT, Problem, Specialization
+from fa2tune.launching.cuda import Chain, CudaError, Function, Maps
+from fa2tune.launching.image import Image, MapFormat
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import SPLIT, STRATEGIES, Problem, Specialization
 
-PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, True)
+PROBLEM = Problem("bf16", 2, 4, 2, 300, 500, 64, 64, CAUSAL)
 HANDLE = 0xF00D
 OPTIN = 232448  #: bytes of shared memory a block of an H100 may have
 
@@ -187,7 +190,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def image(variant: Any, config: Any, **changes: Any) -> Image:
-    count = len(compiler.variant_named(variant.name).descriptors) if compiler.uses_descriptors(config) else 0
+    known = registry.variant_named(variant.name)
+    count = len(known.descriptors) if compiler.uses_descriptors(known, config) else 0
     block = (1, 1, 64, 64)
     plain = {"name": "k", "cubin": b"\x7fELF", "shared": 100_000, "warps": 12, "ctas": 1, "cooperative": False,
              "programmatic": False, "maps": (MapFormat(3, 2, 9, block),) * count}  # fmt: skip
@@ -195,7 +199,7 @@ def image(variant: Any, config: Any, **changes: Any) -> Image:
 
 
 def bound(
-    monkeypatch: pytest.MonkeyPatch, name: str = "fwd_hopper", **changes: Any
+    monkeypatch: pytest.MonkeyPatch, name: str = "sm90/fwd", **changes: Any
 ) -> tuple[Chain, list[torch.Tensor], list[str]]:
     """A forward's launch, as a chain of one, tensors for it, and the kinds of its parameters, scratch included."""
     variant = variant_named(name)
@@ -226,7 +230,7 @@ def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch:
     expected = [
         q.data_ptr(), *shapes[0], k.data_ptr(), *shapes[1], v.data_ptr(), *shapes[1], o.data_ptr(), *shapes[0],
         lse.data_ptr(), pytest.approx(0.125 * launch.LOG2E), 2, 4, 2, 300, 500,
-        variant_named("fwd_hopper").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"],
+        variant_named("sm90/fwd").space.default(PROBLEM.specialization, 90)["HEADS_PER_WAVE"],
             0, 0, 0,  # no norms are asked for, and Triton's scratch
     ]  # fmt: skip
     assert driver.arguments(kinds) == expected
@@ -267,7 +271,7 @@ def test_descriptors_outlive_the_launch_that_passes_them(driver: Driver, monkeyp
 
 def test_what_tma_cannot_take_is_said_when_planning(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.takes = lambda address: False
-    with pytest.raises(CompileError, match=r"fwd_hopper, q: CUDA error 1 while encoding .* shape \[2, 4, 300, 64\]"):
+    with pytest.raises(CompileError, match=r"sm90/fwd, q: CUDA error 1 while encoding .* shape \[2, 4, 300, 64\]"):
         bound(monkeypatch)
 
 
@@ -323,7 +327,7 @@ def test_packed_arguments_are_forgotten_before_they_are_too_many(
 def test_two_chains_at_the_same_addresses_share_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     call, tensors, _ = bound(monkeypatch)
     launch.load.cache_clear()
-    other, _, _ = bound(monkeypatch, "fwd", shared=50_000)
+    other, _, _ = bound(monkeypatch, "portable/fwd", shared=50_000)
     for _ in range(3):
         call(tensors)
         other(tensors)
@@ -351,7 +355,7 @@ def test_a_tensor_without_memory_is_refused(driver: Driver, monkeypatch: pytest.
     call(tensors)
     nowhere = torch._efficientzerotensor(tensors[0].shape, dtype=tensors[0].dtype)
     for _ in range(3):
-        with pytest.raises(cuda.NoAddressError, match="without memory"):
+        with pytest.raises(cuda.NoAddressError, match="without storage"):
             call([nowhere, *tensors[1:]])
     assert len(driver.launched) == 1
 
@@ -403,9 +407,9 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
     asked = cuda.Launch(plain.function, 1, plain.values[:-2], plain.slots, early=True)
     Chain([(asked, [(place, 0) for place in range(len(tensors))])], 0)(tensors)
     assert driver.launched[-1]["attributes"] == [(6, 1, 0, 0)]
-    for name, variant in compiler.variants().items():
+    for name, variant in registry.variants().items():
         assert not variant.early(variant.space.default(PROBLEM.specialization, 90)), name
-    fused = variant_named("bwd_fused_hopper")
+    fused = variant_named("sm90/bwd_fused")
     wide = replace(PROBLEM, seqlen_q=4096, seqlen_k=4096)
     beside = {**fused.space.default(PROBLEM.specialization, 90), "BESIDE": True}
     for version, early in ((12020, False), (12030, True)):
@@ -413,15 +417,15 @@ def test_a_launch_may_start_before_the_one_before_has_ended(driver: Driver, monk
         driver.version = version
         assert launch.starts_early(fused, beside) == early
         assert not launch.starts_early(fused, {**beside, "BESIDE": False})
-        workers = fused.integers(wide, beside, early)
+        workers = fused.scalars(wide, beside, early)
         assert (132 * workers["rows_worth"] // workers["keys_seen"] >= 132) != early, "alone, all prepare"
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, beside, 90)
-    assert (before[0].name, after[0].name) == ("bwd_beside_hopper", "bwd_finish_hopper")
+    assert (before[0].name, after[0].name) == ("sm90/bwd_beside", "sm90/bwd_finish")
     assert not launch.starts_early(*after)
     _, (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "FINISH_BESIDE": True}, 90)
     assert launch.starts_early(*after)
     (before,), (after,) = compiler.around(fused, PROBLEM.specialization, {**beside, "BESIDE": False}, 90)
-    assert (before[0].name, after[0].name) == ("bwd_prepare_hopper", "bwd_finish_hopper")
+    assert (before[0].name, after[0].name) == ("sm90/bwd_prepare", "sm90/bwd_finish")
 
 
 def test_a_thread_without_a_context_gets_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +458,7 @@ def test_a_refused_launch_is_told_in_the_drivers_words(driver: Driver, monkeypat
 
 
 def test_parameters_of_another_layout_are_refused(driver: Driver) -> None:
-    made = image(variant_named("bwd_delta"), {})
+    made = image(variant_named("portable/bwd_delta"), {})
     driver.sizes = [8, 128, 4, 8, 8]
     assert Function(made, ["pointer", "map", "i32"], 0, "").handle.value == HANDLE
     driver.sizes = [8, 128, 8, 8, 8]
@@ -467,7 +471,7 @@ def test_more_than_the_gpu_has_is_out_of_resources(driver: Driver) -> None:
 
     for changes, said in (({"shared": OPTIN + 1}, "shared memory"), ({"warps": 33}, "threads")):
         with pytest.raises(OutOfResources, match=said):
-            Function(image(variant_named("bwd_delta"), {}, **changes), [], 0, "")
+            Function(image(variant_named("portable/bwd_delta"), {}, **changes), [], 0, "")
 
 
 def test_what_does_not_fit_a_parameter_is_refused() -> None:
@@ -480,7 +484,7 @@ def test_what_does_not_fit_a_parameter_is_refused() -> None:
 def test_a_binary_that_the_driver_refuses_is_compiled_after_all(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    variant = variant_named("bwd_delta")
+    variant = variant_named("portable/bwd_delta")
     spec = PROBLEM.specialization
     config = compiler.binary_config(variant, variant.space.default(spec, 90))
     good, bad = image(variant, config), image(variant, config, cubin=b"rubbish")
@@ -498,7 +502,7 @@ def test_nothing_is_loaded_in_a_capture_unless_allowed(driver: Driver, monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     bound(monkeypatch)[0](tensors)  # it is there already
     launch.load.cache_clear()
-    with pytest.raises(launch.CaptureMiss, match="fwd_hopper"):
+    with pytest.raises(launch.CaptureMiss, match="sm90/fwd"):
         bound(monkeypatch)
     driver.modes.clear()
     with cuda.relaxed_capture():
@@ -558,7 +562,7 @@ class Missing:
     def __init__(self) -> None:
         self.made: list[dict[str, Any]] = []
 
-    def __call__(self, configs: Mapping[str, Any]) -> str:
+    def __call__(self, configs: Mapping[str, Any], measured: Mapping[str, str]) -> str:
         if not cuda.may_load():
             raise launch.CaptureMiss("fwd")
         self.made.append(dict(configs))
@@ -583,7 +587,7 @@ def test_by_default_it_is_an_error_that_says_what_to_do(capturing: None) -> None
 
 def test_it_may_take_the_documented_default(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "default")
-    missing, kernels = Missing(), ROADS[SPLIT]
+    missing, kernels = Missing(), STRATEGIES[SPLIT]
     before = dispatch.SERVED["default, in a capture"]
     assert dispatch._plan_in_capture(launch.CaptureMiss("bwd_dq"), PROBLEM, kernels, 0, missing) == "a plan"
     default = {kernel: dispatch.default_config(kernel, PROBLEM, gpus.named("h200")) for kernel in kernels}
@@ -653,7 +657,7 @@ def test_nor_does_one_whose_config_does_not_compile(
     monkeypatch.setattr(triton, "compile", refusing)
     dispatch._log_once.cache_clear()
     assert kept(gradients) == []
-    assert "that came first failed" in caplog.text and serving.launched
+    assert "the first choice for" in caplog.text and serving.launched
 
 
 def test_nor_does_one_that_fails_for_good(serving: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,7 +678,7 @@ def test_nor_does_one_that_fails_for_good(serving: Driver, monkeypatch: pytest.M
 
     monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
     assert kept(failing) == []
-    assert said == ["it does not compile", "a reason against fwd"]
+    assert said == ["it does not compile", "a reason against portable/fwd"]
 
 
 # ---- held against what the compiler makes
@@ -686,10 +690,11 @@ _PARAMETER = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("name", "loads"), [("fwd", "pointer"), ("fwd", "descriptor"), ("fwd_hopper", None), ("bwd_dq_hopper", None)]
+    ("name", "loads"),
+    [("portable/fwd", "pointer"), ("portable/fwd", "descriptor"), ("sm90/fwd", None), ("sm90/bwd_dq", None)],
 )
 def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None) -> None:
-    variant, spec = variant_named(name), Specialization("bf16", 64, 64, True)
+    variant, spec = variant_named(name), Specialization("bf16", 64, 64, "causal")
     config = {**variant.space.default(spec, 90), **({} if loads is None else {"LOADS": loads})}
     binary = compiler.binary_config(variant, config)
     try:

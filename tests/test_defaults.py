@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+from cache_rows import FULL as ROW
 
 from fa2tune import gpus
+from fa2tune.calling import dispatch
 from fa2tune.calling.defaults import default_config, portable_default
 from fa2tune.compiling import limits
-from fa2tune.compiling.compiler import variant_of
-from fa2tune.problem import KERNELS, Problem
-from fa2tune.variant import WARP_SPECIALIZED, way_of
+from fa2tune.compiling.registry import variant_of
+from fa2tune.rows import reader
+from fa2tune.rows.row import PREDICTED
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import KERNELS, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 H200, A100, B200 = (gpus.named(name) for name in ("h200", "a100", "b200"))
 
 
 def problem(dims: tuple[int, int] = (128, 128), dtype: str = "bf16", causal: bool = False, tma: bool = True) -> Problem:
-    return Problem(dtype, 1, 16, 16, 2048, 2048, *dims, causal, aligned=tma, tma=tma)
+    return Problem(dtype, 1, 16, 16, 2048, 2048, *dims, CAUSAL if causal else FULL, aligned=tma, tma=tma)
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dq", "bwd_dkdv"])
@@ -24,7 +32,7 @@ def test_wide_heads_take_the_warp_specialised_default_on_hopper(kernel: str, dim
     asked = problem(dims)
     config = default_config(kernel, asked, H200)
     variant = variant_of(kernel, config)
-    assert way_of(config) == WARP_SPECIALIZED and variant.serves == kernel
+    assert implementation_of(config) == WARP_SPECIALIZED and variant.serves == kernel
     assert limits.before_compile(variant, asked.specialization, config, H200) is None
 
 
@@ -40,9 +48,33 @@ def test_what_warp_specialised_kernels_cannot_run_or_gain_takes_the_portable_def
 
 def test_a_fused_backward_is_no_default() -> None:
     """It sums dQ in no fixed order: only a row, which a measurement made, asks for it."""
-    assert way_of(default_config("bwd_fused", problem(), H200)) != WARP_SPECIALIZED
+    assert implementation_of(default_config("bwd_fused", problem(), H200)) != WARP_SPECIALIZED
 
 
 def test_by_pointer_where_no_descriptor_can_address() -> None:
     for dims in ((64, 64), (128, 128)):
         assert portable_default("fwd", problem(dims, tma=False), 90)["LOADS"] == "pointer"
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "served"),
+    [
+        (problem(causal=True), H200, False),
+        (problem(causal=True, tma=False), H200, True),
+        (problem((32, 32), causal=True), H200, True),
+        (problem(causal=True), A100, True),
+    ],
+    ids=["warp-specialised default", "not for TMA", "narrow heads", "other architecture"],
+)
+def test_a_predicted_portable_row_never_stands_before_the_warp_specialised_default(
+    asked: Problem, gpu: gpus.Gpu, served: bool
+) -> None:
+    key = dispatch.key_of(asked, "fwd", gpu)
+    config = portable_default("fwd", asked, gpu.arch)
+    predicted = replace(ROW, key=key, config=config, implementation=implementation_of(config), obtained=PREDICTED)
+    among = [reader.Layer("user", Path("rows.sqlite"), (predicted,))]
+    assert (dispatch.choose(asked, "fwd", gpu, among=among).answer is not None) == served
+    measured = replace(predicted, key=key.with_(bucket=512), obtained="measured")
+    among = [reader.Layer("user", Path("rows.sqlite"), (predicted, measured))]
+    answer = dispatch.choose(asked, "fwd", gpu, among=among).answer
+    assert answer is not None and answer.row is (predicted if served else measured)

@@ -1,4 +1,4 @@
-"""Several GPUs of one host: fake hands in real child processes, each of which sees a GPU of its own."""
+"""Several GPUs of one host: fake functions in real child processes, each of which sees a GPU of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from fa2tune.cli.tune import tune as tune_command
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PREDICTED
-from fa2tune.tuning import lots, plan
-from fa2tune.tuning.books import Watcher
-from fa2tune.tuning.lots import OpenLot
-from fa2tune.tuning.measured import GpuLost
-from fa2tune.tuning.plan import Target, TuneRequest, make_plan
-from fa2tune.tuning.tuner import Run
+from fa2tune.tuning.request import plan
+from fa2tune.tuning.request.plan import Target, TuneRequest, make_plan
+from fa2tune.tuning.request.watcher import Watcher
+from fa2tune.tuning.run import open_jobs
+from fa2tune.tuning.run.open_jobs import OpenJob
+from fa2tune.tuning.run.tuner import Run
+from fa2tune.tuning.select.gpu_jobs import GpuLost
 
 H200, H100 = gpus.named("h200"), gpus.named("h100")
 pytestmark = pytest.mark.usefixtures("portable_kernels")
@@ -44,26 +45,26 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def evidence(rows: list) -> dict:
     """What a row says beside times, which are each process's own."""
-    return {(r.key, r.variant): (r.config, r.tried, r.obtained, r.obtained_on, r.samples) for r in rows}
+    return {(r.key, r.implementation): (r.config, r.tried, r.obtained, r.obtained_on, r.samples) for r in rows}
 
 
 def test_every_gpu_takes_part_and_the_table_is_one(bench, used, monkeypatch):
     monkeypatch.setenv("FA2TUNE_FAKE_TOGETHER", "0 1 2")
-    report = bench.tune(HERE, devices="all", trials=20, causal=(False, True), buckets=(512, 1024, 4096))
+    report = bench.tune(HERE, devices="all", trials=20, masks=("full", "causal"), buckets=(512, 1024, 4096))
     heats, finals = bench.did("on"), bench.did("proof")
     assert {device for device, *_ in heats} == {"0", "1", "2"} and used == [0]
-    keys = {(causal, bucket) for causal in (False, True) for bucket in (512, 1024, 4096)}
+    keys = {(mask, bucket) for mask in ("full", "causal") for bucket in (512, 1024, 4096)}
     rows = reader.read(bench.folder / "cache.sqlite")
-    assert {(row.key.causal, row.key.bucket) for row in rows} == keys and len(rows) == 2 * len(keys) == len(report.rows)
+    assert {(row.key.mask, row.key.bucket) for row in rows} == keys and len(rows) == 2 * len(keys) == len(report.rows)
     assert len(finals) == len(keys), "each length has one proof, on one GPU"
     for row in rows:
-        tried = bench.tried_of(row.key.causal)
-        runnable = [c for c in tried if c["num_stages"] != 4 and c["LOADS"] == row.variant]
+        tried = bench.tried_of(row.key.mask)
+        runnable = [c for c in tried if c["num_stages"] != 4 and c["LOADS"] == row.implementation]
         assert true_time(row.config, row.key.bucket) == min(true_time(c, row.key.bucket) for c in runnable)
     assert len(report.launching) == 3 and all(0 < share <= 1 for share in report.launching)
     bench.forget()
     monkeypatch.delenv("FA2TUNE_FAKE_TOGETHER")
-    again = bench.tune(HERE, devices=(2,), trials=20, causal=(False, True), buckets=(512, 1024, 4096))
+    again = bench.tune(HERE, devices=(2,), trials=20, masks=("full", "causal"), buckets=(512, 1024, 4096))
     assert not bench.did("screen") and evidence(again.rows) == evidence(rows) and used == [0, 2]
 
 
@@ -82,27 +83,29 @@ def test_a_gpu_that_is_lost_leaves_its_work_to_the_others(bench, used, monkeypat
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "1")
     monkeypatch.setenv("FA2TUNE_FAKE_TOGETHER", "0 2")
     report = bench.tune(HERE, devices="all", trials=20, buckets=(512, 1024))
-    assert any("GPU 1 does no more" in line and "2 go on" in line for line in bench.lines)
-    assert {row.key.bucket for row in report.rows} == {512, 1024} and "failed" not in report.fates
+    assert any("GPU 1 is given up" in line and "2 GPUs go on" in line for line in bench.lines)
+    assert {row.key.bucket for row in report.rows} == {512, 1024} and "failed" not in report.statuses
     assert {device for device, *_ in bench.did("on")} == {"0", "2"}
 
 
-def test_nobody_waits_for_an_import_or_for_a_lot_to_be_opened(tmp_path, used, monkeypatch):
+def test_nobody_waits_for_an_import_or_for_a_job_to_be_opened(tmp_path, used, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     run, did = Run(asked(monkeypatch, tmp_path, (0, 1)), Watcher(), FAKES), []
     monkeypatch.setattr(Crew, "prepare", lambda crew: did.append(("prepare", crew)))
-    monkeypatch.setattr(lots, "opened", lambda lot, *rest: did.append("open") or OpenLot(lot, []))
+    monkeypatch.setattr(open_jobs, "opened", lambda job, *rest: did.append("open") or OpenJob(job, []))
     compiles = [Job("f", (), 1.0)]
-    monkeypatch.setattr(run, "_propose", lambda: run.compilers.queue.extend(compiles))
-    monkeypatch.setattr(OpenLot, "settled", False)
+    monkeypatch.setattr(run.compiles, "propose", lambda: run.compiles.crew.queue.extend(compiles))
+    monkeypatch.setattr(OpenJob, "settled", False)
     tasks = [(job for job in ()), (job for job in ())]
     monkeypatch.setattr(
-        run, "_next_task", lambda: did.append("task") or (next(iter(run.open.values())), tasks.pop()) if tasks else None
+        run.launches,
+        "_next",
+        lambda: did.append("task") or (next(iter(run.held.open.values())), tasks.pop()) if tasks else None,
     )
     run._busy()
-    assert did[:3] == ["open", *(("prepare", crew) for crew in run.way.crews)]
+    assert did[:3] == ["open", *(("prepare", crew) for crew in run.method.crews)]
     assert [what for what in did if isinstance(what, str)] == ["open", "task", "task", "open"]
-    did.clear(), compiles.clear(), run.compilers.queue.clear()
+    did.clear(), compiles.clear(), run.compiles.crew.queue.clear()
     run._hand_out()
     assert not did, "nothing is compiled, so nothing will be launched"
 
@@ -111,24 +114,24 @@ def test_a_gpu_that_does_no_more_has_no_part_in_anything(tmp_path, used, monkeyp
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     run = Run(asked(monkeypatch, tmp_path, "all"), Watcher(), FAKES)
     assert run.leases.gpus == 3
-    run._retire(run.way.crews[1], Job("f", (), 1.0, failure="gone"))
+    run.launches.retire(run.method.crews[1], Job("f", (), 1.0, failure="gone"))
     assert run.leases.gpus == 2
 
     class Waiting:
         default, ready = {}, [({"n": number}, None) for number in range(8)]
 
-    family = Waiting()
-    run.way.anchors[family] = {}
-    run.way.search([family])
-    assert len(family.ready) == 4, "half of them for each that works"
-    assert len(run.way.crews) == 3, "all are closed at the end"
+    task = Waiting()
+    run.method.heats.anchors[task] = {}
+    run.method.search([task])
+    assert len(task.ready) == 4, "half of them for each that works"
+    assert len(run.method.crews) == 3, "all are closed at the end"
 
 
 def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypatch):
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "0 1 2")
     with pytest.raises(GpuLost, match="no CUDA-capable device"):
         bench.tune(HERE, devices="all", trials=4, buckets=(512,))
-    assert sum("does no more" in line for line in bench.lines) == 2
+    assert sum("is given up" in line for line in bench.lines) == 2
     monkeypatch.setenv("FA2TUNE_FAKE_LOST", "")
     assert bench.tune(HERE, devices="all", trials=4, buckets=(512,)).rows
 
@@ -180,12 +183,12 @@ def test_the_command_takes_numbers_or_all():
     [
         ({"seconds": 20.0}, {"seconds": 50.0}, "2.50 x on 3 GPUs"),
         ({"seconds": 20.0}, {"seconds": 50.0, "interrupted": True}, "at least 2.50 x on 3 GPUs"),
-        ({"seconds": 20.0, "interrupted": True}, None, "no ratio: all did not get done in time"),
+        ({"seconds": 20.0, "interrupted": True}, None, "no ratio: all did not finish in time"),
         ({"seconds": 95.0}, None, "no ratio: no time is left for one GPU"),
     ],
 )
 def test_a_speedup_is_that_of_whole_runs(monkeypatch, together, alone, says):
-    """benchmarks/devices_speedup.py; whoever has no time left does not begin."""
+    """benchmarks/devices_speedup.py; a run without time left does not begin."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     import devices_speedup
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune.compiling import compiler, sass
-from fa2tune.problem import Specialization
+from fa2tune.compiling import compiler, registry, sass
+from fa2tune.spec.problem import Specialization
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -24,13 +24,13 @@ KERNEL = "fwd_hopper_kernel"
 
 
 def listing_of(name: str) -> str:
-    variant, spec = compiler.variant_named(name), Specialization("bf16", 64, 64, causal=True)
+    variant, spec = registry.variant_named(name), Specialization("bf16", 64, 64, mask="causal")
     return sass.disassembly(compiler.build(variant, spec, variant.space.default(spec, 90), 90).cubin_path)
 
 
 @pytest.fixture(scope="module")
 def listing() -> str:
-    return listing_of("fwd_hopper")
+    return listing_of("sm90/fwd")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_captures_are_written_before_they_are_read(accesses: dict[int, Access]) 
 
 def test_a_pair_inside_the_partitions_is_not_excused() -> None:
     """In the one kernel of these whose partitions load what they store."""
-    accesses = dispatch_phases.accesses(listing_of("bwd_dkdv_hopper"))
+    accesses = dispatch_phases.accesses(listing_of("sm90/bwd_dkdv"))
     inside = [(at, one.opcode[:3]) for at, one in accesses.items() if one.intervals == BODIES]
     reads, writes = ([at for at, opcode in inside if opcode == kind] for kind in ("LDS", "STS"))
     assert reads and writes
@@ -115,7 +115,7 @@ def test_a_barrier_short_proves_nothing(listing: str) -> None:
 
 def test_a_function_that_only_computes_is_passed_over() -> None:
     """The rare cases of a division, in the one kernel that divides."""
-    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", 64, 64, causal=True)
+    fused, spec = registry.variant_named("sm90/bwd_fused"), Specialization("bf16", 64, 64, mask="causal")
     config = {**fused.space.default(spec, 90), "BESIDE": True}
     ((variant, settings),), _ = compiler.around(fused, spec, config, 90)
     listing = sass.disassembly(compiler.build(variant, spec, settings, 90).cubin_path)
@@ -135,7 +135,7 @@ def test_a_function_that_only_computes_is_passed_over() -> None:
 
 def test_a_kernel_without_partitions_proves_nothing() -> None:
     with pytest.raises(Unproven):
-        dispatch_phases.accesses(listing_of("fwd"))
+        dispatch_phases.accesses(listing_of("portable/fwd"))
 
 
 def test_reports_are_judged_pair_by_pair(
@@ -147,10 +147,10 @@ def test_reports_are_judged_pair_by_pair(
     good, bad = report(read, write), report(body, write, body)
     of = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)".format
     assert sanitize.judge_races([*good, *good, of(2, 2)], Path())
-    assert "2 of 2 hazards excused" in capsys.readouterr().out
+    assert "2 of 2 hazards left out" in capsys.readouterr().out
     assert not sanitize.judge_races([*good, *bad, of(2, 2)], Path())
     said = capsys.readouterr().out
-    assert "1 of 2 hazards excused" in said and all(line in said for line in bad[:-1]) and good[0] not in said
+    assert "1 of 2 hazards left out" in said and all(line in said for line in bad[:-1]) and good[0] not in said
     mirrored = [swapped(line) for line in report(write, read)]  # "between Write access at ... and Read access at ..."
     assert sanitize.judge_races([*mirrored, of(1, 1)], Path())
     assert not sanitize.judge_races([*good, of(2, 2)], Path())  # a report cut short

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from fa2tune import collected, uncollected
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, registry
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import cuda, launch, precompiled
-from fa2tune.problem import Specialization
+from fa2tune.spec.problem import Specialization
 
 OURS = (700, 11, 12)
-SPEC = Specialization("bf16", 64, 64, True)
+SPEC = Specialization("bf16", 64, 64, "causal")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_a_first_call_within_the_first_instructions_of_anothers(monkeypatch: pyt
 
 @pytest.mark.parametrize("precompiled_", [True, False])
 def test_a_compile_is_none_of_it(monkeypatch: pytest.MonkeyPatch, precompiled_: bool) -> None:
-    variant, seen = compiler.variant_named("fwd"), list[int]()
+    variant, seen = registry.portable_of("fwd"), list[int]()
     image: Any = SimpleNamespace(maps=[]) if precompiled_ else None
     monkeypatch.setattr(cuda, "may_load", lambda: True)
     monkeypatch.setattr(launch, "arch_of", lambda device: 90)

@@ -4,7 +4,6 @@ tests/gpu/test_specialized.py."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -21,11 +20,12 @@ from hopper_builds import Asked, Built, builder, written_under_way
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch
-from fa2tune.compiling import compiler, fingerprint, limits, sass
-from fa2tune.problem import KERNELS, Config, Problem, Specialization, padded_head_dim
+from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
-from fa2tune.search_spaces import bwd_fused_hopper
-from fa2tune.variant import WARP_SPECIALIZED, Variant
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.variant import WARP_SPECIALIZED, WINDOW, Variant
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -35,7 +35,7 @@ import sanitize
 
 H200 = gpus.named("h200")
 bf16 = partial(Specialization, "bf16")
-VARIANTS = [variant for kernel in KERNELS for variant in compiler.variants_of(kernel) if variant.serves]
+VARIANTS = [variant for kernel in KERNELS for variant in registry.variants_of(kernel) if not variant.portable]
 NAMED = {variant.name: variant for variant in VARIANTS}
 GROUP_WARPS = 4  #: registers are handed to warps four at a time
 #: Four float32 of a thread added to device memory at once.
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     variant: Variant
     spec: Specialization
     settings: tuple[tuple[str, Any], ...]  #: of a config: what its binary depends on
-    origin: str  #: who names it
+    origin: str  #: what names it
 
     @property
     def config(self) -> Config:
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         dims = f"{self.spec.head_dim}x{self.spec.head_dim_v}"
-        mask = "causal" if self.spec.causal else "full"
+        mask = self.spec.mask
         return f"{self.variant.name}-{self.spec.dtype}-{dims}-{mask}-{self.origin}"
 
 
@@ -70,8 +70,8 @@ def defaults() -> Iterator[Case]:
     for number, variant in enumerate(VARIANTS):
         mask = number % 2 == 0
         for spec in (
-            *(bf16(dim, dim, causal=mask ^ (dim == 128)) for dim in (64, 128, 256)),
-            Specialization("fp16", 64, 64, causal=True, wide=True), bf16(72, 40, causal=True), bf16(72, 72, causal=False),
+            *(bf16(dim, dim, mask=("full", "causal")[mask ^ (dim == 128)]) for dim in (64, 128, 256)),
+            Specialization("fp16", 64, 64, mask="causal", wide=True), bf16(72, 40, mask="causal"), bf16(72, 72, mask="full"),
         ):  # fmt: skip
             default = variant.space.default(spec, 90)
             if limits.before_compile(variant, spec, default, H200) is None:
@@ -82,8 +82,11 @@ def named_by_rows() -> Iterator[Case]:
     """Every binary that a shipped row names and that may be launched."""
     for path in reader.shipped_paths():
         for row in reader.read(path):
-            if row.variant == WARP_SPECIALIZED and compiler.misfit(row.key.kernel, row.variant, row.config) is None:
-                variant, spec = compiler.variant_of(row.key.kernel, row.config), row.key.specialization()
+            if (
+                row.implementation == WARP_SPECIALIZED
+                and registry.misfit(row.key.kernel, row.implementation, row.config) is None
+            ):
+                variant, spec = registry.variant_of(row.key.kernel, row.config), row.key.specialization()
                 if limits.before_compile(variant, spec, row.config, H200) is None:
                     yield case_of(variant, spec, row.config, "row")
 
@@ -97,7 +100,7 @@ def code_of(case: Case) -> tuple[Any, ...]:
     operands and opcodes of the same instructions; of head dims what tiles are padded to counts."""
     dims = padded_head_dim(case.spec.head_dim), padded_head_dim(case.spec.head_dim_v)
     settings = tuple(entry for entry in case.settings if entry[0] not in RINGS)
-    return case.variant.name, *dims, case.spec.causal, settings
+    return case.variant.name, *dims, case.spec.mask, settings
 
 
 def representatives(cases: Iterator[Case]) -> list[Case]:
@@ -122,7 +125,10 @@ def of_the_sanitizer() -> Iterator[Case]:
     """Forms that benchmarks/sanitize.py is to see."""
     for form in hopper_cases.FORMS:
         yield case_of(
-            NAMED[form.variant], bf16(form.dim, form.dim, form.causal), form.config(NAMED[form.variant]), "form"
+            NAMED[form.variant],
+            bf16(form.dim, form.dim, "causal" if form.causal else "full"),
+            form.config(NAMED[form.variant]),
+            "form",
         )
 
 
@@ -146,25 +152,26 @@ def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Built]]:
 
 
 def test_the_house_has_some() -> None:
-    assert NAMED.get("fwd_hopper") is not None
+    assert NAMED.get("sm90/fwd") is not None
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
-    portable = compiler.variant_named(variant.filed_under)
-    assert compiler.is_gluon(variant) and variant.ways == (WARP_SPECIALIZED,)
-    assert set(variant.descriptors) <= set(variant.tensors) <= set(compiler.parameters(variant))
+    portable = registry.portable_of(variant.serves)
+    assert compiler.is_gluon(variant) and variant.implementations == (WARP_SPECIALIZED,)
+    assert set(variant.descriptors) <= set(variant.tensors) <= set(variant.parameters)
     assert set(variant.grid_dimensions) <= set(variant.space.dimensions)
     assert {constraint.name for constraint in variant.space.constraints if not constraint.why} == set()
-    assert fingerprint.kernel_hash(variant) != fingerprint.kernel_hash(portable)
+    assert fingerprint.kernel_hash(variant, "full") != fingerprint.kernel_hash(portable, "full")
     for name in (*variant.before, *variant.after):
-        assert not compiler.variant_named(name).serves
-    problem = Problem("bf16", 2, 6, 3, 1000, 777, 128, 128, True)
+        assert not registry.variant_named(name).serves
+    problem = Problem("bf16", 2, 6, 3, 1000, 777, 128, 128, CAUSAL)
     spec = problem.specialization
     for config in legal(variant, spec)[::97]:
         assert variant.programs(problem, config, 132) >= 1
         values = compiler.constexprs(variant, spec, config)
-        assert set(values) == set(compiler.constexpr_names(variant))
+        window = set(WINDOW) & set(variant.parameters)  # compiled in: neither mask is bounded on the left
+        assert set(values) == set(variant.constexpr_names) | window
         workspaces = variant.workspaces(problem, config)
         for name in variant.descriptors:
             block = compiler.block_of(variant, spec, config, name)
@@ -180,8 +187,8 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
         if not any(
             config[name] == value
             for dim in (64, 128, 256)
-            for causal in (False, True)
-            for config in legal(variant, bf16(dim, dim, causal))
+            for mask in ("full", "causal")
+            for config in legal(variant, bf16(dim, dim, mask))
         )
     }
     assert not unused
@@ -189,10 +196,10 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_what_tma_cannot_address_is_refused_with_a_reason(variant: Variant) -> None:
-    good = bf16(128, 128, True)
+    good = bf16(128, 128, "causal")
     config = variant.space.default(good, 90)
     assert limits.before_compile(variant, good, config, H200) is None
-    for spec in (bf16(128, 128, True, aligned=False), Specialization("fp32", 64, 64, True)):
+    for spec in (bf16(128, 128, "causal", aligned=False), Specialization("fp32", 64, 64, "causal")):
         refused = limits.before_compile(variant, spec, config, H200)
         assert refused is not None and len(refused.why) > 20, spec
         assert not legal(variant, spec)
@@ -206,7 +213,7 @@ def test_what_tma_cannot_address_is_refused_with_a_reason(variant: Variant) -> N
 def test_the_default_is_legal_at_every_head_dim(variant: Variant, dim: int) -> None:
     for causal in (False, True):
         for dtype in ("bf16", "fp16"):
-            spec = Specialization(dtype, dim, dim, causal)
+            spec = Specialization(dtype, dim, dim, "causal" if causal else "full")
             config = variant.space.default(spec, 90)
             assert set(config) == set(variant.space.dimensions)
             assert all(config[name] in values for name, values in variant.space.dimensions.items())
@@ -214,29 +221,18 @@ def test_the_default_is_legal_at_every_head_dim(variant: Variant, dim: int) -> N
             assert refused is None or not legal(variant, spec), refused
 
 
-@pytest.mark.parametrize(
-    ("name", "constant"),
-    [
-        ("fwd_hopper", "PRODUCER_REGISTERS"),  # which its own module takes
-        ("bwd_fused_hopper", "PIECE"),  # and one that this imports
-    ],
-)
-def test_constants_from_the_space_are_part_of_the_kernel(
-    name: str, constant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    space = importlib.import_module(f"fa2tune.search_spaces.{name}")
-    plain = fingerprint.kernel_hash.__wrapped__(NAMED[name])
-    monkeypatch.setattr(space, constant, 2 * getattr(space, constant))
-    assert fingerprint.kernel_hash.__wrapped__(NAMED[name]) != plain
-
-
 def test_what_rows_name_may_be_launched() -> None:
     """All of them, those too that share the structure of another and are not compiled here."""
-    rows = [row for path in reader.shipped_paths() for row in reader.read(path) if row.variant == WARP_SPECIALIZED]
+    rows = [
+        row
+        for path in reader.shipped_paths()
+        for row in reader.read(path)
+        if row.implementation == WARP_SPECIALIZED and row.key.kernel != BACKWARD
+    ]
     assert rows
     for row in rows:
-        assert compiler.misfit(row.key.kernel, row.variant, row.config) is None, row
-        variant = compiler.variant_of(row.key.kernel, row.config)
+        assert registry.misfit(row.key.kernel, row.implementation, row.config) is None, row
+        variant = registry.variant_of(row.key.kernel, row.config)
         assert limits.before_compile(variant, row.key.specialization(), row.config, H200) is None, row
 
 
@@ -275,10 +271,10 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
         for name, warps, order in (("an adder beside", GROUP_WARPS, "together"), ("none", GROUP_WARPS, "behind"),
                                    ("joined", 2 * GROUP_WARPS, "together"))
     },
-    "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and not p.causal and takes_several(v, c, p),
+    "tiles from a counter, no mask": lambda v, c, p: c.get("DYNAMIC") and p.mask == FULL and takes_several(v, c, p),
     **{
         f"prepared beside the tiles, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
-            c.get("BESIDE") and (p.causal, p.head_dim) == (causal, dim) and takes_several(v, c, p)
+            c.get("BESIDE") and (p.mask == CAUSAL, p.head_dim) == (causal, dim) and takes_several(v, c, p)
         )
         for causal in (False, True) for dim in (64, 128)
     },
@@ -300,8 +296,8 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     "several tiles a program, joined": lambda v, c, p: c["num_warps"] == 2 * GROUP_WARPS and takes_several(v, c, p),
     "several tiles a program, apart": lambda v, c, p: "ORDER" in c and c["num_warps"] == GROUP_WARPS and takes_several(v, c, p),
     "the next tile's Q": lambda v, c, p: c.get("Q_STAGES") == 2 and takes_several(v, c, p),
-    "two programs a multiprocessor": lambda v, c, p: v.name == "fwd_hopper" and c["maxnreg"] == 128 and takes_several(v, c, p),
-    "three programs a multiprocessor": lambda v, c, p: v.name == "fwd_hopper" and c["maxnreg"] == 80 and takes_several(v, c, p),
+    "two programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 128 and takes_several(v, c, p),
+    "three programs a multiprocessor": lambda v, c, p: v.name == "sm90/fwd" and c["maxnreg"] == 80 and takes_several(v, c, p),
     **{
         f"numbered barriers, {count} programs a multiprocessor": lambda v, c, p, registers=registers: (
             c.get("NUMBERED") and c["maxnreg"] == registers and takes_several(v, c, p)
@@ -311,13 +307,13 @@ SEEN: dict[str, Callable[[Variant, Config, Problem], bool]] = {
     **{
         f"K and V at numbered barriers, {'in turn' if turns else 'out of turn'}, {'causal' if causal else 'full'}":
             lambda v, c, p, turns=turns, causal=causal: (
-                c.get("NUMBERED") and c["PINGPONG"] == turns and p.causal == causal and takes_several(v, c, p)
+                c.get("NUMBERED") and c["PINGPONG"] == turns and (p.mask == CAUSAL) == causal and takes_several(v, c, p)
             )
         for turns in (False, True) for causal in (False, True)
     },
     **{
         f"scores that norms bound, {'causal' if causal else 'full'}, {dim}": lambda v, c, p, causal=causal, dim=dim: (
-            c.get("RESCALE") == "never" and (p.causal, p.head_dim) == (causal, dim) and takes_several(v, c, p)
+            c.get("RESCALE") == "never" and (p.mask == CAUSAL, p.head_dim) == (causal, dim) and takes_several(v, c, p)
         )
         for causal in (False, True) for dim in (64, 128, 256)
     },
@@ -351,9 +347,9 @@ def test_the_sanitizer_sees_every_form() -> None:
 
 @pytest.mark.usefixtures("on_an_h200")
 def test_a_form_that_is_no_longer_legal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = hopper_cases.Form("bwd_fused_hopper", 128, False, {"ORDER": "behind", "num_warps": 8})
+    lost = hopper_cases.Form("sm90/bwd_fused", 128, False, {"ORDER": "behind", "num_warps": 8})
     monkeypatch.setattr(hopper_cases, "FORMS", (*hopper_cases.FORMS, lost))
-    with pytest.raises(ValueError, match=r"bwd_fused_hopper.*behind.*joined_groups_go_together"):
+    with pytest.raises(ValueError, match=r"sm90/bwd_fused.*behind.*joined_groups_go_together"):
         hopper_cases.small_cases()
 
 
@@ -411,9 +407,9 @@ def test_partitions_share_out_no_more_registers_than_there_are(case: Case, built
     assert all(24 <= registers <= 256 and registers % 8 == 0 for registers in asked)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.variant.name == "bwd_fused_hopper"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.variant.name == "sm90/bwd_fused"], ids=str)
 def test_its_shared_memory_is_as_reckoned(case: Case, built: Callable[[Case], Built]) -> None:
-    assert built(case).binary.shared_bytes <= bwd_fused_hopper.shared_bytes(case.config, case.spec)
+    assert built(case).binary.shared_bytes <= bwd_fused.shared_bytes(case.config, case.spec)
 
 
 @every
@@ -434,7 +430,7 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
     assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"
     waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
     assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": finish}, (
-        "for flags, and for who sets them; who waits for its counts may start"
+        "for flags, and for the kernel that sets them; the one that waits for its counts may start"
     )
 
 
@@ -443,11 +439,12 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool, finish: Config) -> None:
     """Main may start once flags are cleared, for all to see; a flag is set once all it stands for can be seen."""
-    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", dim, dim, causal)
+    mask = "causal" if causal else "full"
+    fused, spec = registry.variant_named("sm90/bwd_fused"), Specialization("bf16", dim, dim, mask)
     config = {**fused.space.default(spec, 90), "BESIDE": True, **finish}
     assert fused.space.broken(config, spec, 90) is None
     ((beside, settings), *others), _ = compiler.around(fused, spec, config, 90)
-    assert beside.name == "bwd_beside_hopper" and others == []
+    assert beside.name == "sm90/bwd_beside" and others == []
     with builder([(beside.name, spec, tuple(settings.items()))]) as built:
         made = built((beside.name, spec, tuple(settings.items())))
     assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
@@ -459,17 +456,17 @@ def test_what_is_prepared_beside_is_told_in_order(dim: int, causal: bool, finish
     (told,) = (place for place, name in enumerate(names) if name == "STG.E.STRONG.GPU")
     stored = max(place for place in range(told) if names[place] in ("UTMASTG.4D", "DEPBAR.LE"))
     assert names[stored] == "DEPBAR.LE" and "MEMBAR.ALL.GPU" in names[stored:told], "zeros are there, then the flag"
-    assert "UTMALDG.4D" in names and not {"LDG.E.STRONG.GPU", "ACQBULK"} & set(names), "it waits for nobody"
+    assert "UTMALDG.4D" in names and not {"LDG.E.STRONG.GPU", "ACQBULK"} & set(names), "it waits for nothing"
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_dq_is_finished_beside_in_order(dim: int) -> None:
-    """The last tile's sums are seen before any is read, and who comes after comes after main."""
-    fused, spec = compiler.variant_named("bwd_fused_hopper"), Specialization("bf16", dim, dim, False)
+    """The last tile's sums are seen before any is read, and the kernel after comes after main."""
+    fused, spec = registry.variant_named("sm90/bwd_fused"), Specialization("bf16", dim, dim, "full")
     config = {**fused.space.default(spec, 90), "REDUCE": "vector", "BESIDE": True, "FINISH_BESIDE": True}
     assert fused.space.broken(config, spec, 90) is None
     _, ((finish, settings), *others) = compiler.around(fused, spec, config, 90)
-    assert finish.name == "bwd_finish_hopper" and others == [] and finish.early(settings)
+    assert finish.name == "sm90/bwd_finish" and others == [] and finish.early(settings)
     with builder([(finish.name, spec, tuple(settings.items()))]) as built:
         made = built((finish.name, spec, tuple(settings.items())))
     assert limits.after_compile(made.binary, H200) is None and made.binary.stack_bytes == 0
@@ -485,7 +482,7 @@ def test_dq_is_finished_beside_in_order(dim: int) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.config.get("FINISH_BESIDE")], ids=str)
 def test_a_tile_is_counted_once_it_is_added(case: Case, built: Callable[[Case], Built]) -> None:
-    """For all to see. The warp that counts starts who waits for it: what stands between is its own."""
+    """For all to see. The warp that counts starts what waits for it: what stands between is its own."""
     operations = built(case).operations
     names = [operation.partition(" ")[0] for operation in operations]
     start, counted = names.index("PREEXIT"), names.index("REDG.E.ADD.STRONG.GPU")
@@ -508,24 +505,24 @@ def test_a_tile_is_counted_once_it_is_added(case: Case, built: Callable[[Case], 
         last = max(place for place in added if place < come)
         assert "BAR.SYNC.DEFER_BLOCKING" in names[last:come], "with all its warps"
         over = next(place for place in stored if place > come)
-        assert not any(come < place < over for place in added), "nothing is added between this and dV's way out"
+        assert not any(come < place < over for place in added), "nothing is added between this and dV's store"
 
 
 def test_multiprocessors_that_are_left_to_helpers() -> None:
-    """Where main has many tiles, or a mask: as many as go on preparing, so that no program of main starts late and keeps who
-    finishes from starting."""
-    fused = compiler.variant_named("bwd_fused_hopper")
+    """Where main has many tiles, or a mask: as many as go on preparing, so that no program of main starts late and keeps the
+    epilogue from starting."""
+    fused = registry.variant_named("sm90/bwd_fused")
     lengths = (1, 128, 512, 2048, 16384)
     for rows, keys, causal, sm_count in product(lengths, (77, *lengths), (False, True), (1, 2, 16, 114, 132)):
-        asked = Problem("bf16", 64, 32, 32, rows, keys, 64, 64, causal)
+        asked = Problem("bf16", 64, 32, 32, rows, keys, 64, 64, CAUSAL if causal else FULL)
         config = {**fused.space.default(asked.specialization, 90), "DYNAMIC": True, "BESIDE": True}
         finish = {**config, "FINISH_BESIDE": True}
-        told = fused.integers(asked, finish, True)
+        told = fused.scalars(asked, finish, True)
         go_on = min(-(-sm_count * told["rows_worth"] // told["keys_seen"]), sm_count)
         main = fused.programs(asked, finish, sm_count)
         assert main == max(sm_count - go_on, 1), (rows, keys, causal, sm_count)
         assert fused.programs(asked, config, sm_count) == fused.programs(asked, finish, sm_count, early=False)
-        alone = fused.integers(asked, finish, False)
+        alone = fused.scalars(asked, finish, False)
         assert alone["rows_worth"] >= alone["keys_seen"], "alone, all prepare"
 
 
@@ -534,8 +531,8 @@ def test_multiprocessors_that_are_left_to_helpers() -> None:
 )
 def test_helpers_cost_the_main_kernel_no_round(heads: int, keys: int, main: int) -> None:
     """Of 132 multiprocessors 8 are their share at 1024 keys, 15 at 512, 44 at 128."""
-    fused = compiler.variant_named("bwd_fused_hopper")
-    asked = Problem("bf16", 1, heads, heads, 1024, keys, 64, 64, False)
+    fused = registry.variant_named("sm90/bwd_fused")
+    asked = Problem("bf16", 1, heads, heads, 1024, keys, 64, 64, FULL)
     finish = {**fused.space.default(asked.specialization, 90), "DYNAMIC": True, "BESIDE": True, "FINISH_BESIDE": True}
     assert fused.programs(asked, finish, 132) == main
 
@@ -544,9 +541,9 @@ def test_helpers_cost_the_main_kernel_no_round(heads: int, keys: int, main: int)
 def test_keys_that_a_row_sees(lengths: tuple[int, int]) -> None:
     rows, keys = lengths
     seen = [min(max(row + 1 + keys - rows, 0), keys) for row in range(rows)]
-    asked = Problem("bf16", 2, 6, 3, rows, keys, 64, 64, True)
+    asked = Problem("bf16", 2, 6, 3, rows, keys, 64, 64, CAUSAL)
     assert asked.keys_seen == pytest.approx(sum(seen) / rows)
-    assert replace(asked, causal=False).keys_seen == keys
+    assert replace(asked, mask=FULL).keys_seen == keys
 
 
 @every
@@ -557,7 +554,7 @@ def test_no_product_waits_for_the_one_before(case: Case, built: Callable[[Case],
     assert not re.findall(r"C75\d\d", said)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.variant.name == "bwd_fused_hopper"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.variant.name == "sm90/bwd_fused"], ids=str)
 def test_operands_of_products_under_way_stay_in_their_registers(case: Case, built: Callable[[Case], Built]) -> None:
     """The ones that terms are multiplied by are kept for no wait in the source: it is ptxas that leaves them alone."""
     written, of_ones = written_under_way(built(case).operations)
@@ -594,14 +591,14 @@ def beside_anothers(case: Case) -> bool:
 
 
 def groups_that_exponentiate(case: Case) -> int:
-    if case.variant.filed_under == "fwd":
+    if case.variant.serves == "fwd":
         return int(case.config["BLOCK_M"]) // 64
     return 1 if case.config.get("OWN") == "products" else 2
 
 
 def test_some_configs_claim_each_kind_of_overlap() -> None:
     for claim in (beside_its_own, beside_anothers):
-        assert "bwd_fused_hopper" in {case.variant.name for case in CASES if claim(case)}, claim
+        assert "sm90/bwd_fused" in {case.variant.name for case in CASES if claim(case)}, claim
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if beside_its_own(case)], ids=str)

@@ -12,25 +12,37 @@ import pytest
 import torch
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, sass
+from fa2tune.compiling import compiler, limits, registry, sass
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import Problem, Specialization
-from fa2tune.search_spaces import fwd_hopper as space
-from fa2tune.search_spaces import fwd_norms
+from fa2tune.search_spaces.portable import fwd_norms
+from fa2tune.search_spaces.sm90 import fwd as space
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem, Specialization
 
-VARIANT = compiler.variant_named("fwd_hopper")
+VARIANT = registry.variant_named("sm90/fwd")
 PRODUCER_THREADS, GROUP_THREADS = 32, 128
 TRITONS_BARRIERS = 7  #: its own are 0, 1, and one a partition, of which there are four at the most
 
 
 def built(dim: int, causal: bool, **changes: Any) -> tuple[dict[str, Any], str]:
     """(config, machine code) of the default with changes."""
-    spec = Specialization("bf16", dim, dim, causal)
+    spec = Specialization("bf16", dim, dim, "causal" if causal else "full")
     config = {**VARIANT.space.default(spec, 90), **changes}
     assert limits.before_compile(VARIANT, spec, config, gpus.named("h200")) is None
     path = compiler.build(VARIANT, spec, config, 90).cubin_path
     command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", path]
     return config, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_chunks_spill_no_more_than_a_window(dim: int) -> None:
+    spills = {}
+    for mask in ("band", "chunked"):
+        spec = Specialization("bf16", dim, dim, mask)
+        config = VARIANT.space.default(spec, 90)
+        assert limits.before_compile(VARIANT, spec, config, gpus.named("h200")) is None
+        spills[mask] = compiler.build(VARIANT, spec, config, 90).spills
+    assert spills["chunked"] <= spills["band"] < 32
 
 
 def barriers(code: str) -> set[tuple[str, str, int]]:
@@ -69,7 +81,7 @@ def test_who_meets_at_numbered_barriers(dim: int, turns: bool, numbered: bool) -
 def test_few_queries_take_no_pass_over_many_keys(
     heads: tuple[int, int], lengths: tuple[int, int], rescale: str
 ) -> None:
-    problem = Problem("bf16", 1, *heads, *lengths, 128, 128, False)
+    problem = Problem("bf16", 1, *heads, *lengths, 128, 128, FULL)
     config = {**VARIANT.space.default(problem.specialization, 90), "RESCALE": "never"}
     assert VARIANT.suited(problem, config) == {**config, "RESCALE": rescale}
     for other in ("lazy", "now"):
@@ -79,7 +91,7 @@ def test_few_queries_take_no_pass_over_many_keys(
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_few_queries_take_is_legal(dim: int, causal: bool) -> None:
-    decoding = Problem("bf16", 1, 16, 16, 1, 16384, dim, dim, causal)
+    decoding = Problem("bf16", 1, 16, 16, 1, 16384, dim, dim, CAUSAL if causal else FULL)
     spec, h200 = decoding.specialization, gpus.named("h200")
     legal = [
         config for config in VARIANT.space.points()
@@ -193,13 +205,13 @@ def bounded(inputs: reference.Inputs, headroom: float) -> tuple[dict[str, torch.
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_loosest_bound_keeps_the_error_rule(dtype: str, dim: int) -> None:
     loosest, headroom = (space.LOOSEST, 0.0) if dtype == "bf16" else (space.LOOSEST_FP16, space.HEADROOM_FP16)
-    drawn = reference.make_inputs(Problem(dtype, 1, 2, 2, 128, 2048, dim, dim, False), "cpu")
+    drawn = reference.make_inputs(Problem(dtype, 1, 2, 2, 128, 2048, dim, dim, FULL), "cpu")
     _, above = bounded(drawn, headroom)
     factor = loosest / above.max().item()  # q as long as the rule lets it be
     inputs = reference.Inputs((drawn.q * factor).to(drawn.q.dtype), drawn.k, drawn.v, drawn.do)
     found, above = bounded(inputs, headroom)
     assert 0.95 * loosest < above.max() < 1.05 * loosest
-    oracle, same = reference.oracle_and_reference(inputs, causal=False, softmax_scale=None, gradients=False)
+    oracle, same = reference.oracle_and_reference(inputs, mask=FULL, softmax_scale=None, gradients=False)
     verify.compare(found, oracle, same)
 
 
@@ -210,7 +222,7 @@ def test_the_loosest_bound_keeps_long_tails(dtype: str, keys: int, below: float)
     long makes the bound as loose as it may be."""
     loosest, headroom = (space.LOOSEST, 0.0) if dtype == "bf16" else (space.LOOSEST_FP16, space.HEADROOM_FP16)
     dim, highest = 64, 30.0
-    drawn = reference.make_inputs(Problem(dtype, 1, 1, 1, 64, keys, dim, dim, False), "cpu")
+    drawn = reference.make_inputs(Problem(dtype, 1, 1, 1, 64, keys, dim, dim, FULL), "cpu")
     unit = math.log(2) * dim**0.5  # of a product, for a score of one power of two
     q, k = torch.zeros(1, 1, 64, dim), torch.zeros(1, 1, keys, dim)
     q[..., 0] = unit
@@ -221,7 +233,7 @@ def test_the_loosest_bound_keeps_long_tails(dtype: str, keys: int, below: float)
     inputs = reference.Inputs(q.to(drawn.q.dtype), k.to(drawn.q.dtype), drawn.v.abs(), drawn.do)
     found, above = bounded(inputs, headroom)
     assert 0.9 * loosest < above.max() <= loosest
-    oracle, same = reference.oracle_and_reference(inputs, causal=False, softmax_scale=None, gradients=False)
+    oracle, same = reference.oracle_and_reference(inputs, mask=FULL, softmax_scale=None, gradients=False)
     verify.compare(found, oracle, same)
 
 

@@ -16,24 +16,28 @@ PACKAGES = {
     "fa2tune.search_spaces": ROOT / "search_spaces",
 }
 
-#: The rooms, lowest first. A room imports from itself and from those before it; modules of fa2tune/ itself (problem, gpus,
-#: variant) come before all.
+#: The rooms, lowest first. A room imports from itself and from those before it; spec and the modules of fa2tune/ itself
+#: (catalogue, gpus, devices, versions, text) come before all.
 ROOMS = (
     "search_spaces", "kernels", "rows", "compiling", "launching", "calling", "predicting", "measuring", "sharing", "tuning",
-    "fleet", "bench", "page", "cli", "__main__",
+    "fleet", "bench", "report", "cli", "__main__",
 )  # fmt: skip
+FLOORS = ("request", "search", "select", "run")  #: of the room tuning, lowest first; the same rule
 #: What a call to attention must never pull in, and what the search has no business with.
-TUNING = {"predicting", "measuring", "sharing", "tuning", "fleet", "bench", "page", "cli"}
+TUNING = {"predicting", "measuring", "sharing", "tuning", "fleet", "bench", "report", "cli"}
 CALLING = {"calling"}
 SHARED_BY_KERNELS = {
-    "fa2tune.problem",
-    "fa2tune.variant",
-    "fa2tune.kernels.common",
-    "fa2tune.kernels.hopper",
-    "fa2tune.kernels.hopper_forward",
-    "fa2tune.kernels.hopper_fused",
-    "fa2tune.kernels.hopper_joined",
-    "fa2tune.kernels.hopper_sums",
+    "fa2tune.spec.maskfile",
+    "fa2tune.spec.problem",
+    "fa2tune.spec.scorefile",
+    "fa2tune.spec.variant",
+    "fa2tune.kernels.lib.bwd_keys",
+    "fa2tune.kernels.lib.common",
+    "fa2tune.kernels.lib.hopper",
+    "fa2tune.kernels.lib.hopper_forward",
+    "fa2tune.kernels.lib.hopper_fused",
+    "fa2tune.kernels.lib.hopper_joined",
+    "fa2tune.kernels.lib.hopper_sums",
 }
 
 
@@ -79,6 +83,12 @@ def place(module: str) -> int:
     return ROOMS.index(room(module)) if room(module) in ROOMS else -1
 
 
+def floor(module: str) -> int:
+    """``fa2tune.tuning.search.study`` -> 1."""
+    parts = module.split(".")
+    return FLOORS.index(parts[2]) if parts[1] == "tuning" and len(parts) > 2 else -1
+
+
 def reached(start: str) -> set[str]:
     """The modules that importing one may end up importing."""
     seen, waiting = set(), [start]
@@ -95,6 +105,14 @@ def test_imports_go_down() -> None:
     assert not up
 
 
+def test_tuning_has_four_floors_and_imports_go_down() -> None:
+    folder = ROOT / "fa2tune" / "tuning"
+    assert {path.name for path in folder.iterdir() if path.name != "__pycache__"} == {"__init__.py", *FLOORS}
+    up = [f"{module} imports {name}" for module in HOST for name in GRAPH[module]
+          if floor(module) >= 0 and floor(name) > floor(module)]  # fmt: skip
+    assert not up
+
+
 def test_imports_never_come_back() -> None:
     try:
         TopologicalSorter(HOST).prepare()
@@ -102,16 +120,16 @@ def test_imports_never_come_back() -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
-def test_calling_and_tuning_are_two_roads() -> None:
+def test_calling_and_tuning_are_apart() -> None:
     called = reached("fa2tune.calling.ops")
     assert not set(map(room, called)) & TUNING and "fa2tune.rows.store" not in called
-    assert not set(map(room, reached("fa2tune.tuning.tuner"))) & CALLING
+    assert not set(map(room, reached("fa2tune.tuning.run.tuner"))) & CALLING
 
 
 def test_every_room_has_its_place() -> None:
-    assert {path.parent.name for path in (ROOT / "fa2tune").glob("*/__init__.py")} <= set(ROOMS)
+    assert {path.parent.name for path in (ROOT / "fa2tune").glob("*/__init__.py")} <= {*ROOMS, "spec"}
     loose = {path.stem for path in (ROOT / "fa2tune").glob("*.py")}
-    assert loose == {"__init__", "__main__", "problem", "gpus", "variant"}
+    assert loose == {"__init__", "__main__", "catalogue", "gpus", "devices", "versions", "text"}
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(f"{module}.") == "kernels"])
@@ -122,10 +140,23 @@ def test_a_kernel_knows_its_space_and_the_shared_math_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(f"{module}.") == "search_spaces"])
 def test_a_search_space_knows_the_shared_constraints_only(module: str) -> None:
-    shared = {"fa2tune.search_spaces.common", "fa2tune.search_spaces.hopper"}
-    assert GRAPH[module] <= {"fa2tune.problem", "fa2tune.variant", *shared}
+    shared = {"fa2tune.search_spaces.lib.common", "fa2tune.search_spaces.lib.hopper"}
+    assert GRAPH[module] <= {"fa2tune.spec.problem", "fa2tune.spec.variant", *shared}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_no_file_is_longer_than_500_lines(module: str) -> None:
     assert len(MODULES[module].read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("module", [each for each in MODULES if room(f"{each}.") not in ("kernels", "search_spaces")])
+def test_no_function_on_the_host_is_longer_than_80_lines(module: str) -> None:
+    """A docstring does not count. Device code may be longer: a kernel is one function."""
+
+    def lines(function: ast.FunctionDef) -> int:
+        first = function.body[0]
+        said = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+        return function.end_lineno - function.lineno + 1 - said
+
+    functions = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.FunctionDef)]
+    assert not {function.name: lines(function) for function in functions if lines(function) > 80}

@@ -1,4 +1,4 @@
-"""Whatever a candidate does to its process costs that candidate, goes to the ledger, and is not tried again.
+"""Whatever a candidate does to its process costs that candidate, goes to the failure record, and is not tried again.
 
 The faults are real where no GPU is needed (abort, segmentation fault, endless loop, memory without end); those of a GPU are
 played here and real in tests/gpu/test_faults.py."""
@@ -25,22 +25,25 @@ from tuner_fakes import true_time
 from fa2tune import gpus
 from fa2tune.cli.tune import tune as tune_command
 from fa2tune.compiling import compiler
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring import worker
 from fa2tune.measuring.worker import Crew, Job, wait
-from fa2tune.problem import Specialization
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED
 from fa2tune.sharing.storage import Storage, StorageError
-from fa2tune.tuning import books, plan, tuner
-from fa2tune.tuning.books import Hands, Watcher, fate_of
-from fa2tune.tuning.judge import judge
-from fa2tune.tuning.ledger import BLAMELESS, COMPILE, FATES, LAUNCH, Ledger, Toolchain
-from fa2tune.tuning.measured import GpuLost
-from fa2tune.tuning.plan import Target, TuneRequest
+from fa2tune.spec.problem import Specialization
+from fa2tune.tuning.request import plan
+from fa2tune.tuning.request.plan import Target, TuneRequest
+from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
+from fa2tune.tuning.run import compiles, tuner
+from fa2tune.tuning.search import status
+from fa2tune.tuning.search.compile_check import compile_check
+from fa2tune.tuning.search.failures import BLAMELESS, COMPILE, FAULTS, LAUNCH, FailureRecord, FailureScope
+from fa2tune.tuning.search.status import status_of
+from fa2tune.tuning.select.gpu_jobs import GpuLost
 
 HERE = str(Path(__file__).parent)
-SPEC = Specialization("bf16", 128, 128, True)
+SPEC = Specialization("bf16", 128, 128, "causal")
 ROOM = 200 << 20  #: bytes that a child may take beyond what it needs to be there
 H200 = gpus.named("h200")
 
@@ -87,7 +90,7 @@ def until(condition, seconds=30.0):
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "fate", "says"),
+    ("function", "arguments", "status", "says"),
     [
         ("abort", (), "crash", "process died (SIGABRT): python: Layout.cpp:123: void convert(): Assertion"),
         ("segfault", (), "crash", "process died (SIGSEGV)"),
@@ -101,13 +104,13 @@ def until(condition, seconds=30.0):
         ("kill_itself", (), "killed", "SIGKILL"),
     ],
 )
-def test_each_fault_costs_one_job_and_seconds_and_has_a_word(function, arguments, fate, says):
+def test_each_fault_costs_one_job_and_seconds_and_has_a_word(function, arguments, status, says):
     with Crew(1, memory=resident() + ROOM) as crew:
         first = outcome(crew, "pid").result
         begun = time.monotonic()
         job = outcome(crew, function, *arguments, seconds=1.0 if function == "spin" else 20.0)
         assert job.died and says in job.failure, job.failure
-        assert fate_of(job) == fate and fate in FATES | BLAMELESS
+        assert status_of(job) == status and status in FAULTS | BLAMELESS
         assert not alive(first)
         second = outcome(crew, "pid")
         assert second.result != first and crew.started == 2 and time.monotonic() - begun < 60
@@ -118,7 +121,7 @@ def test_a_child_says_how_long_it_needs():
         assert outcome(crew, "patient", 60.0, 3.0, seconds=2.0).result == "done"
         hung = outcome(crew, "patient", 0.5, 60.0, seconds=60.0)
         assert hung.failure == "no answer within 0 s" or hung.failure == "no answer within 1 s"
-        assert hung.took < 50 and fate_of(hung) == "timeout"
+        assert hung.took < 50 and status_of(hung) == "timeout"
 
 
 def test_an_answer_that_waited_for_the_parent_is_not_late():
@@ -142,7 +145,7 @@ def test_imports_are_no_part_of_a_deadline(tmp_path, monkeypatch):
         job = Job("no_such_module:answer", (), 20)
         crew.submit(job)
         wait([crew], 60)
-        assert "ModuleNotFoundError" in job.failure and fate_of(job) == "failed"  # no candidate's fault
+        assert "ModuleNotFoundError" in job.failure and status_of(job) == "failed"  # no candidate's fault
 
 
 @pytest.mark.parametrize("kind", ["stall", "eat"])
@@ -151,7 +154,7 @@ def test_what_a_compiler_started_ends_with_it(kind, tmp_path):
     with Crew(1, memory=2 * resident() + ROOM) as crew:
         hung_after = 3.0 if kind == "stall" else None
         job = outcome(crew, "spawn", kind, str(tmp_path / "pids"), hung_after, seconds=60.0)
-        assert fate_of(job) == {"stall": "timeout", "eat": "out_of_memory"}[kind]
+        assert status_of(job) == {"stall": "timeout", "eat": "out_of_memory"}[kind]
         started, child = map(int, (tmp_path / "pids").read_text().split())
         assert until(lambda: not alive(started) and not alive(child))
 
@@ -182,7 +185,7 @@ def test_a_spare_stands_by_and_takes_over():
     with Crew(1, spare="isolation_fakes") as crew:
         first = outcome(crew, "pid").result
         spare = next(child.process.pid for child in crew.children if child.process.pid != first)
-        assert outcome(crew, "pid").result == first  # the spare works for nobody but the dead
+        assert outcome(crew, "pid").result == first  # the spare replaces the dead only
         assert outcome(crew, "segfault").died
         assert outcome(crew, "pid").result == spare and crew.load == 0
         assert len(crew.children) == 2
@@ -209,7 +212,7 @@ def test_a_spare_that_cannot_live_is_not_started_for_ever(monkeypatch):
 
 
 def test_a_process_that_cannot_be_killed_ends_the_run(monkeypatch):
-    """In the driver's hands a process may outlive SIGKILL: then the GPU is not free, and nothing may be measured on it."""
+    """In the driver's functions a process may outlive SIGKILL: then the GPU is not free, and nothing may be measured on it."""
     monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
     with Crew(1) as crew:
         crew.submit(Job("isolation_fakes:stall", (), 0.5))
@@ -223,48 +226,48 @@ def test_a_process_that_cannot_be_killed_ends_the_run(monkeypatch):
         (job,) = wait([crew], 60)
         assert job.stuck and job.died
         real(30)
-    from fa2tune.tuning.measured import Measured
+    from fa2tune.tuning.select import gpu_jobs
 
-    task = Measured._run(None, "fa2tune.measuring.measure:race", ())
-    next(task)
+    steps = gpu_jobs.run("fa2tune.measuring.measure:race", ())
+    next(steps)
     with pytest.raises(GpuLost, match="cannot be killed"):
-        task.send(job)
+        steps.send(job)
 
 
-# ---- the ledger
+# ---- the failure record
 
-FWD = variant_named("fwd")
+FWD = portable_of("fwd")
 DEFAULT = dict(FWD.space.default(SPEC, 90))
 OTHER = {**DEFAULT, "num_warps": 8 if DEFAULT["num_warps"] == 4 else 4}
-TODAY = Toolchain("3.6.0", "NVIDIA H200", "580.1")
+TODAY = FailureScope("3.6.0", "NVIDIA H200", "580.1")
 
 
-def test_the_ledger_remembers_under_the_same_toolchain_only(tmp_path, monkeypatch):
+def test_the_failure_record_remembers_under_the_same_toolchain_only(tmp_path, monkeypatch):
     path = tmp_path / "ledger.sqlite"
-    page = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90)
+    page = FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "illegal_access", "CUDA error")
 
     def known(toolchain=TODAY, variant=FWD, spec=SPEC, arch=90):
-        page = Ledger(Storage(None, path), toolchain).page(variant, spec, arch)
+        page = FailureRecord(Storage(None, path), toolchain).of_kernel(variant, spec, arch)
         return page.of(DEFAULT) is not None, page.of(OTHER) is not None
 
     assert known() == (True, True)
-    found = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).of(OTHER)
-    assert (found.stage, found.fate, found.why) == (LAUNCH, "illegal_access", "CUDA error") and found.created
+    found = FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90).of(OTHER)
+    assert (found.stage, found.status, found.why) == (LAUNCH, "illegal_access", "CUDA error") and found.created
     assert known(replace(TODAY, triton="3.7.0")) == (False, False)
     assert known(replace(TODAY, driver="590.1")) == (True, False)  # a compile needs no driver
     assert known(replace(TODAY, gpu="NVIDIA H100 PCIe")) == (True, False)
-    assert known(arch=80) == known(spec=replace(SPEC, causal=False)) == (False, False)
-    assert known(variant=variant_named("bwd_dq")) == (False, False)
-    monkeypatch.setattr("fa2tune.compiling.fingerprint.kernel_hash", lambda variant: "another kernel")
+    assert known(arch=80) == known(spec=replace(SPEC, mask="full")) == (False, False)
+    assert known(variant=portable_of("bwd_dq")) == (False, False)
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.kernel_hash", lambda variant, mask: "another kernel")
     assert known() == (False, False)
 
 
 def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
     assert "HEADS_PER_WAVE" in DEFAULT
     values = FWD.space.dimensions["HEADS_PER_WAVE"]
-    page = Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
+    page = FailureRecord(Storage(None, tmp_path / "ledger.sqlite"), TODAY).of_kernel(FWD, SPEC, 90)
     page.add(COMPILE, DEFAULT, "crash", "process died (SIGABRT)")
     page.add(LAUNCH, OTHER, "timeout", "no answer within 5 s")
     assert all(page.of({**DEFAULT, "HEADS_PER_WAVE": value}) for value in values)
@@ -275,16 +278,16 @@ def test_a_config_that_does_not_compile_stands_for_all_of_its_binary(tmp_path):
 
 def test_a_compile_that_took_too_long_counts_when_it_happened_in_two_runs(tmp_path):
     def page():
-        return Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
+        return FailureRecord(Storage(None, tmp_path / "ledger.sqlite"), TODAY).of_kernel(FWD, SPEC, 90)
 
     first = page()
     first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
     first.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")  # the same busy host
-    assert first.of(DEFAULT).fate == "timeout"  # not again in this run
+    assert first.of(DEFAULT).status == "timeout"  # not again in this run
     second = page()
     assert second.of(DEFAULT) is None and second.forgotten(DEFAULT, "timeout")
     second.add(COMPILE, DEFAULT, "timeout", "no answer within 30 s")
-    assert page().of(DEFAULT).fate == "timeout" and page().forget() == 1 and page().of(DEFAULT) is None
+    assert page().of(DEFAULT).status == "timeout" and page().forget() == 1 and page().of(DEFAULT) is None
     page().add(COMPILE, DEFAULT, "timeout", "x")
     assert page().forget() == 1  # a first time is struck out, too
     page().add(COMPILE, DEFAULT, "timeout", "x")
@@ -302,25 +305,31 @@ def test_a_compile_that_took_too_long_counts_when_it_happened_in_two_runs(tmp_pa
         (RuntimeError("`ptxas` failed with error code -11\n`ptxas` stderr:\n"), None),
     ],
 )  # fmt: skip
-def test_trouble_of_the_host_is_no_verdict(monkeypatch, error, raised):
+def test_trouble_of_the_host_says_nothing_about_the_candidate(monkeypatch, error, raised):
     def failing(*arguments, **options):
         raise error
 
     monkeypatch.setattr("triton.compile", failing)
     if raised is None:
-        verdict = judge("fwd", SPEC, DEFAULT, H200)
-        assert verdict.fate == "compile_error" and "failed with error code" in verdict.why
+        result = compile_check("fwd", SPEC, DEFAULT, H200)
+        assert result.status == "compile_error" and "failed with error code" in result.why
         return
     with pytest.raises(raised) as caught:
-        judge("fwd", SPEC, DEFAULT, H200)
-    job = Job("fa2tune.tuning.judge:judge", (), 20.0, began=True, failure=worker.reason_of(caught.value))
-    assert fate_of(job) in BLAMELESS
+        compile_check("fwd", SPEC, DEFAULT, H200)
+    job = Job(
+        "fa2tune.tuning.search.compile_check:compile_check",
+        (),
+        20.0,
+        began=True,
+        failure=worker.reason_of(caught.value),
+    )
+    assert status_of(job) in BLAMELESS
 
 
 def test_nobody_is_blamed_for_what_he_did_not_do(tmp_path):
-    page = Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY).page(FWD, SPEC, 90)
-    for fate in [*sorted(BLAMELESS), "wrong_result", "shared_memory", ""]:
-        page.add(LAUNCH, DEFAULT, fate, "why")
+    page = FailureRecord(Storage(None, tmp_path / "ledger.sqlite"), TODAY).of_kernel(FWD, SPEC, 90)
+    for word in [*sorted(BLAMELESS), "wrong_result", "shared_memory", ""]:
+        page.add(LAUNCH, DEFAULT, word, "why")
     assert page.of(DEFAULT) is None
     assert page.forgotten(DEFAULT, "killed") and page.forgotten(DEFAULT, "crash")
     assert not page.forgotten(DEFAULT, "shared_memory") and not page.forgotten(DEFAULT, "wrong_result")
@@ -330,42 +339,46 @@ def test_what_is_forgotten_is_gone_for_this_toolchain_only(tmp_path):
     path = tmp_path / "ledger.sqlite"
     older = replace(TODAY, driver="570.1")
     for toolchain in (TODAY, older):
-        Ledger(Storage(None, path), toolchain).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
-    Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).add(LAUNCH, OTHER, "timeout", "twice the same is one entry")
-    assert Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).forget() == 1
-    assert Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90).of(OTHER) is None
-    assert Ledger(Storage(None, path), older).page(FWD, SPEC, 90).of(OTHER).fate == "crash"
+        FailureRecord(Storage(None, path), toolchain).of_kernel(FWD, SPEC, 90).add(LAUNCH, OTHER, "crash", "x")
+    FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90).add(
+        LAUNCH, OTHER, "timeout", "twice the same is one entry"
+    )
+    assert FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90).forget() == 1
+    assert FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90).of(OTHER) is None
+    assert FailureRecord(Storage(None, path), older).of_kernel(FWD, SPEC, 90).of(OTHER).status == "crash"
 
 
-def test_processes_write_the_ledger_at_the_same_time(tmp_path):
+def test_processes_write_the_failure_record_at_the_same_time(tmp_path):
     path = tmp_path / "ledger.sqlite"
     code = (
         f"import sys; sys.path[:0] = {[HERE, *sys.path]!r}\n"
         "from pathlib import Path\n"
-        "from fa2tune.compiling.compiler import variant_named\n"
-        "from fa2tune.tuning.ledger import LAUNCH, Ledger\n"
+        "from fa2tune.compiling.registry import portable_of\n"
+        "from fa2tune.tuning.search.failures import LAUNCH, FailureRecord\n"
         "from fa2tune.sharing.storage import Storage\n"
         "from test_isolation import DEFAULT, SPEC, TODAY\n"
-        f"page = Ledger(Storage(None, Path({str(path)!r})), TODAY).page(variant_named('fwd'), SPEC, 90)\n"
+        f"page = FailureRecord(Storage(None, Path({str(path)!r})), TODAY).of_kernel(portable_of('fwd'), SPEC, 90)\n"
         "for n in range(30):\n"
         "    page.add(LAUNCH, {**DEFAULT, 'maxnreg': int(sys.argv[1]) + n}, 'crash', 'x')\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(first)]) for first in (1000, 2000, 1015)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    page = Ledger(Storage(None, path), TODAY).page(FWD, SPEC, 90)
+    page = FailureRecord(Storage(None, path), TODAY).of_kernel(FWD, SPEC, 90)
     found = page.failing({**DEFAULT, "maxnreg": n} for n in range(900, 2100))
     assert [config["maxnreg"] for config, _ in found] == [*range(1000, 1045), *range(2000, 2030)]
 
 
-def test_a_file_that_is_no_ledger_is_named(tmp_path):
+def test_a_file_that_is_no_failure_record_is_named(tmp_path):
     (tmp_path / "ledger.sqlite").write_text("poem, and long enough that SQLite looks at it " * 20)
     with pytest.raises(StorageError, match=r"ledger\.sqlite: .*not a database; move the file away"):
-        Ledger(Storage(None, tmp_path / "ledger.sqlite"), TODAY)
+        FailureRecord(Storage(None, tmp_path / "ledger.sqlite"), TODAY)
 
 
 # ---- the tuner
 
-FAKES = Hands("isolation_fakes:judge", "isolation_fakes:race", "isolation_fakes:check", "tuner_fakes:check_backward")
+FAKES = WorkerFunctions(
+    "isolation_fakes:compile_check", "isolation_fakes:race", "isolation_fakes:check", "tuner_fakes:check_backward"
+)
 BUCKETS = (512, 4096)
 
 
@@ -380,9 +393,9 @@ class Bench:
         monkeypatch.setattr(reader, "shipped_paths", list)
         monkeypatch.setattr(plan, "resolve_target", lambda name: Target(H200, MEASURED, H200))
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-        monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 10.0)
-        monkeypatch.setattr(tuner, "COMPILE_AT_LEAST", 10.0)
-        monkeypatch.setattr(tuner, "COMPILE_MEMORY", resident() + ROOM)
+        monkeypatch.setattr(compiles, "AT_FIRST", 10.0)
+        monkeypatch.setattr(compiles, "AT_LEAST", 10.0)
+        monkeypatch.setattr(compiles, "MEMORY", resident() + ROOM)
         self.space = FWD.space
         dimensions = {
             "BLOCK_M": (64, 128), "BLOCK_N": (32, 64), "LOADS": ("pointer", "descriptor"), "MASKED": ("last",),
@@ -420,7 +433,7 @@ class Bench:
             "trials": 1000,
             "buckets": BUCKETS,
             "dtypes": ("bf16",),
-            "causal": (True,),
+            "masks": ("causal",),
             "pass_": "fwd",
             "workers": 2,
         }
@@ -458,7 +471,7 @@ def bench(tmp_path, monkeypatch, portable_kernels):
 
 
 def winners(report):
-    return {(row.key.bucket, row.variant): dict(row.config) for row in report.rows}
+    return {(row.key.bucket, row.implementation): dict(row.config) for row in report.rows}
 
 
 def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench, monkeypatch):
@@ -475,12 +488,12 @@ def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench, m
     assert sorted(map(repr, bench.tried("poisoned"))) == sorted(map(repr, tried))  # none was lost on the way
     counted = Counter(faults.FATE[fault] for fault in hit)
     for row in poisoned.rows:
-        assert {fate: row.pruned.get(fate, 0) for fate in counted} == counted and "failed" not in row.pruned
+        assert {status: row.pruned.get(status, 0) for status in counted} == counted and "failed" not in row.pruned
 
     # a compile that took too long is given another chance, by the next run only
-    monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 3.0)  # nothing else is compiled in that run
+    monkeypatch.setattr(compiles, "AT_FIRST", 3.0)  # nothing else is compiled in that run
     second = bench.tune("poisoned")
-    monkeypatch.setattr(tuner, "COMPILE_AT_FIRST", 10.0)
+    monkeypatch.setattr(compiles, "AT_FIRST", 10.0)
     assert {fault for fault, _ in bench.done()} == {"stall"} and second.compiled == 1 and winners(second) == best
 
     # another study (a file of its own, other lengths) leaves them out, and says so
@@ -489,13 +502,14 @@ def test_three_poisoned_in_ten_change_no_winner_and_none_is_tried_twice(bench, m
     assert len(bench.tried("another")) == len(tried) - len(hit)
     for row in again.rows:
         assert {name: row.pruned.get(f"{name}_before", 0) for name in counted} == counted
-    assert any(line.startswith("left out") and "--retry-failed" in line for line in bench.lines)
+    (said,) = [line for line in bench.lines if "candidates left out, as they failed" in line]
+    assert "--retry-failed" in said and said.count("earlier run") == 1 and "_" not in said
     assert {v: c for (_, v), c in winners(again).items()} == {v: c for (b, v), c in best.items() if b == 512}
 
     # the study they failed in resumes without a word, and takes a new length without them
     before = bench.tune("poisoned")
     assert before.compiled == 0 and winners(before) == best and not bench.done()
-    assert not any(line.startswith("left out") for line in bench.lines)
+    assert not any("candidates left out" in line for line in bench.lines)
     bench.tune("poisoned", buckets=(*BUCKETS, 1024))
     assert not bench.done()
 
@@ -517,10 +531,10 @@ def test_retry_failed_tries_again_and_a_cured_candidate_may_win(bench, monkeypat
     failed = {json.dumps(config, sort_keys=True) for fault, config in bench.done()}
     assert failed and winners(sick) != best
     bench.poison([])
-    assert winners(bench.tune("sick", buckets=(512,))) == winners(sick)  # cured, but nobody looks
+    assert winners(bench.tune("sick", buckets=(512,))) == winners(sick)  # cured, but not tried again
     cured = bench.tune("sick", buckets=(512,), retry_failed=True)
     assert cured.compiled == len(failed) and winners(cured) == best
-    assert cured.fates == {}
+    assert cured.statuses == {}
     assert winners(bench.tune("sick", buckets=(512,))) == best and not any("left out" in line for line in bench.lines)
 
 
@@ -543,7 +557,7 @@ def bench_configs():
     return list(FWD.space.points())
 
 
-def test_the_ledger_is_no_part_of_a_cache_file(bench):
+def test_the_failure_record_is_no_part_of_a_cache_file(bench):
     bench.poison(bench.one_each(("abort", "crash")))
     bench.tune("cache", buckets=(512,))
     assert (bench.folder / "ledger.sqlite").exists()
@@ -552,7 +566,7 @@ def test_the_ledger_is_no_part_of_a_cache_file(bench):
 
 
 def test_the_command_tells_what_failed_and_how_to_try_again(bench, monkeypatch):
-    monkeypatch.setattr("fa2tune.tuning.books.Hands", lambda: FAKES)
+    monkeypatch.setattr("fa2tune.tuning.request.watcher.WorkerFunctions", lambda: FAKES)
     bench.poison(bench.one_each(("abort", "crash")))
     bench.tune("first", buckets=(512,))
     arguments = [
@@ -571,9 +585,11 @@ def test_the_command_tells_what_failed_and_how_to_try_again(bench, monkeypatch):
     files = ["--cache", str(bench.folder / "c.sqlite"), "--studies", str(bench.folder / "s.sqlite")]
     result = CliRunner().invoke(tune_command, [*arguments, *files])
     assert result.exit_code == 0, result.output
-    (told,) = [line for line in result.output.splitlines() if line.startswith("left out")]
-    assert "--retry-failed" in told and "_before" in told
-    assert any(line.strip().startswith("fwd: ") and "_before" in line for line in result.output.splitlines())
+    (messages,) = [line for line in result.output.splitlines() if "candidates left out" in line]
+    assert "--retry-failed" in messages and "crash: " in messages
+    assert any(
+        line.strip().startswith("fwd: ") and "crash, in an earlier run: " in line for line in result.output.splitlines()
+    )
     (bench.folder / "ledger.sqlite").write_text("poem, and long enough that SQLite looks at it " * 20)
     result = CliRunner().invoke(tune_command, [*arguments, *files])
     assert result.exit_code == 1 and "no database" in result.output.replace("not a", "no") and "ledger" in result.output
@@ -585,6 +601,6 @@ def test_true_times_of_the_small_space_differ(bench):
     assert times[0] < times[1]
 
 
-def test_every_fault_has_a_fate_that_the_ledger_keeps():
-    assert set(faults.FATE.values()) <= FATES
-    assert {word for word, _ in books._WORDS} <= FATES | BLAMELESS | {"wrong_result"}
+def test_every_fault_has_a_status_that_the_failure_record_keeps():
+    assert set(faults.FATE.values()) <= FAULTS
+    assert {word for word, _ in status._WORDS} <= FAULTS | BLAMELESS | {"wrong_result"}

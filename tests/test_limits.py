@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits
+from fa2tune.compiling import limits, registry
 from fa2tune.compiling.compiler import Binary
-from fa2tune.problem import Specialization
+from fa2tune.spec.problem import Specialization
 
 A100, H200 = gpus.named("a100"), gpus.named("h200")
-SPEC = Specialization("bf16", 128, 128, causal=False)
+SPEC = Specialization("bf16", 128, 128, mask="full")
 FWD = {
     "BLOCK_M": 128, "BLOCK_N": 64, "LOADS": "pointer", "MASKED": "last", "HEADS_PER_WAVE": 4,
     "num_warps": 8, "num_stages": 3, "maxnreg": 0,
@@ -21,12 +21,14 @@ FWD = {
 
 
 def binary(**changes: Any) -> Binary:
-    whole = Binary("fwd", SPEC, FWD, 90, shared_bytes=65536, num_warps=8, registers=128, stack_bytes=0, cubin_path="")
+    whole = Binary(
+        "portable/fwd", SPEC, FWD, 90, shared_bytes=65536, num_warps=8, registers=128, stack_bytes=0, cubin_path=""
+    )
     return replace(whole, **changes)
 
 
 def refused(gpu: gpus.Gpu, kernel: str = "fwd", spec: Specialization = SPEC, **changes: Any) -> str | None:
-    refusal = limits.before_compile(compiler.variant_named(kernel), spec, {**FWD, **changes}, gpu)
+    refusal = limits.before_compile(registry.portable_of(kernel), spec, {**FWD, **changes}, gpu)
     if refusal is not None:
         assert refusal.why
     return refusal and refusal.name
@@ -49,8 +51,53 @@ def test_hardware_before_compile() -> None:
     assert refused(H200, BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=4) is None
 
 
+def why(gpu: gpus.Gpu, kernel: str = "portable/fwd", **changes: Any) -> str:
+    refusal = limits.before_compile(registry.variant_named(kernel), SPEC, {**FWD, **changes}, gpu)
+    assert refusal is not None
+    return refusal.why
+
+
+def test_reasons_say_what_is_needed_and_what_there_is() -> None:
+    assert why(A100, BLOCK_M=2048, num_warps=64) == "2048 threads per block; the limit is 1024"
+    assert why(A100, BLOCK_N=8) == "BLOCK_N = 8; a matrix product needs sides of at least 16"
+    assert why(A100, BLOCK_M=64, BLOCK_N=128, num_warps=4, num_stages=4) == (
+        "the streamed tiles take at least 196608 bytes of shared memory; the limit per block on a100-sxm-80gb is 166912"
+    )
+    assert why(A100, "sm90/fwd") == "sm90/fwd needs compute capability exactly 9.0; a100-sxm-80gb has 8.0"
+    turing = gpus.identify("Tesla T4", 75, 40)
+    assert why(turing) == "fwd needs compute capability 8.0 or newer; Tesla T4 has 7.5"
+    after = {
+        limits.after_compile(binary(**changes), A100).why  # type: ignore[union-attr]
+        for changes in (
+            {"shared_bytes": 170_000},
+            {"registers": 255, "num_warps": 16},
+            {"registers": 32, "stack_bytes": 400},
+        )
+    }
+    assert after == {
+        "170000 bytes of shared memory; the limit per block on a100-sxm-80gb is 166912",
+        "16 warps with 255 registers per thread; an SM has 65536",
+        "100 spilled words per thread with 32 registers",
+    }
+
+
+def test_limits_differ_between_8_6_and_8_7() -> None:
+    orin, a10 = gpus.named("orin-agx-64gb"), gpus.named("a10")
+    tiles = {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "num_warps": 4,
+        "num_stages": 5,
+    }  # 4 copies of two 64 x 128 bf16 tiles: 128 KiB
+    assert refused(orin, **tiles) is None
+    assert refused(a10, **tiles) == "shared_memory_of_tiles"
+    small = binary(shared_bytes=0, registers=32, num_warps=1)
+    assert (limits.blocks_per_sm(small, orin), limits.blocks_per_sm(small, gpus.named("gb10"))) == (16, 24)
+    assert limits.blocks_per_sm(small, gpus.named("b300")) == 32
+
+
 def test_ieee_products_that_unroll_past_the_instruction_cache() -> None:
-    ieee = Specialization("fp32", 128, 128, causal=False)
+    ieee = Specialization("fp32", 128, 128, mask="full")
     big = {"BLOCK_M": 64, "BLOCK_N": 128, "num_stages": 1}
     assert refused(H200, "bwd_dkdv", ieee, **big) == "instruction_cache"
     assert refused(H200, "bwd_dkdv", replace(ieee, precision="tf32"), **big) is None
@@ -61,15 +108,15 @@ def test_ieee_products_that_unroll_past_the_instruction_cache() -> None:
 @pytest.mark.parametrize("arch", [80, 86, 90])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_default_config_passes(kernel: str, arch: int, dim: int) -> None:
-    variant = compiler.variant_named(kernel)
+    variant = registry.portable_of(kernel)
     gpu = {80: A100, 86: gpus.named("a10"), 90: H200}[arch]
     for dtype in ("bf16", "fp32"):
-        spec = Specialization(dtype, dim, dim, causal=True)
+        spec = Specialization(dtype, dim, dim, mask="causal")
         assert limits.before_compile(variant, spec, variant.space.default(spec, arch), gpu) is None
 
 
 def test_every_refusal_of_the_space_has_a_short_name() -> None:
-    variant = compiler.variant_named("fwd")
+    variant = registry.portable_of("fwd")
     points = list(variant.space.points())
     refusals = [limits.before_compile(variant, SPEC, point, A100) for point in points]
     names = {refusal.name for refusal in refusals if refusal}

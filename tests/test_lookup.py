@@ -13,13 +13,13 @@ import pace
 import pytest
 from cache_rows import FULL, KEY, row
 
-from fa2tune.problem import TuningKey
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.reader import Layer
-from fa2tune.rows.row import MEASURED, OBTAINED, PREDICTED, SIBLING, Row
+from fa2tune.rows.row import MEASURED, OBTAINED, PORTED, PREDICTED, SIBLING, Row
+from fa2tune.spec.key import TuningKey
 
-NOW = Toolchain(FULL.triton, FULL.driver, {"fwd": FULL.kernel_hash})
+NOW = Toolchain(FULL.triton, FULL.driver, {"fwd causal": FULL.kernel_hash})
 H100 = {"gpu": "h100-sxm"}
 PCIE = {"gpu": "h100-pcie", "sm_count": 114}
 #: An unlisted Hopper: its silicon is not known.
@@ -48,7 +48,7 @@ def best_first(*rows: Row, key: TuningKey = KEY, silicon: str = "gh100") -> None
     assert found == list(rows)
 
 
-def test_problem_rungs_in_order() -> None:
+def test_problem_steps_in_order() -> None:
     rows = [
         row(),
         row({"head_dim": 120}),
@@ -61,14 +61,14 @@ def test_problem_rungs_in_order() -> None:
         row({"dtype": "fp16", "bucket": 1024}),
     ]
     best_first(*rows)
-    rungs = [lookup.PROBLEM_RUNGS[n] for n in (0, 1, 1, 2, 2, 2, 2, 3, 3)]
-    assert [find(r).problem_rung for r in rows] == rungs  # type: ignore[union-attr]
+    steps = [lookup.PROBLEM_STEPS[n] for n in (0, 1, 1, 2, 2, 2, 2, 3, 3)]
+    assert [find(r).problem_step for r in rows] == steps  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     "other",
-    [{"causal": False}, {"kernel": "bwd_dq"}, {"arch": 80}, {"head_dim": 64, "head_dim_v": 64}, {"head_dim_v": 64},
-     {"dtype": "fp32"}, {"precision": "tf32"}],
+    [{"mask": "full"}, {"family": "decode"}, {"kernel": "bwd_dq"}, {"arch": 80}, {"head_dim": 64, "head_dim_v": 64},
+     {"head_dim_v": 64}, {"dtype": "fp32"}, {"precision": "tf32"}],
     ids=str,
 )  # fmt: skip
 def test_what_never_matches(other: dict[str, Any]) -> None:
@@ -88,11 +88,26 @@ def test_gpu_and_evidence_in_order() -> None:
         row(H100, obtained=MEASURED),  # as many SMs
         row(PCIE, obtained=MEASURED),
         row(H100, obtained=SIBLING),
+        row(obtained=PORTED),
+        row(H100, obtained=PORTED),
         row(obtained=PREDICTED),
         row(H100, obtained=PREDICTED),
         row(UNLISTED, obtained=MEASURED),
+        row(UNLISTED, obtained=SIBLING),
+        row(UNLISTED, obtained=PORTED),
         row(UNLISTED, obtained=PREDICTED),
     )
+
+
+def test_a_fused_backward_may_be_ported_but_not_only_predicted() -> None:
+    """Its sums of dQ have no fixed order, and only a measurement makes up for that."""
+    for obtained in OBTAINED:
+        fused = row({"kernel": "bwd"}, strategy="fused", implementation="portable", obtained=obtained)
+        assert bool(fused.barred) == (obtained == PREDICTED)
+
+
+def test_the_configs_of_a_slot_follow_their_times() -> None:
+    best_first(*(row(config={"BLOCK_M": size}, time_us=time) for size, time in ((128, 7.0), (64, 8.0), (256, 9.0))))
 
 
 def test_a_better_problem_match_stands_before_a_better_gpu() -> None:
@@ -109,51 +124,66 @@ def test_a_laptops_prediction_never_shadows_a_fleets_measurement() -> None:
         assert answer.layer.name == "fleet"
 
 
-def test_an_unlisted_gpu_takes_its_own_rows_or_the_architecture_rung() -> None:
+def test_an_unlisted_gpu_takes_its_own_rows_or_the_architecture_step() -> None:
     key = KEY.with_(**UNLISTED)
     for others in (row(), row({"gpu": "NVIDIA H998"})):
         answer = find(others, key=key, silicon="sm_90")
         assert answer is not None
-        assert answer.gpu_rung == lookup.ARCHITECTURE
+        assert answer.gpu_step == lookup.ARCHITECTURE
     best_first(row(UNLISTED), row({**UNLISTED, "sm_count": 66}), row(), key=key, silicon="sm_90")
     own = find(row(UNLISTED), key=key, silicon="sm_90")
     assert own is not None
-    assert own.gpu_rung == lookup.EXACT
+    assert own.gpu_step == lookup.EXACT
+
+
+def test_a_row_filed_under_the_drivers_name_serves_the_gpu_that_the_catalogue_lists_now() -> None:
+    ada = {"gpu": "rtx-4080", "sm_count": 76, "arch": 89}
+    before = row({**ada, "gpu": "NVIDIA GeForce RTX 4080"})
+    answer = find(before, row({**ada, "gpu": "rtx-4090", "sm_count": 128}), key=KEY.with_(**ada), silicon="ad103")
+    assert answer is not None
+    assert (answer.row, answer.gpu_step) == (before, lookup.EXACT)
+    other = find(row({**ada, "gpu": "NVIDIA GeForce RTX 4080 SUPER", "sm_count": 80}), key=KEY.with_(**ada))
+    assert other is not None
+    assert other.gpu_step != lookup.EXACT
 
 
 def test_a_row_that_calls_another_chip_by_a_catalogue_name_is_not_that_chip() -> None:
     key = KEY.with_(gpu="a100-sxm-40gb", sm_count=108, arch=80)
     impostor = find(row({"gpu": "h200", "arch": 80}), key=key, silicon="gh100")
     assert impostor is not None
-    assert impostor.gpu_rung == lookup.ARCHITECTURE
+    assert impostor.gpu_step == lookup.ARCHITECTURE
 
 
 def test_a_slice_is_the_same_silicon() -> None:
     answer = find(row({"gpu": "h200@66sm", "sm_count": 66}))
     assert answer is not None
-    assert answer.gpu_rung == lookup.SILICON
+    assert answer.gpu_step == lookup.SILICON
 
 
 def test_fresh_before_layer_before_time() -> None:
-    stale, slow, fast = row(triton="3.5.0", time_us=1.0), row(time_us=9.0), row(variant="descriptor", time_us=2.0)
+    stale, slow, fast = (
+        row(triton="3.5.0", time_us=1.0),
+        row(time_us=9.0),
+        row(implementation="descriptor", time_us=2.0),
+    )
     layers = [layer(stale, name="named"), layer(slow, name="user"), layer(fast, name="shipped")]
     served = [c.row for c in lookup.candidates(KEY, "gh100", layers, NOW)]
     assert served == [slow, fast, stale]
-    best_first(fast, slow, row(variant="fused", time_us=None))
+    best_first(fast, slow, row(strategy="fused", implementation="portable", time_us=None))
 
 
 def test_of_stale_rows_the_one_made_with_the_nearest_serves() -> None:
-    """Another driver costs little, another Triton up to half the speed, and another kernel may be another one altogether."""
+    """Another Triton costs up to half the speed, and another kernel may be another one altogether. A driver is neither."""
     order = [
-        row(triton="3.6.1", time_us=9.0), row(driver="555.42.02", time_us=8.0), row(triton="3.7.0", time_us=7.0),
-        row(triton="3.7.0", driver="555.42.02", time_us=6.0), row(triton="3.4.0", time_us=5.0),
+        row(driver="555.42.02", time_us=9.0), row(triton="3.6.1", time_us=8.0),
+        row(triton="3.7.0", driver="555.42.02", time_us=7.0), row(triton="3.4.0", time_us=5.0),
         row(triton="2.6.0", time_us=4.0), row(kernel_hash="beef", time_us=3.0),
         row(kernel_hash="beef", triton="3.7.0", time_us=2.0),
     ]  # fmt: skip
     layers = [layer(one, name=str(place)) for place, one in enumerate(reversed(order))]
     assert [c.row for c in lookup.candidates(KEY, "gh100", layers, NOW)] == order
     unknown = row(triton="", time_us=1.0)
-    assert [c.row for c in lookup.candidates(KEY, "gh100", [layer(unknown, order[4])], NOW)] == [order[4], unknown]
+    assert [c.row for c in lookup.candidates(KEY, "gh100", [layer(unknown, order[3])], NOW)] == [order[3], unknown]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +192,7 @@ def test_of_stale_rows_the_one_made_with_the_nearest_serves() -> None:
 def test_each_triton_is_served_what_was_tuned_with_it(triton: str, file: str) -> None:
     """Whatever the driver: rows of the other one are the slower ones there, though they name shorter times."""
     layers = [Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
-    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, True, 16384)
+    key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 16384)
     served = lookup.find(key, "gh100", layers, anything, Toolchain(triton, "600.1"))
     assert served is not None and served.layer.path.stem == file
 
@@ -170,20 +200,44 @@ def test_each_triton_is_served_what_was_tuned_with_it(triton: str, file: str) ->
 def test_stale_rows_serve_and_say_why() -> None:
     answer = find(row(triton="3.5.0", driver="", kernel_hash="beef"))
     assert answer is not None
-    assert answer.stale == (
-        "triton 3.5.0, now 3.6.0",
-        f"driver unknown, now {FULL.driver}",
-        f"kernel source beef, now {FULL.kernel_hash}",
-    )
-    assert "stale" in answer.rung
-    assert NOW.stale(row(obtained=PREDICTED, driver="")) == (), "a prediction involves no driver"
+    assert answer.stale == ("triton 3.5.0, now 3.6.0", f"kernel source beef, now {FULL.kernel_hash}")
+    assert "stale" in answer.step
     assert Toolchain().stale(row()) == (), "what is not known is not compared"
 
 
+def test_a_row_of_another_driver_is_fresh_and_stands_behind_one_of_this_driver() -> None:
+    """ptxas comes with Triton: under another driver runs the same machine code."""
+    other = row(driver="555.42.02", time_us=8.0)
+    answer = find(other)
+    assert answer is not None
+    assert (answer.row, answer.stale) == (other, ()) and "fresh" in answer.step
+    best_first(row(implementation="descriptor", time_us=8.0), other, row(triton="3.7.0", time_us=1.0))
+    best_first(row(implementation="descriptor", time_us=9.0), other)  # the times are of different drivers
+    layers = [layer(other, name="user"), layer(row(), name="shipped")]
+    assert [c.layer.name for c in lookup.candidates(KEY, "gh100", layers, NOW)] == ["user", "shipped"]
+    assert [c.row for c in lookup.candidates(KEY, "gh100", layers, replace(NOW, driver=""))] == [other, row()]
+
+
+def test_that_a_row_was_timed_under_another_driver_is_told() -> None:
+    assert NOW.other_driver(row(driver="555.42.02")) == f"timed under driver 555.42.02, here {FULL.driver}"
+    assert NOW.other_driver(row(driver="")) == f"timed under driver unknown, here {FULL.driver}"
+    assert NOW.other_driver(row()) == "" == Toolchain().other_driver(row())
+    assert NOW.other_driver(row(obtained=PREDICTED, driver="")) == "", "a prediction involves no driver"
+
+
+def test_the_driver_decides_only_between_rows_that_nothing_else_tells_apart() -> None:
+    here, other = row(), row(implementation="descriptor", driver="555.42.02")
+    assert lookup.driver_decides([here, other])
+    apart = [{"bucket": 512}, {"dtype": "fp16"}, {"gpu": "h100-sxm"}, {"mask": "full"}, {"kernel": "bwd_dq"}]
+    assert not lookup.driver_decides([here, *(replace(row(key), driver="555.42.02") for key in apart)])
+    assert not lookup.driver_decides([here, replace(other, obtained=PREDICTED, driver="")])
+    assert not lookup.driver_decides([])
+
+
 def test_what_is_refused_is_passed_over_and_told() -> None:
-    pointer, descriptor = row(time_us=9.0), row(variant="descriptor", time_us=1.0)
+    pointer, descriptor = row(time_us=9.0), row(implementation="descriptor", time_us=1.0)
     answer = find(
-        pointer, descriptor, acceptable=lambda r: "base is not aligned" if r.variant == "descriptor" else None
+        pointer, descriptor, acceptable=lambda r: "base is not aligned" if r.implementation == "descriptor" else None
     )
     assert answer is not None
     assert answer.row is pointer
@@ -193,19 +247,19 @@ def test_what_is_refused_is_passed_over_and_told() -> None:
     assert [refused.candidate for refused in lookup.choose(found, lambda r: "no")[1]] == found
 
 
-def test_rung_for_counting() -> None:
+def test_step_for_counting() -> None:
     answer = find(row({**H100, "bucket": 512}, obtained=SIBLING))
     assert answer is not None
-    assert answer.rung == "problem nearest bucket, GPU same silicon, sibling, fresh, shipped layer"
+    assert answer.step == "problem nearest bucket, GPU same silicon, sibling, fresh, shipped layer"
 
 
 def test_a_miss_is_explained_field_by_field() -> None:
-    rows = [row({"causal": False, "bucket": bucket}) for bucket in (512, 1024)]
-    far = row({"causal": False, "dtype": "fp32", "gpu": "a100-sxm-80gb", "arch": 80})
+    rows = [row({"mask": "full", "bucket": bucket}) for bucket in (512, 1024)]
+    far = row({"mask": "full", "dtype": "fp32", "gpu": "a100-sxm-80gb", "arch": 80})
     misses = lookup.near_misses(KEY, [layer(far, *rows)])
     assert [difference for difference, _ in misses] == [
-        {"causal": (True, False)},
-        {"gpu": ("h200", "a100-sxm-80gb"), "arch": (90, 80), "dtype": ("bf16", "fp32"), "causal": (True, False)},
+        {"mask": ("causal", "full")},
+        {"gpu": ("h200", "a100-sxm-80gb"), "arch": (90, 80), "dtype": ("bf16", "fp32"), "mask": ("causal", "full")},
     ]
     assert lookup.differences(KEY, KEY.with_(bucket=512)) == {"bucket": (4096, 512)}
 
@@ -218,8 +272,10 @@ def test_no_rows_no_answer() -> None:
 def test_a_look_up_among_a_thousand_rows_takes_under_a_millisecond() -> None:
     dims, buckets, kernels = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), ("fwd", "bwd_dq", "bwd_dkdv")
     rows = [
-        row({"head_dim": d, "head_dim_v": d, "bucket": b, "kernel": k, "causal": c, "dtype": t}, obtained=o)
-        for d, b, k, c, t, o in itertools.product(dims, buckets, kernels, (True, False), ("bf16", "fp16"), OBTAINED)
+        row({"head_dim": d, "head_dim_v": d, "bucket": b, "kernel": k, "mask": m, "dtype": t}, obtained=o)
+        for d, b, k, m, t, o in itertools.product(
+            dims, buckets, kernels, ("causal", "full"), ("bf16", "fp16"), OBTAINED
+        )
     ]
     layers = [layer(*rows), layer(*rows, name="user")]
     taken = []
@@ -230,9 +286,13 @@ def test_a_look_up_among_a_thousand_rows_takes_under_a_millisecond() -> None:
     assert min(taken) / pace.slowness() < 1e-3
 
 
-def test_pointer_loads_and_the_fused_road_must_be_clearly_faster() -> None:
-    described, as_fast = row(variant="descriptor", time_us=1000.0), row(variant="pointer", time_us=997.0)
+def test_pointer_loads_and_the_fused_strategy_must_be_clearly_faster() -> None:
+    described, as_fast = row(implementation="descriptor", time_us=1000.0), row(implementation="pointer", time_us=997.0)
     best_first(described, as_fast)
-    best_first(row(variant="pointer", time_us=990.0), described)
-    split = row({"kernel": "bwd"}, variant="split", time_us=1000.0)
-    best_first(split, row({"kernel": "bwd"}, variant="fused", time_us=997.0), key=replace(KEY, kernel="bwd"))
+    best_first(row(implementation="pointer", time_us=990.0), described)
+    split = row({"kernel": "bwd"}, strategy="split", implementation="portable", time_us=1000.0)
+    best_first(
+        split,
+        row({"kernel": "bwd"}, strategy="fused", implementation="portable", time_us=997.0),
+        key=replace(KEY, kernel="bwd"),
+    )

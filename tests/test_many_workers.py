@@ -8,12 +8,13 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,30 +30,35 @@ from fleet_worker import DIMENSIONS, true_time
 from postgres_server import PASSWORD, Server, server
 
 from fa2tune.cli import main
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring.worker import Job
-from fa2tune.rows import reader
+from fa2tune.rows import reader, record
 from fa2tune.rows.row import PREDICTED
 from fa2tune.sharing import leases, storage
 from fa2tune.sharing.leases import Leases, board
 from fa2tune.sharing.shared import TABLE, SharedStore
-from fa2tune.sharing.shelf import Shelf, write
 from fa2tune.sharing.storage import Storage, StorageError, parsed
-from fa2tune.tuning import lots
-from fa2tune.tuning.books import Books, Hands, Report, Watcher
-from fa2tune.tuning.crown import Toolchain
-from fa2tune.tuning.ledger import COMPILE
-from fa2tune.tuning.lots import Lot
-from fa2tune.tuning.plan import TuneRequest, make_plan
-from fa2tune.tuning.tuner import Run
+from fa2tune.sharing.study_writer import StudyWriter, write
+from fa2tune.tuning.request import jobs
+from fa2tune.tuning.request.jobs import TuningJob
+from fa2tune.tuning.request.plan import TuneRequest, make_plan
+from fa2tune.tuning.request.provenance import Provenance
+from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
+from fa2tune.tuning.run import open_jobs
+from fa2tune.tuning.run.filing import Filing
+from fa2tune.tuning.run.tuner import Run
+from fa2tune.tuning.search.failures import COMPILE
+from fa2tune.tuning.select.log import Log
+from fa2tune.tuning.select.report import Report
 
 __all__ = ["server"]  # a fixture
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and forks of POSIX")
 
-BUCKETS, HEAD_DIMS, MASKS = (512, 1024), (64, 128), (False, True)
-KEYS = {(dim, causal, bucket) for dim in HEAD_DIMS for causal in MASKS for bucket in BUCKETS}
+BUCKETS, HEAD_DIMS, MASKS = (512, 1024), (64, 128), ("full", "causal")
+KEYS = {(dim, mask, bucket) for dim in HEAD_DIMS for mask in MASKS for bucket in BUCKETS}
 NUMBERS = itertools.count()
+JOBS = [f"job {number}" for number in range(6)]
 
 
 @pytest.fixture
@@ -91,7 +97,7 @@ class Fleet:
         self.pids: dict[str, int] = {}
 
     def start(self, name: str, url: str, environment: dict[str, str] | None = None, **request: Any) -> None:
-        values = {"head_dims": HEAD_DIMS, "causal": MASKS, "buckets": BUCKETS, "storage": url, **request}
+        values = {"head_dims": HEAD_DIMS, "masks": MASKS, "buckets": BUCKETS, "storage": url, **request}
         about = {"FA2TUNE_FAKE_LOG": str(self.log), "FA2TUNE_WORKER": name, **(environment or {})}
         asked = {"name": name, "folder": str(self.folder), "request": values, "environment": about}
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -127,7 +133,7 @@ class Fleet:
     def did(self, effort: str) -> list[tuple[str, tuple[int, bool, int], list[dict[str, Any]]]]:
         """(worker, key, contenders) of each race."""
         done = fake_log.read(self.log)
-        return [(name, (dim, causal, bucket), c) for name, kind, dim, causal, bucket, c in done if kind == effort]
+        return [(name, (dim, mask, bucket), c) for name, kind, dim, mask, bucket, c in done if kind == effort]
 
     def close(self) -> None:
         for pid in self.pids.values():
@@ -169,14 +175,14 @@ def assert_whole(
 ) -> None:
     """Every key has its rows, and they name the best there is; every study has every config."""
     rows = rows_of(url)
-    expected = {(*key, way) for key in keys for way in ("pointer", "descriptor")}
-    assert {(r.key.head_dim, r.key.causal, r.key.bucket, r.variant) for r in rows} == expected and len(rows) == len(
-        expected
-    )
+    expected = {(*key, implementation) for key in keys for implementation in ("pointer", "descriptor")}
+    assert {(r.key.head_dim, r.key.mask, r.key.bucket, r.implementation) for r in rows} == expected and len(
+        rows
+    ) == len(expected)
     assert len(studies) == len(keys) and len({len(study) for study in studies.values()}) == 1
     configs = [json.loads(text) for text in next(iter(studies.values()))]
     for found in rows:
-        own = [config for config in configs if config["LOADS"] == found.variant]
+        own = [config for config in configs if config["LOADS"] == found.implementation]
         best = min(true_time(config, found.key.bucket) for config in own)
         assert len(own) == 8 and true_time(found.config, found.key.bucket) == best and found.tried == 16
 
@@ -218,7 +224,7 @@ def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, u
     held = Storage(parsed(url))
     for name in ("a", "b"):
         fleet.start(name, url, fleet.gated(), place=f"host {name}")
-    until(lambda: len({line.worker for line in board(held) if line.lot}) == 2)  # whoever came first has given back some
+    until(lambda: len({line.worker for line in board(held) if line.job}) == 2)  # the first has given back some
     fleet.open()
     tables = [sorted(fleet.report(name)["rows"], key=repr) for name in ("a", "b")]
     assert tables[0] == tables[1] and len(tables[0]) == 2 * len(KEYS)
@@ -228,7 +234,7 @@ def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, u
     timed = Counter((key, dumped(c)) for _, key, configs in fleet.did("screen") for c in configs[1:])
     assert set(timed.values()) == {1}, "no candidate is timed twice"
     assert_whole(url, trials(url))
-    assert board(held) == [], "nobody is left"
+    assert board(held) == [], "no worker is left"
     held.engine.dispose()
     fleet.start("c", url)  # the same command, later
     again = fleet.report("c")
@@ -237,20 +243,20 @@ def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, u
 
 
 def test_two_workers_want_one_key_and_one_gets_it(fleet: Fleet, url: str) -> None:
-    little = {"head_dims": [64], "causal": [True], "buckets": [512]}
+    little = {"head_dims": [64], "masks": ["causal"], "buckets": [512]}
     for name in ("a", "b"):
         fleet.start(name, url, fleet.gated(), **little)
-    until(lambda: "wait for other workers: fwd 64 causal" in fleet.said("a") + fleet.said("b"))
+    until(lambda: "hold the last jobs: fwd 64 causal" in fleet.said("a") + fleet.said("b"))
     fleet.open()
     reports = [fleet.report(name) for name in ("a", "b")]
     assert len({name for name, _, _ in fleet.did("screen")}) == 1
     tables = [sorted(report["rows"], key=repr) for report in reports]
     assert tables[0] == tables[1] and len(tables[0]) == 2
-    assert sum("wait for other workers" in fleet.said(name) for name in ("a", "b")) == 1
+    assert sum("waiting for other workers" in fleet.said(name) for name in ("a", "b")) == 1
 
 
 def test_another_driver_or_kernel_shares_nothing(fleet: Fleet, url: str) -> None:
-    little = {"head_dims": [64], "causal": [True], "buckets": [512]}
+    little = {"head_dims": [64], "masks": ["causal"], "buckets": [512]}
     others = {"a": {}, "b": {"FA2TUNE_FAKE_DRIVER": "590.1"}, "c": {"FA2TUNE_FAKE_KERNELS": "newer"}}
     for name, environment in others.items():
         fleet.start(name, url, environment, **little)
@@ -261,7 +267,7 @@ def test_another_driver_or_kernel_shares_nothing(fleet: Fleet, url: str) -> None
 
 
 def test_what_is_settled_in_one_cache_is_not_so_in_another(fleet: Fleet, tmp_path: Path) -> None:
-    little = {"head_dims": [64], "causal": [True], "buckets": [512]}
+    little = {"head_dims": [64], "masks": ["causal"], "buckets": [512]}
     for name in ("a", "b"):
         cache = str(tmp_path / f"{name}.sqlite")
         fleet.start(name, f"sqlite:///{tmp_path}/studies.sqlite", cache=cache, **little)
@@ -273,7 +279,7 @@ def test_what_workers_must_have_in_common(tmp_path: Path) -> None:
     def asked(**change: Any) -> tuple[str, str]:
         values = {"gpu": "a100", "cache": tmp_path / "c.sqlite", **change}
         made = make_plan(TuneRequest(**values))
-        return lots.campaign(made, Toolchain(PREDICTED)), lots.request_token(made)
+        return jobs.campaign(made, Provenance(PREDICTED)), jobs.request_token(made)
 
     assert asked(workers=2) == asked(workers=8), "hosts differ"
     (campaign, token), other = asked(), asked(cache=tmp_path / "d.sqlite")
@@ -296,7 +302,7 @@ def test_a_database_that_is_away_for_seconds_costs_nothing(fleet: Fleet, url: st
     fleet.start("a", url, fleet.gated(free=3), head_dims=[64])
     until(lambda: len(fleet.did("screen")) > 2)
     with away(server):
-        until(lambda: "is away" in fleet.said("a"))
+        until(lambda: "does not answer" in fleet.said("a"))
     fleet.open()
     assert len(fleet.report("a")["rows"]) == 2 * len(keys)
     studies = trials(url)
@@ -307,13 +313,13 @@ def test_a_database_that_is_away_for_seconds_costs_nothing(fleet: Fleet, url: st
 
 def test_ctrl_c_while_the_database_is_away(fleet: Fleet, url: str, server: Server) -> None:
     """Its patience is short then, and what was stored stays."""
-    little = {"head_dims": [64], "causal": [True]}
+    little = {"head_dims": [64], "masks": ["causal"]}
     fleet.start("a", url, fleet.gated(free=2), **little)
     until(lambda: len(fleet.did("screen")) > 1)
     until(lambda: (found := trials(url)) and all(map(len, found.values())))
     before = trials(url)
     with away(server):
-        until(lambda: "is away" in fleet.said("a"))
+        until(lambda: "does not answer" in fleet.said("a"))
         os.kill(fleet.pids["a"], signal.SIGINT)
         until(lambda: fleet.ended("a"), 90.0)  # less than the patience without it
     assert "cannot be reached" in json.loads((fleet.folder / "a.json").read_text())["error"]
@@ -322,63 +328,63 @@ def test_ctrl_c_while_the_database_is_away(fleet: Fleet, url: str, server: Serve
     fleet.open()
     fleet.start("b", url, **little)
     fleet.report("b")
-    assert_whole(url, trials(url), {key for key in KEYS if key[:2] == (64, True)})
+    assert_whole(url, trials(url), {key for key in KEYS if key[:2] == (64, "causal")})
 
 
-def test_what_is_given_up_in_a_hurry_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_up_in_a_hurry_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psycopg")
     monkeypatch.setattr(storage, "HURRY_S", 0.2)
     away = Storage(parsed("postgresql://u:pw@127.0.0.1:1/d"), reached=True)
     away.hurry = True
     monkeypatch.setattr(away, "optuna", lambda: None)
-    shelf, told = Shelf(away, 2), list[str]()
+    writer, messages = StudyWriter(away, 2), list[str]()
     for number in range(5):
-        shelf.keep(f"study {number}", "attribute", number)
-    assert shelf.left == 5
-    with pytest.raises(StorageError, match=r"stays away, 5 writes are given up"):
-        shelf.close()
+        writer.keep(f"study {number}", "attribute", number)
+    assert writer.left == 5
+    with pytest.raises(StorageError, match=r"no answer; 5 writes are given up"):
+        writer.close()
     watcher = Watcher()
-    watcher.line = told.append  # type: ignore[method-assign]
-    run: Any = SimpleNamespace(shelf=shelf, books=SimpleNamespace(unfiled=[("fwd 512", [FULL])], watcher=watcher))
+    watcher.line = messages.append  # type: ignore[method-assign]
+    run: Any = SimpleNamespace(writer=writer, log=SimpleNamespace(unfiled=[("fwd 512", [FULL])], watcher=watcher))
     Run._tell_left(run)
-    assert told == [
-        "left unwritten: the rows of fwd 512, 5 trials or facts about studies; the next run makes them again"
-    ]
+    assert messages == ["not written: the rows of fwd 512, 5 trials or study attributes; the next run does this again"]
 
 
-def test_a_clerk_that_dies_writes_nothing_twice(tmp_path: Path) -> None:
+def test_a_writer_process_that_dies_writes_nothing_twice(tmp_path: Path) -> None:
     held = Storage.of_studies(tmp_path / "studies.sqlite")
-    shelf = Shelf(held)
-    number = shelf.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
+    writer = StudyWriter(held)
+    number = writer.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
     batch = [("study", "", optuna.trial.create_trial(value=float(value))) for value in range(20)]
-    [clerk] = shelf.clerks
-    clerk.taken = len(batch)
+    [process] = writer.processes
+    process.taken = len(batch)
     write(held.url, held.file, batch[:3])  # so far it came
-    job = Job("", (), 1.0, notes=[1, 2, 3], failure="process died", died=True, tag=partial(shelf._wrote, clerk, batch))
-    clerk.job = job  # who was to look at it was interrupted
-    assert shelf.left == 17
-    shelf.close()
-    assert shelf.left == 0
-    shelf._wrote(clerk, batch, job)
-    assert shelf.left == 0, "it counts once"
-    assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [*range(20)]
+    job = Job(
+        "", (), 1.0, notes=[1, 2, 3], failure="process died", died=True, tag=partial(writer._wrote, process, batch)
+    )
+    process.job = job  # its reader was interrupted
+    assert writer.left == 17
+    writer.close()
+    assert writer.left == 0
+    writer._wrote(process, batch, job)
+    assert writer.left == 0, "it counts once"
+    assert sorted(trial.value for trial in writer.optuna.get_all_trials(number)) == [*range(20)]
 
 
-def test_what_a_clerk_was_never_given_is_sent_again(tmp_path: Path) -> None:
+def test_what_a_writer_process_was_never_given_is_sent_again(tmp_path: Path) -> None:
     """An interrupt as it was handed over."""
-    shelf = Shelf(Storage.of_studies(tmp_path / "studies.sqlite"))
-    number = shelf.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
+    writer = StudyWriter(Storage.of_studies(tmp_path / "studies.sqlite"))
+    number = writer.optuna.create_new_study([optuna.study.StudyDirection.MINIMIZE], "study")
     batch = [("study", "", optuna.trial.create_trial(value=float(value))) for value in range(4)]
-    [clerk] = shelf.clerks
-    clerk.taken = len(batch)
-    clerk.job = Job("", (), 1.0, tag=partial(shelf._wrote, clerk, batch))  # no crew has it
-    shelf.close()
-    assert shelf.left == 0
-    assert sorted(trial.value for trial in shelf.optuna.get_all_trials(number)) == [0, 1, 2, 3]
+    [process] = writer.processes
+    process.taken = len(batch)
+    process.job = Job("", (), 1.0, tag=partial(writer._wrote, process, batch))  # no crew has it
+    writer.close()
+    assert writer.left == 0
+    assert sorted(trial.value for trial in writer.optuna.get_all_trials(number)) == [0, 1, 2, 3]
 
 
 def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: Fleet, url: str) -> None:
-    little = {"head_dims": [64], "causal": [True]}
+    little = {"head_dims": [64], "masks": ["causal"]}
     fleet.start("a", url, fleet.gated(free=2), place="host a", **little)
     until(lambda: len(fleet.did("screen")) > 1)
     os.kill(fleet.pids["a"], signal.SIGSTOP)
@@ -389,190 +395,24 @@ def test_who_was_stopped_for_too_long_files_nothing_of_what_is_anothers(fleet: F
     os.kill(fleet.pids["a"], signal.SIGCONT)
     fleet.open()
     report = fleet.report("a")
-    assert "taken for dead" in fleet.said("a")
+    assert "other workers took over" in fleet.said("a")
     assert sorted(report["rows"], key=repr) == took_over, "the other one's"
     assert {name for name, _, _ in fleet.did("proof")} == {"b"}
     held.engine.dispose()
 
 
-# ---- leases, on both kinds of storage
-
-
-@pytest.fixture(params=["postgresql", "sqlite"])
-def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    url = parsed(request.getfixturevalue("url")) if request.param == "postgresql" else None
-    found = Storage(url) if url is not None else Storage.of_studies(tmp_path / "studies.sqlite")
-    yield found
-    found.engine.dispose()
-
-
-LOT_NAMES = [f"lot {number}" for number in range(6)]
-
-
-def holds(one: Leases, lot: str) -> bool:
-    return lot in one.storage.do(one.holding)
+# ---- one storage
 
 
 def put(store: SharedStore, rows: Sequence[Any]) -> None:
     store.storage.do(lambda connection: store.write(connection, rows))
 
 
-def expire(held: Storage, one: Leases) -> None:
-    held.execute(leases.WORKERS.update().where(leases.WORKERS.c.worker == one.worker).values(until=held.now - 0.1))
-
-
-def on(held: Storage) -> str:
-    """The beginning of a program that has the same storage."""
-    url = held.url.render_as_string(hide_password=False) if held.shared and held.url else ""
-    file = "" if held.shared else str(held.file)
-    return (
-        f"import os, sys; sys.path[:] = {sys.path!r}\n"
-        "import sqlalchemy as sa\nfrom pathlib import Path\n"
-        "from fa2tune.sharing.leases import Leases\nfrom fa2tune.sharing.storage import Storage\n"
-        f"held = Storage(sa.make_url({url!r})) if {url!r} else Storage(None, Path({file!r}))\n"
-    )
-
-
-def test_lots_are_shared_by_gpus_and_given_back_to_who_joins(held: Storage) -> None:
-    one, two = Leases(held, "campaign", "request", gpus=1), Leases(held, "campaign", "request", gpus=2)
-    assert one.meet(LOT_NAMES).held == {*LOT_NAMES} and one.standing.excess == 0
-    assert two.meet(LOT_NAMES).held == frozenset()
-    assert one.meet(LOT_NAMES).excess == 4
-    for lot in LOT_NAMES[2:]:
-        one.give(lot)
-    assert one.standing.held == {*LOT_NAMES[:2]}
-    assert two.meet(LOT_NAMES).held == {*LOT_NAMES[2:]} and two.standing.excess == 0
-    two.gpus = 1  # one of them failed
-    two.meet(LOT_NAMES)
-    assert one.meet(LOT_NAMES).excess == 0 and two.standing.excess == 1
-    two.settle("lot 2")
-    assert "lot 2" in one.meet(LOT_NAMES).settled and one.standing.held == {*LOT_NAMES[:2]}
-    assert holds(two, "lot 3") and not holds(two, "lot 2") and not holds(two, "lot 0")
-    other = Leases(held, "campaign", "another request")
-    assert "lot 2" not in other.meet(LOT_NAMES).settled, "it asks for something else"
-    assert Leases(held, "another campaign", "request").meet(LOT_NAMES).held == {*LOT_NAMES}
-    two.leave()
-    assert {*LOT_NAMES[3:]} <= one.meet(LOT_NAMES).held | other.meet(LOT_NAMES).held
-
-
-def test_who_wants_none_of_them_has_no_part_in_them(held: Storage) -> None:
-    """Two hosts, each asked for other head dims; and a third that wants what one of them does."""
-    one, two, three = (Leases(held, "campaign", f"request {number}") for number in range(3))
-    for _ in range(3):
-        assert one.meet(LOT_NAMES[:4]).held == {*LOT_NAMES[:4]} and one.standing.excess == 0
-        assert two.meet(LOT_NAMES[4:]).held == {*LOT_NAMES[4:]} and two.standing.excess == 0
-    three.meet(LOT_NAMES[2:4])
-    assert one.meet(LOT_NAMES[:4]).excess == 1, "its part is two, and half of the other two"
-    assert one.standing.sought == {*LOT_NAMES[2:4]}
-    assert two.meet(LOT_NAMES[4:]).excess == 0
-    one.give("lot 3")
-    assert three.meet(LOT_NAMES[2:4]).held == {"lot 3"}
-    three.settle("lot 3")
-    assert one.meet(LOT_NAMES[:4]).held == {*LOT_NAMES[:4]}, "it is not settled for this request"
-    three.leave()
-    assert one.meet(LOT_NAMES[:4]).excess == 0
-    one.leave()
-    four = Leases(held, "campaign", "request 3")
-    for lot in four.meet(LOT_NAMES[2:4]).held:
-        four.give(lot)
-    assert one.meet(LOT_NAMES[2:4] + LOT_NAMES[:2]).held == {"lot 0", "lot 1", "lot 2"}, "what nobody else wants first"
-
-
-def test_nobody_idles_beside_one_who_holds_several(held: Storage) -> None:
-    """Rounded up, the part of the larger one is all there is."""
-    many, few = Leases(held, "campaign", "request", gpus=8), Leases(held, "campaign", "request", gpus=1)
-    lots = LOT_NAMES[:4]
-    assert many.meet(lots).held == {*lots} and few.meet(lots).held == frozenset()
-    assert many.meet(lots).excess == 1
-    many.give(lots[0])
-    assert few.meet(lots).held == {lots[0]} and many.meet(lots).excess == 0
-    for lot in lots[1:3]:
-        many.settle(lot)
-    few.settle(lots[0])
-    assert few.meet(lots).held == frozenset() and many.meet(lots).excess == 0, "the last lot stays where it is"
-
-
-def test_an_expired_lease_goes_to_the_next_and_its_holder_notices(
-    held: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "_place", lambda: "host one")
-    one, two = Leases(held, "campaign", "request"), Leases(held, "campaign", "request")
-    one.meet(LOT_NAMES[:1])
-    monkeypatch.setattr(leases, "_place", lambda: "host two")
-    assert two.meet(LOT_NAMES[:1]).held == frozenset()
-    expire(held, one)
-    assert two.meet(LOT_NAMES[:1]).held == {"lot 0"}
-    assert not holds(one, "lot 0")
-    assert not one.settle("lot 0")  # too late: it is not its own
-    assert one.standing.settled == frozenset() and one.standing.held == frozenset() and one.due()
-    standing = one.meet(LOT_NAMES[:1])
-    assert standing.lost and standing.held == frozenset() and standing.settled == frozenset()
-    assert holds(two, "lot 0")
-    expire(held, two)  # late, but nobody came
-    assert not two.meet(LOT_NAMES[:1]).lost and holds(two, "lot 0")
-
-
-def test_who_was_killed_on_this_host_need_not_expire(held: Storage) -> None:
-    code = (
-        "print(sorted(Leases(held, 'campaign', 'request').meet(['lot 0']).held), flush=True)\nos.kill(os.getpid(), 9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", on(held) + code], capture_output=True, text=True, timeout=150)
-    assert done.stdout.strip() == "['lot 0']" and done.returncode == -signal.SIGKILL, done.stderr
-    [line] = board(held)
-    assert line.lot == "lot 0" and line.left_s > 30
-    assert Leases(held, "campaign", "request").meet(["lot 0"]).held == {"lot 0"}
-
-
-def test_two_requests_on_the_same_lots_both_end(held: Storage) -> None:
-    one, two = Leases(held, "campaign", "request"), Leases(held, "campaign", "another request")
-    for _ in range(4):
-        for each in (one, two):
-            for lot in each.meet(LOT_NAMES[:2]).held:
-                assert each.settle(lot)
-    assert one.standing.settled == two.standing.settled == {*LOT_NAMES[:2]}
-
-
-def test_what_was_settled_is_looked_at_again_when_nobody_is_left(held: Storage) -> None:
-    one = Leases(held, "campaign", "request")
-    one.meet(LOT_NAMES)
-    one.settle("lot 0")
-    one.leave()
-    assert Leases(held, "campaign", "request").meet(LOT_NAMES).held == {*LOT_NAMES}
-
-
-def test_a_clock_that_jumps_buries_nobody_of_this_host(tmp_path: Path) -> None:
-    """An SQLite file has its host's clock: only the death of a process counts there."""
-    held = Storage.of_studies(tmp_path / "studies.sqlite")
-    one, two = Leases(held, "campaign", "request"), Leases(held, "campaign", "request")
-    one.meet(LOT_NAMES)
-    held.execute(leases.WORKERS.update().values(until=held.now - 86400.0))
-    assert two.meet(LOT_NAMES).held == frozenset() and not one.meet(LOT_NAMES).lost
-    assert one.standing.held == {*LOT_NAMES}
-
-
-def test_a_process_that_cannot_be_looked_at_is_not_dead(held: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc mounted with hidepid, and a worker of another user."""
-    one, two = Leases(held, "campaign", "request"), Leases(held, "campaign", "request")
-    one.meet(LOT_NAMES)
-    monkeypatch.setattr(leases, "_born", lambda pid: "")
-    assert two.meet(LOT_NAMES).held == frozenset() and not one.meet(LOT_NAMES).lost
-    for born in ("dead", "1"):  # a zombie; another process with its number
-        monkeypatch.setattr(leases, "_born", lambda pid, born=born: born)
-        assert leases._ended(os.getpid(), "2") and not leases._ended(os.getpid(), "")
-    with subprocess.Popen(["true"]) as process:
-        pass
-    assert leases._ended(process.pid, "")
-
-
-def test_an_outage_buries_nobody() -> None:
-    assert leases.EXPIRY_S > storage.OUTAGE_S + 2 * leases.BEAT_S
-
-
 def test_who_waits_for_his_turn_sees_what_was_done(url: str) -> None:
     """Whatever isolation the database has by default, and without the right to make anything in it."""
     held = Storage(parsed(url))
     one = Leases(held, "campaign", "request")
-    one.meet(LOT_NAMES)
+    one.meet(JOBS)
     with held.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as admin:
         name = parsed(url).database
         admin.exec_driver_sql(f"alter database {name} set default_transaction_isolation to 'repeatable read'")
@@ -585,34 +425,36 @@ def test_who_waits_for_his_turn_sees_what_was_done(url: str) -> None:
     level = held.do(lambda connection: connection.exec_driver_sql("show transaction_isolation").scalar())
     assert level == "read committed"
     looker = Storage(parsed(url).set(username="looker"))
-    assert {line.lot for line in board(looker)} == {*LOT_NAMES}
+    assert {line.job for line in board(looker)} == {*JOBS}
     for each in (held, looker):
         each.engine.dispose()
 
 
-def test_rows_of_a_lost_lot_are_not_filed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_lost_job_are_not_filed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are ours is asked in the transaction that writes them."""
     held, key = Storage(parsed(url)), FULL.key
-    lot = Lot("fwd", key.head_dim, key.head_dim_v, key.causal)
-    assert lot.covers(key)
+    job = TuningJob("fwd", key.head_dim, key.head_dim_v, key.mask)
+    assert job.covers(key)
     one, two, store = Leases(held, "campaign", "request"), Leases(held, "campaign", "request"), SharedStore(held)
-    run: Any = SimpleNamespace(store=store, leases=one, lots={lot.name: lot}, plan=SimpleNamespace(storage=held))
-    one.meet([lot.name])
+    filing = Filing(held, one, {job.name: job}, store)
+    one.meet([job.name])
     transactions, do = [], held.do
     monkeypatch.setattr(held, "do", lambda work: transactions.append(work) or do(work))
-    assert Run._file_ours(run, [FULL]) == [FULL] and len(transactions) == 1
+    assert filing.file([FULL]) == [FULL] and len(transactions) == 1
     held.execute(leases.LEASES.update().values(worker=two.worker))
-    assert Run._file_ours(run, [replace(FULL, samples=99)]) == [] and store.rows() == [FULL]
+    assert filing.file([replace(FULL, samples=99)]) == [] and store.rows() == [FULL]
     held.engine.dispose()
 
 
-def test_retry_failed_forgets_once_whoever_has_the_lot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fwd, default = variant_named("fwd"), {name: values[0] for name, values in DIMENSIONS.items()}
+def test_retry_failed_forgets_once_whichever_worker_has_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fwd, default = portable_of("fwd"), {name: values[0] for name, values in DIMENSIONS.items()}
     small = replace(fwd, space=replace(fwd.space, dimensions=DIMENSIONS, default=lambda spec, arch: default))
-    monkeypatch.setattr(lots, "_variants", lambda lot, plan: [small])
+    monkeypatch.setattr(open_jobs, "_variants", lambda job, plan: [small])
     asked = {
         "head_dims": (64,),
-        "causal": (True,),
+        "masks": ("causal",),
         "dtypes": ("bf16",),
         "pass_": "fwd",
         "gpu": "a100",
@@ -621,35 +463,35 @@ def test_retry_failed_forgets_once_whoever_has_the_lot(tmp_path: Path, monkeypat
     request = TuneRequest(**asked, cache=tmp_path / "c.sqlite", sampler="random", trials=8)  # type: ignore[arg-type]
 
     def working(**change: Any) -> Run:
-        run = Run(make_plan(replace(request, **change)), Watcher(), Hands())
-        run._meet()
-        run._open_next()
+        run = Run(make_plan(replace(request, **change)), Watcher(), WorkerFunctions())
+        run.held.meet()
+        run._begin_next()
         return run
 
-    def family(run: Run) -> Any:
-        [found] = run.families
+    def task(run: Run) -> Any:
+        [found] = run.held.tasks
         return found
 
     earlier = working()
-    for config in family(earlier).legal.configs[:2]:
-        family(earlier).failures.add(COMPILE, config, "crash", "before")
+    for config in task(earlier).space.legal.configs[:2]:
+        task(earlier).failures.add(COMPILE, config, "crash", "before")
     earlier.leases.leave()
     one, two = working(retry_failed=True), working(retry_failed=True)
-    assert not family(one).failed_before and not two.families
-    family(one).failures.add(COMPILE, family(one).legal.configs[2], "crash", "today")
-    one._drop([*one.open])  # given back, and taken again
-    one._open_next()
-    assert {failure.why for failure in family(one).failed_before.values()} == {"today"}
+    assert not task(one).space.failed_before and not two.held.tasks
+    task(one).failures.add(COMPILE, task(one).space.legal.configs[2], "crash", "today")
+    one.held.drop([*one.held.open])  # given back, and taken again
+    one._begin_next()
+    assert {failure.why for failure in task(one).space.failed_before.values()} == {"today"}
     one.leases.leave()  # or dead
-    two._meet()
-    two._open_next()
-    assert {failure.why for failure in family(two).failed_before.values()} == {"today"}
+    two.held.meet()
+    two._begin_next()
+    assert {failure.why for failure in task(two).space.failed_before.values()} == {"today"}
     two.leases.leave()
-    assert not family(working(retry_failed=True)).failed_before, "another day"
+    assert not task(working(retry_failed=True)).space.failed_before, "another day"
 
 
 def test_rows_outlive_a_ctrl_c_in_the_midst_of_filing() -> None:
-    tries, filed, told = [KeyboardInterrupt, None], [], []
+    tries, filed, messages = [KeyboardInterrupt, None], [], []
 
     def file_ours(rows: Sequence[Any]) -> Sequence[Any]:
         if error := tries.pop(0):
@@ -658,17 +500,20 @@ def test_rows_outlive_a_ctrl_c_in_the_midst_of_filing() -> None:
         return rows[:1]
 
     watcher = Watcher()
-    watcher.line = told.append  # type: ignore[method-assign]
+    watcher.line = messages.append  # type: ignore[method-assign]
     other = row({"bucket": 512})
     nothing: Any = None
-    books = Books(nothing, watcher, Hands(), nothing, nothing, Report(nothing), file_ours)
-    books.put([FULL], "mine")
-    books.put([other], "another's")
+    log = Log(nothing, watcher, WorkerFunctions(), nothing, nothing, Report(nothing), file_ours)
+    log.put(FULL.key, [FULL], "mine", "")
+    log.put(other.key, [other], "another's", "")
     with pytest.raises(KeyboardInterrupt):
-        books.file(at_once=True)
-    books.file(at_once=True)
-    assert filed == [FULL, other] and books.report.rows == [FULL] and not books.unfiled
-    assert told[0].startswith("mine: ") and told[1] == "another's: left to the worker that has taken it over"
+        log.file(at_once=True)
+    log.file(at_once=True)
+    assert filed == [FULL, other] and log.report.rows == [FULL] and not log.unfiled
+    assert (
+        messages[0].startswith("mine: ")
+        and messages[1] == "another's: another worker has taken this job over; its rows count"
+    )
 
 
 def test_a_database_that_is_gone_for_good_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -679,7 +524,7 @@ def test_a_database_that_is_gone_for_good_is_waited_for_once(monkeypatch: pytest
     for _ in range(2):
         with pytest.raises(StorageError, match="cannot be reached"):
             held.do(lambda connection: None)
-    assert len(said) == 1 and "is away" in said[0] and "pw" not in said[0]
+    assert len(said) == 1 and "does not answer" in said[0] and "pw" not in said[0]
 
 
 def test_leases_of_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -688,44 +533,7 @@ def test_leases_of_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert f"storage: {tmp_path}/typo/x.sqlite: no such file" in result.output
     (tmp_path / "x.sqlite").touch()
     result = CliRunner().invoke(main, ["leases", "--storage", f"sqlite:///{tmp_path}/x.sqlite"])
-    assert result.exit_code == 2 and f"{tmp_path}/x.sqlite: nobody has tuned with it" in result.output
-
-
-def test_many_meet_at_once_and_no_lot_has_two_holders(held: Storage) -> None:
-    code = (
-        "one = Leases(held, 'campaign', 'request')\n"
-        "lots = [f'lot {n}' for n in range(12)]\n"
-        "print('ready', flush=True), input()\n"
-        "while len(one.meet(lots).settled) < 12:\n"
-        "    [one.give(lot) for lot in sorted(one.standing.held)[:one.standing.excess]]\n"
-        "    for lot in sorted(one.standing.held)[:1]:\n"
-        "        print(lot, flush=True)\n"
-        "        one.settle(lot)\n"
-        "input()\n"
-    )
-    keeper = Leases(held, "campaign", "request")  # the campaign goes on while any of them is there
-    keeper.meet([])
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", on(held) + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3)
-    ]
-    try:
-        for process in running:
-            assert process.stdout and process.stdout.readline() == "ready\n"
-        for process in running:
-            assert process.stdin
-            process.stdin.write("\n")
-            process.stdin.flush()
-        until(lambda: len(keeper.meet([]).settled) == 12)
-        said = [process.communicate("\n", timeout=150)[0].split("\n") for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    settled = [line for lines in said for line in lines if line]
-    assert sorted(settled) == sorted(f"lot {n}" for n in range(12)), "each once"
+    assert result.exit_code == 2 and f"{tmp_path}/x.sqlite: not used by a tune yet" in result.output
 
 
 # ---- rows, URLs, and what is printed
@@ -751,6 +559,30 @@ def test_the_rows_of_the_database_are_exported_as_a_file(url: str, tmp_path: Pat
     store.storage.engine.dispose()
 
 
+def test_a_database_holds_slots_and_upgrades_what_an_earlier_release_wrote(url: str) -> None:
+    older = Path(__file__).parent / "fixtures" / "schema_2_backward.sqlite"
+    with closing(sqlite3.connect(older)) as database:
+        database.row_factory = sqlite3.Row
+        held = [dict(each) for each in database.execute("SELECT * FROM rows")]
+    store = SharedStore(Storage(parsed(url)))
+    fields = ("gpu", "sm_count", "arch", "kernel", "dtype", "precision", "head_dim", "head_dim_v", "causal", "bucket")
+    for each in held:  # as fa2tune filed them at schema version 2
+        identity = json.dumps(
+            [*({**each, "causal": bool(each["causal"])}[name] for name in (*fields, "variant", "obtained"))]
+        )
+        store.storage.execute(TABLE.insert().values(identity=identity, version=2, record=json.dumps(each)))
+    rows = reader.read(older)
+    assert store.rows() == sorted(rows, key=record.identity)
+    [old] = [each for each in rows if (each.filed_as, each.key.mask) == ("split portable", "causal")]
+    new = [
+        replace(old, config={"bwd_dq": name, "bwd_dkdv": "pointer"}, created="2026-03-01T00:00:00Z") for name in "ab"
+    ]
+    for again in (new, new[1:], new):  # each time all that the slot held goes
+        put(store, again)
+        assert store.rows() == sorted([*(each for each in rows if each != old), *again], key=record.identity)
+    store.storage.engine.dispose()
+
+
 def test_leases_can_be_looked_at(url: str) -> None:
     held = Storage(parsed(url))
     one = Leases(held, "h200 132 SMs measured", "request", gpus=4)
@@ -760,7 +592,7 @@ def test_leases_can_be_looked_at(url: str) -> None:
     for word in (one.worker, "fwd 64 causal", "bwd 128 full", "h200 132 SMs measured", "4"):
         assert word in result.output
     one.leave()
-    assert "nobody" in CliRunner().invoke(main, ["leases", "--storage", url]).output
+    assert "no worker" in CliRunner().invoke(main, ["leases", "--storage", url]).output
     held.engine.dispose()
 
 

@@ -1,4 +1,4 @@
-"""Statistics of timings, which crown or refuse; the timing itself needs a GPU (tests/gpu)."""
+"""Statistics of timings, which select or refuse; the timing itself needs a GPU (tests/gpu)."""
 
 import random
 from dataclasses import replace
@@ -6,17 +6,20 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import gpus
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring import measure
+from fa2tune.measuring.clock_monitor import ClockMonitor
 from fa2tune.measuring.samples import CRAWLING, Gain, Race, gain_over, median_interval, quantile
-from fa2tune.measuring.witness import Witness
 from fa2tune.measuring.worker import Job
-from fa2tune.problem import Specialization, TuningKey
-from fa2tune.tuning import crown, measured
-from fa2tune.tuning.ledger import BLAMELESS, FATES
-from fa2tune.tuning.study import Outcome
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import Specialization
+from fa2tune.tuning.request.provenance import Provenance
+from fa2tune.tuning.search import status
+from fa2tune.tuning.search.failures import BLAMELESS, FAULTS
+from fa2tune.tuning.search.study import TrialOutcome
+from fa2tune.tuning.select import evidence, finalists
 
-KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, False, 2048)
+KEY = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "full", 2048)
 
 
 def test_quantiles():
@@ -49,7 +52,7 @@ def test_gain_pairs_round_by_round_so_that_drift_cancels():
 
 
 def outcome(block_m, time_us=1.0):
-    return Outcome({"BLOCK_M": block_m, "LOADS": "pointer"}, time_us)
+    return TrialOutcome({"BLOCK_M": block_m, "LOADS": "pointer"}, time_us)
 
 
 def test_the_default_stays_unless_beaten_beyond_the_interval():
@@ -58,63 +61,66 @@ def test_the_default_stays_unless_beaten_beyond_the_interval():
     unsure = [
         time / ratio for time, ratio in zip(default, (1.02, 1.02, 1.02, 0.99, 1.02, 1.02, 1.02, 0.99), strict=True)
     ]
-    assert crown.replaces(default, sure) and not crown.replaces(default, unsure)
+    assert finalists.replaces(default, sure) and not finalists.replaces(default, unsure)
     assert gain_over(default, unsure).median > 1.0
-    assert not crown.replaces(default, default)
+    assert not finalists.replaces(default, default)
 
 
 def test_finalists_are_those_a_screening_cannot_tell_apart():
     ranked = [outcome(n, time_us) for n, time_us in enumerate((100.0, 101.0, 103.9, 104.5, 110.0))]
-    assert crown.finalists(ranked) == ranked[:3]
-    assert len(crown.finalists([outcome(n, 100.0) for n in range(20)])) == crown.FINALISTS
-    assert crown.finalists([]) == []
+    assert finalists.finalists(ranked) == ranked[:3]
+    assert len(finalists.finalists([outcome(n, 100.0) for n in range(20)])) == finalists.FINALISTS
+    assert finalists.finalists([]) == []
 
 
 def test_the_leader_is_the_fastest_by_paired_ratios_of_those_that_ran_to_the_end():
     drift = [1.0, 1.1, 1.2, 1.3]
     race = Race([[100 * d for d in drift], [90 * d for d in drift], [50.0, 50.0], [95 * d for d in drift]])
-    assert crown.leader(race, [0, 1, 2, 3]) == 1 and crown.leader(race, [2, 3]) == 3
+    assert finalists.leader(race, [0, 1, 2, 3]) == 1 and finalists.leader(race, [2, 3]) == 3
 
 
-def test_contested_are_near_leaders_that_have_near_rivals_of_their_way_and_these():
+def test_contested_are_near_leaders_that_have_near_rivals_of_their_implementation_and_these():
     drift = [1.0, 1.1, 1.2, 1.3]
     race = Race([[100 * d for d in drift], [98 * d for d in drift], [101.0, 111.1], [130.0, 143.0], []])
-    assert crown.contested(race, {"pointer": 0, "descriptor": 3}, {"pointer": [0, 1, 4], "descriptor": [3, 2]}) == [
+    assert finalists.contested(race, {"pointer": 0, "descriptor": 3}, {"pointer": [0, 1, 4], "descriptor": [3, 2]}) == [
         0,
         1,
     ]
-    assert crown.contested(race, {"pointer": 0, "descriptor": 2}, {"pointer": [0, 1], "descriptor": [2, 3]}) == [0, 1]
-    assert crown.contested(race, {"pointer": 0, "descriptor": 1}, {"pointer": [0], "descriptor": [1]}) == []
+    assert finalists.contested(race, {"pointer": 0, "descriptor": 2}, {"pointer": [0, 1], "descriptor": [2, 3]}) == [
+        0,
+        1,
+    ]
+    assert finalists.contested(race, {"pointer": 0, "descriptor": 1}, {"pointer": [0], "descriptor": [1]}) == []
     many = Race([[100.0 + i / 10] for i in range(9)])
-    assert crown.contested(many, {"pointer": 7}, {"pointer": range(9)}) == [7, *range(crown.SUSTAINED - 1)]
+    assert finalists.contested(many, {"pointer": 7}, {"pointer": range(9)}) == [7, *range(finalists.SUSTAINED - 1)]
 
 
 @pytest.mark.parametrize(
     ("first", "leads"), [((102.0, 101.5), 8), ((101.0, 101.5), 5), ((104.0, 99.0), 5), ((98.0, 98.0), 5)]
 )
-def test_who_leads_its_way_is_overruled_only_where_clearly_slower_in_both_turns(first, leads):
-    """Of the final's contenders 5, 8 and 2 had turns; 2 is of another way, 1 leads a third."""
+def test_what_leads_its_implementation_is_overruled_only_where_clearly_slower_in_both_turns(first, leads):
+    """Of the final's contenders 5, 8 and 2 had turns; 2 is of another implementation, 1 leads a third."""
     turns = Race([list(first), [100.0, 100.0], [50.0, 50.0]])
     leading = {"descriptor": 5, "warp_specialized": 2, "pointer": 1}
     of = {"descriptor": [5, 8, 9], "warp_specialized": [2], "pointer": [1]}
-    assert crown.overruled(turns, [5, 8, 2], leading, of) == {**leading, "descriptor": leads}
-    assert crown.overruled(replace(turns, tainted=2), [5, 8, 2], leading, of) == leading
+    assert finalists.overruled(turns, [5, 8, 2], leading, of) == {**leading, "descriptor": leads}
+    assert finalists.overruled(replace(turns, tainted=2), [5, 8, 2], leading, of) == leading
 
 
 def test_what_a_row_has_to_beat():
-    space = variant_named("fwd").space
-    spec = Specialization("bf16", 128, 128, True)
+    space = portable_of("fwd").space
+    spec = Specialization("bf16", 128, 128, "causal")
     default, by_pointer = space.default(spec, 90), space.default(replace(spec, aligned=False), 90)
     assert default["LOADS"] == "descriptor" and by_pointer["LOADS"] == "pointer"
-    assert crown.rival(space, spec, 90, "descriptor") == default
-    assert crown.rival(space, spec, 90, "pointer") == by_pointer
-    exact = Specialization("fp32", 128, 128, True)  # whose default is by pointer
-    assert {crown.rival(space, exact, 90, loads)["LOADS"] for loads in ("pointer", "descriptor")} == {"pointer"}
+    assert finalists.rival(space, spec, 90, "descriptor") == default
+    assert finalists.rival(space, spec, 90, "pointer") == by_pointer
+    exact = Specialization("fp32", 128, 128, "causal")  # whose default is by pointer
+    assert {finalists.rival(space, exact, 90, loads)["LOADS"] for loads in ("pointer", "descriptor")} == {"pointer"}
 
 
 def test_measured_row_holds_its_evidence():
-    toolchain = crown.Toolchain("measured", "NVIDIA H200", "580.1")
-    row = crown.measured(KEY, "pointer", {"BLOCK_M": 64}, toolchain, [100.0, 110.0, 90.0], [200.0, 220.0, 180.0])
+    toolchain = Provenance("measured", "NVIDIA H200", "580.1")
+    row = evidence.measured(KEY, "pointer", {"BLOCK_M": 64}, toolchain, [100.0, 110.0, 90.0], [200.0, 220.0, 180.0])
     assert (row.time_us, row.gain, row.samples, row.default_time_us) == (100.0, 2.0, 3, 200.0)
     assert row.tflops == pytest.approx(KEY.workload().flops("fwd") / 100e-6 / 1e12)
     assert row.time_low_us < row.time_us < row.time_high_us and row.proof == "target"
@@ -123,9 +129,9 @@ def test_measured_row_holds_its_evidence():
 
 def test_what_surrounds_a_backward_is_memory_traffic():
     problem, h200 = KEY.workload(), gpus.named("h200")
-    split, fused = (crown.streaming_us(problem, road, h200) for road in ("split", "fused"))
+    split, fused = (evidence.streaming_us(problem, strategy, h200) for strategy in ("split", "fused"))
     assert 10 < split < 30 and fused > 2 * split
-    assert crown.streaming_us(problem, "split", replace(h200, hbm_gbs=h200.hbm_gbs / 2)) == pytest.approx(2 * split)
+    assert evidence.streaming_us(problem, "split", replace(h200, hbm_gbs=h200.hbm_gbs / 2)) == pytest.approx(2 * split)
 
 
 class Queue:
@@ -170,7 +176,7 @@ class Queue:
 
 def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
     queue = Queue(monkeypatch)
-    track = measure._Track(queue, {0: queue.runner("a", 1.0), 2: queue.runner("b", 3.0)}, Witness(""), 0.0)
+    track = measure._Track(queue, {0: queue.runner("a", 1.0), 2: queue.runner("b", 3.0)}, ClockMonitor(""), 0.0)
     assert track.launch([2, 0, 0, 2]) == pytest.approx([3000, 1000, 1000, 3000])
     one = ["flush", "event", "{}", "event"]
     each = [word.format(name) for name in "baab" for word in one]
@@ -180,7 +186,7 @@ def test_each_launch_stands_between_events_behind_a_flush(monkeypatch):
 def test_a_turn_is_timed_once_it_has_settled_on_a_hot_card(monkeypatch):
     queue = Queue(monkeypatch)
     monkeypatch.setattr(measure.time, "monotonic", lambda: queue.now / 1e3)
-    track = measure._Track(queue, {0: queue.runner("a", 10.0)}, Witness(""), 0.5)
+    track = measure._Track(queue, {0: queue.runner("a", 10.0)}, ClockMonitor(""), 0.5)
     assert track.launch([0]) == pytest.approx([10_000])
     assert queue.now / 1e3 == pytest.approx(measure.HOT_SECONDS + 0.5, abs=0.2) and queue.last_used == queue.now / 1e3
     timed = ["event", *["a"] * round(0.5 * (1 - measure.SETTLING) / 0.010), "event", "wait"]
@@ -197,17 +203,17 @@ def test_a_turn_is_timed_once_it_has_settled_on_a_hot_card(monkeypatch):
 def test_a_slow_kernel_is_launched_a_few_times_a_turn_and_said_to_live(monkeypatch):
     queue = Queue(monkeypatch)
     monkeypatch.setattr(measure.time, "monotonic", lambda: queue.now / 1e3)
-    track = measure._Track(queue, {0: queue.runner("a", 2000.0)}, Witness(""), 0.5)
+    track = measure._Track(queue, {0: queue.runner("a", 2000.0)}, ClockMonitor(""), 0.5)
     track.hot = True
     assert track.launch([0]) == pytest.approx([2e6])
     assert queue.did.count("a") == 2 * measure.FEW and queue.reports == [-1] * 2
 
 
-def test_a_throttled_card_rests_so_often_and_no_more(monkeypatch):
+def test_a_throttled_gpu_rests_so_often_and_no_more(monkeypatch):
     queue = Queue(monkeypatch)
     monkeypatch.setattr(measure, "RESTS", 2)
     for _ in range(2):  # in each race anew
-        track = measure._Track(queue, {}, Witness(""), 0.0)
+        track = measure._Track(queue, {}, ClockMonitor(""), 0.0)
         assert [track.rest() for _ in range(4)] == [True, True, False, False]
     assert queue.did == ["sleep", "warm"] * 4 and queue.reports == [-1] * 4  # it is alive
 
@@ -224,13 +230,13 @@ def test_a_slow_first_launch_is_launched_again_before_it_is_refused(monkeypatch)
     monkeypatch.setattr(measure, "_runner", runner)
     runners, failures = measure._line_up(KEY, [0, 1, 2, 3], {})
     assert list(runners) == [0, 2, 3] and not any(took.values())
-    assert list(failures) == [1] and measured._refusal(failures[1]) == CRAWLING not in FATES | BLAMELESS
+    assert list(failures) == [1] and status.refusal_status(failures[1]) == CRAWLING not in FAULTS | BLAMELESS
 
 
 def test_memory_that_is_missing_at_a_launch_is_nobodys_fault():
-    assert measured._refusal("OutOfMemoryError: CUDA out of memory") == "failed"
-    assert measured._refusal("OutOfResources: shared memory") == "launch_error"
+    assert status.refusal_status("OutOfMemoryError: CUDA out of memory") == "failed"
+    assert status.refusal_status("OutOfResources: shared memory") == "launch_error"
     job = Job("m:f", (), 1.0, began=True, failure="OutOfMemoryError: CUDA out of memory")
-    assert measured._fate(job) == "failed"
+    assert status.launch_status(job) == "failed"
     job.died = True
-    assert measured._fate(job) == "out_of_memory"
+    assert status.launch_status(job) == "out_of_memory"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import triton
+from benchmark_scripts import script
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, sass
+from fa2tune.compiling import compiler, limits, registry, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.predicting import model, prior, tiles
-from fa2tune.problem import Problem, Specialization, TuningKey
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem, Specialization
 
 H200 = gpus.named("h200")
 
@@ -110,14 +111,14 @@ def test_sass_of_mma_sync_and_of_plain_fma() -> None:
 
 def visible(p: Problem, row: int, column: int) -> bool:
     inside = row < p.seqlen_q and column < p.seqlen_k
-    return inside and (not p.causal or column <= row + p.seqlen_k - p.seqlen_q)
+    return inside and (p.mask == FULL or column <= row + p.seqlen_k - p.seqlen_q)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("sq", "sk"), [(64, 64), (50, 50), (33, 90), (90, 33), (1, 70), (70, 1)])
 @pytest.mark.parametrize(("m", "n"), [(16, 32), (32, 16)])
 def test_trips_cover_the_mask(sq: int, sk: int, causal: bool, m: int, n: int) -> None:
-    p = Problem("bf16", 1, 2, 1, sq, sk, 64, 64, causal)
+    p = Problem("bf16", 1, 2, 1, sq, sk, 64, 64, CAUSAL if causal else FULL)
     cells = [
         [[visible(p, r, c) for r in range(i, i + m) for c in range(j, j + n)] for j in range(0, sk, n)]
         for i in range(0, sq, m)
@@ -148,8 +149,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[sass.Loop, ...]]:
 
 
 def seconds(gpu: gpus.Gpu = H200, problem: dict[str, Any] | None = None, **binary: Any) -> float:
-    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, causal=False)
-    whole = Binary("fwd", Specialization("bf16", 128, 128, False), CONFIG, gpu.arch, 98304, 8, 168, 0, "")
+    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, mask=FULL)
+    whole = Binary("portable/fwd", Specialization("bf16", 128, 128, "full"), CONFIG, gpu.arch, 98304, 8, 168, 0, "")
     return model.predict(replace(whole, **binary), replace(p, **(problem or {})), gpu)
 
 
@@ -159,7 +160,7 @@ def test_predictions_scale_with_the_work() -> None:
     assert 0.5e-3 < base < 4.4e-3  # 1.1 PFLOP: between peak and a quarter of it
     assert seconds(problem={"batch": 4}) == pytest.approx(2 * base, rel=0.1)
     assert seconds(problem={"seqlen_q": 16384, "seqlen_k": 16384}) == pytest.approx(4 * base, rel=0.1)
-    assert seconds(problem={"causal": True}) == pytest.approx(base / 2, rel=0.2)
+    assert seconds(problem={"mask": CAUSAL}) == pytest.approx(base / 2, rel=0.2)
     assert seconds(problem={"batch": 0}) == 0.0
 
 
@@ -181,8 +182,8 @@ def test_predictions_follow_the_machine_code(loops: dict[str, tuple[sass.Loop, .
 
 @pytest.mark.usefixtures("loops")
 def test_causal_tail_depends_on_the_order_of_heads() -> None:
-    together = seconds(problem={"causal": True, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 16})
-    apart = seconds(problem={"causal": True, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 1})
+    together = seconds(problem={"mask": CAUSAL, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 16})
+    apart = seconds(problem={"mask": CAUSAL, "batch": 1}, config={**CONFIG, "HEADS_PER_WAVE": 1})
     assert together < apart
 
 
@@ -194,22 +195,12 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.usefixtures("loops")
 def test_explain_names_the_pipes() -> None:
-    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, causal=False)
-    whole = Binary("fwd", Specialization("bf16", 128, 128, False), CONFIG, 90, 98304, 8, 168, 0, "")
+    p = Problem("bf16", 2, 16, 16, 8192, 8192, 128, 128, mask=FULL)
+    whole = Binary("portable/fwd", Specialization("bf16", 128, 128, "full"), CONFIG, 90, 98304, 8, 168, 0, "")
     parts = model.explain(whole, p, H200)
     assert set(parts.pipes) == {"tensor", "mufu", "fp32", "alu", "issue", "shared", "l2"}
     assert max(parts.pipes.values()) <= parts.trip_cycles
     assert parts.hbm_seconds < parts.seconds
-
-
-def script(name: str) -> Any:
-    """A module of benchmarks/, which is no package."""
-    folder = str(Path(__file__).parents[1] / "benchmarks")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(folder)
 
 
 def test_figures_of_quality() -> None:
@@ -228,8 +219,8 @@ def guessed() -> dict[str, Any]:
     found = {}
     fit = script("model_fit")
     for kernel in ("fwd", "bwd_dkdv"):
-        key = TuningKey("h200", 132, 90, kernel, "bf16", "ieee", 128, 128, True, 1024)
-        variant, spec, problem = compiler.variant_named(kernel), key.specialization(), key.workload()
+        key = TuningKey("h200", 132, 90, kernel, "bf16", "ieee", 128, 128, "causal", 1024)
+        variant, spec, problem = registry.portable_of(kernel), key.specialization(), key.workload()
         configs = [c for c in variant.space.points() if limits.before_compile(variant, spec, c, H200) is None][::7]
         guess = prior.Guess(variant, spec, configs, H200)
         sides = [(config["BLOCK_M"], config["BLOCK_N"]) for config in configs]
@@ -263,7 +254,7 @@ def test_what_was_measured_is_ranked_as_asked(kernel: str) -> None:
     assert figures["spearman"] > 0.8
     assert figures["spearman_best"] > 0.5
     assert figures["regret_5"] < 0.05
-    variant, spec = compiler.variant_named(kernel), data.key.specialization()
+    variant, spec = registry.portable_of(kernel), data.key.specialization()
     guessed = np.array(prior.estimates(variant, spec, data.configs, H200, data.key.workload()))
     assert script("model_fit").spearman(data.times_us, guessed) > 0.7
     good = data.times_us < 1.05 * data.times_us.min()
@@ -274,7 +265,7 @@ def test_samples_of_sm80_code_can_be_judged_again() -> None:
     sm80 = script("sm80_times")
     key = sm80.key_of("fwd", 64)
     configs = sm80.chosen(key, 4, seed=0)
-    assert configs[0] == compiler.variant_named("fwd").space.default(key.specialization(), 80)
+    assert configs[0] == registry.portable_of("fwd").space.default(key.specialization(), 80)
     entries = []
     for number, config in enumerate(configs):
         loop = replace(LOOP, mma="HMMA", tensor_flops=LOOP.tensor_flops * (number + 1), phases=())
@@ -295,9 +286,9 @@ def test_every_legal_config_can_be_estimated(kernel: str, gpu: str) -> None:
     target = gpus.named(gpu)
     for dtype, precision in (("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
         key = TuningKey(
-            target.name, target.sm_count, target.arch, kernel, dtype, precision, 128, 128, True, 4096
+            target.name, target.sm_count, target.arch, kernel, dtype, precision, 128, 128, "causal", 4096
         )  # fmt: skip
-        variant, spec, problem = compiler.variant_named(kernel), key.specialization(), key.workload()
+        variant, spec, problem = registry.portable_of(kernel), key.specialization(), key.workload()
         configs = [c for c in variant.space.points() if limits.before_compile(variant, spec, c, target) is None]
         times = prior.estimates(variant, spec, configs, target, problem)
         fastest = problem.flops(kernel) / (target.peak(dtype, precision) * 1e6)
@@ -307,9 +298,9 @@ def test_every_legal_config_can_be_estimated(kernel: str, gpu: str) -> None:
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="what Triton 3.6 makes of a config")
 def test_a_guess_is_near_what_the_compiler_makes_of_it() -> None:
-    spec = Specialization("bf16", 64, 64, causal=False)
-    problem = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, causal=False)
-    variant = compiler.variant_named("fwd")
+    spec = Specialization("bf16", 64, 64, mask="full")
+    problem = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, mask=FULL)
+    variant = registry.portable_of("fwd")
     for config in (
         variant.space.default(spec, 90),
         {**variant.space.default(spec, 90), "BLOCK_M": 128, "num_warps": 8},

@@ -1,28 +1,28 @@
-"""Races on a simulated card: who is dropped, where samples go, what drift, noise and throttling may not do."""
+"""Races on a simulated GPU: what is dropped, where samples go, what drift, noise and throttling may not do."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import zlib
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import pytest
+from benchmark_scripts import script as script_named
 from click.testing import CliRunner
 from simulated_gpu import SimulatedGpu
 
 from fa2tune import gpus
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring import racing
 from fa2tune.measuring.samples import EFFORTS, gain_over
 from fa2tune.rows.row import MEASURED
-from fa2tune.tuning import crown, plan
-from fa2tune.tuning.candidates import point
-from fa2tune.tuning.plan import Target
+from fa2tune.tuning.request import plan
+from fa2tune.tuning.request.plan import Target
+from fa2tune.tuning.request.provenance import Provenance
+from fa2tune.tuning.search.candidates import point
+from fa2tune.tuning.select import evidence, finalists
 
 SCREEN, FINAL, PROOF = EFFORTS["screen"], EFFORTS["final"], EFFORTS["proof"]
 SMOOTH = {"noise": 1e-6, "drift": 0.0, "outliers": 0.0}
@@ -37,7 +37,7 @@ def test_a_block_is_a_round_and_its_reverse_so_that_even_drift_cancels():
     gpu = SimulatedGpu([100.0, 100.0, 100.0], drift=0.3, noise=1e-6, warms_in=0.02)
     race(gpu, PROOF)
     assert all(s[:3] == s[:2:-1] and sorted(s[:3]) == [0, 1, 2] for s in gpu.schedules)
-    assert len({tuple(s) for s in gpu.schedules}) > 3  # nobody always runs behind the same neighbour
+    assert len({tuple(s) for s in gpu.schedules}) > 3  # none always runs behind the same neighbour
 
 
 def test_the_hopeless_leave_after_few_launches_and_the_close_get_the_samples():
@@ -46,7 +46,7 @@ def test_the_hopeless_leave_after_few_launches_and_the_close_get_the_samples():
     counts = [len(times) for times in found.times]
     assert counts[1] == 2 and counts[2] <= 4 and counts[3] <= 12
     assert counts[0] == counts[5] >= 12 and counts[4] >= 10
-    assert crown.leader(found, range(6)) in (4, 5)
+    assert finalists.leader(found, range(6)) in (4, 5)
 
 
 def test_a_race_ends_when_its_leader_is_known():
@@ -74,17 +74,17 @@ def test_the_best_known_from_elsewhere_ends_a_heat_of_losers():
     assert len(ahead.times[1]) == racing.FIRST_LOOK
 
 
-def test_the_best_of_one_way_of_loading_drops_nobody_of_another():
+def test_the_best_of_one_implementation_drops_nothing_of_another():
     gpu = SimulatedGpu([1000.0, 980.0, 1300.0], **SMOOTH)
     found = race(gpu, SCREEN, ["d", "d", "p"], best_ratios={"d": 0.5})
     assert len(found.times[1]) == 2 and len(found.times[2]) == racing.FIRST_LOOK
 
 
 @pytest.mark.parametrize("effort", [SCREEN, FINAL])
-def test_there_is_a_leader_for_each_way_of_loading(effort):
+def test_there_is_a_leader_for_each_implementation(effort):
     truth = [1000.0, 960.0, 1400.0, 1300.0, 1800.0]
     found = race(SimulatedGpu(truth, seed=2), effort, ["d", "d", "p", "p", "p"])
-    assert crown.leader(found, [0, 1]) == 1 and crown.leader(found, [2, 3, 4]) == 3
+    assert finalists.leader(found, [0, 1]) == 1 and finalists.leader(found, [2, 3, 4]) == 3
     assert len(found.times[4]) == 2
 
 
@@ -107,14 +107,14 @@ def test_throttled_samples_are_rejected_taken_again_and_counted():
     assert 1980 <= found.clock_mhz < 2200 and found.power_capped == 1.0
 
 
-def test_a_card_that_stays_throttled_is_taken_as_it_is_and_said_to_be():
+def test_a_gpu_that_stays_throttled_is_taken_as_it_is_and_said_to_be():
     gpu = SimulatedGpu([1000.0, 500.0], throttled=[(0.0, 1e9)], patience=3)
     found = race(gpu, PROOF)
     assert len(found.times[0]) >= PROOF.fewest
-    # three blocks were rejected, every other one was kept: nobody says that it was rejected
+    # three blocks were rejected, every other one was kept: no report says that it was rejected
     assert found.throttled == 4 * 3 and found.tainted == 4 * (len(gpu.schedules) - 3) == 2 * len(found.times[0])
-    assert crown.watched(found)["throttled"] == 12
-    assert crown.replaces(*found.times) and not crown.replaces(*found.times, found.tainted)
+    assert evidence.watched(found)["throttled"] == 12
+    assert finalists.replaces(*found.times) and not finalists.replaces(*found.times, found.tainted)
     assert gpu.patience == -1  # not asked again once it had time enough
 
 
@@ -122,24 +122,24 @@ def test_what_nobody_watched_is_not_called_fine():
     found = race(SimulatedGpu([1000.0, 990.0], watched=False), SCREEN)
     assert (found.throttled, found.clock_mhz, found.power_capped) == (None, None, None)
     watched = race(SimulatedGpu([1000.0, 990.0]), SCREEN)
-    assert watched.throttled == 0 and crown.watched(found, watched)["throttled"] == 0
-    assert crown.watched(found) == {"clock_mhz": None, "power_limit_w": None, "throttled": None}
+    assert watched.throttled == 0 and evidence.watched(found, watched)["throttled"] == 0
+    assert evidence.watched(found) == {"clock_mhz": None, "power_limit_w": None, "throttled": None}
 
 
 # ---- never slower
 
 
 def contest(seed, truth):
-    """(leader, whether the final's own samples would crown it, whether the proof does)."""
+    """(leader, whether the final's own samples would select it, whether the proof does)."""
     gpu = SimulatedGpu(truth, seed)
     final = race(gpu)
-    leader = crown.leader(final, range(len(truth)))
+    leader = finalists.leader(final, range(len(truth)))
     gpu.truth = [truth[0], truth[leader]]
     proof = race(gpu, PROOF)
-    return leader, crown.replaces(final.times[0], final.times[leader]), crown.replaces(*proof.times)
+    return leader, finalists.replaces(final.times[0], final.times[leader]), finalists.replaces(*proof.times)
 
 
-def test_noise_is_not_crowned():
+def test_noise_is_not_selected():
     """200 races of 20 equal candidates: the default stays in nearly all of them."""
     found = [contest(seed, [1000.0] * 20) for seed in range(200)]
     assert sum(proved for leader, _, proved in found if leader) <= 10
@@ -147,7 +147,7 @@ def test_noise_is_not_crowned():
     assert sum(flattered for leader, flattered, _ in found if leader) >= 20
 
 
-def test_what_is_faster_is_crowned():
+def test_what_is_faster_is_selected():
     truth = [1000.0] * 19 + [985.0]
     found = [contest(seed, truth) for seed in range(50)]
     assert sum(leader == 19 and proved for leader, _, proved in found) >= 48
@@ -156,21 +156,12 @@ def test_what_is_faster_is_crowned():
 # ---- the order of candidates
 
 
-def benchmark():
-    path = Path(__file__).parents[1] / "benchmarks" / "order_reversal.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_order_reversal", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 class Player:
-    """Does the tuner's jobs on a simulated card."""
+    """Does the tuner's jobs on a simulated GPU."""
 
-    def __init__(self, script, seed, truth, **card):
+    def __init__(self, script, seed, truth, **gpu):
         self.script, self.truth = script, truth
-        self.gpu = SimulatedGpu(seed=seed, **card)
+        self.gpu = SimulatedGpu(seed=seed, **gpu)
 
     def __call__(self, job):
         job.began, job.notes = True, [-1]
@@ -188,32 +179,32 @@ class Player:
 def script(monkeypatch):
     h200 = gpus.named("h200")
     monkeypatch.setattr(plan, "resolve_target", lambda name: Target(h200, MEASURED, h200))
-    return benchmark()
+    return script_named("order_reversal")
 
 
 def test_reversing_the_candidates_changes_the_winner_by_less_than_a_percent(script, tmp_path):
-    """A cool card that loses 8 % within the races, noise, outliers, a throttled spell; 24 candidates, many of them close."""
-    request = script.plan_for("fwd", 128, True, 4096, tmp_path / "cache.sqlite")
-    toolchain = crown.Toolchain(MEASURED, "simulated", "1")
+    """A cool GPU that loses 8 % within the races, noise, outliers, a throttled spell; 24 candidates, many of them close."""
+    request = script.plan_for("fwd", 128, "causal", 4096, tmp_path / "cache.sqlite")
+    toolchain = Provenance(MEASURED, "simulated", "1")
     naive = []
     for seed in range(6):
-        first = script.family_of("fwd", request)
+        first = script.task_of("fwd", request)
         dice = random.Random(seed)
         defaults = script.candidates(first, [], most=2)
-        others = [config for config in dice.sample(first.legal.configs, 40) if config not in defaults]
+        others = [config for config in dice.sample(first.space.legal.configs, 40) if config not in defaults]
         configs = [*defaults, *others[:22]]
         truth = {point(config): 1000 * (1 + 0.06 * dice.random()) for config in configs}
         winners, alone = [], []
         for number, order in enumerate((configs, configs[::-1])):
             player = Player(script, 10 * seed + number, truth, throttled=[(0.3, 0.35)])
-            family = first if number == 0 else script.family_of("fwd", request)
-            row = script.tuned(family, order, player, tmp_path / f"{seed}-{number}.sqlite", toolchain).winner
+            task = first if number == 0 else script.task_of("fwd", request)
+            row = script.tuned(task, order, player, tmp_path / f"{seed}-{number}.sqlite", toolchain).winner
             assert row.throttled and row.clock_mhz and row.gain_low is not None
-            assert dict(row.config) == dict(family.default) or row.gain_low > 1.0
+            assert dict(row.config) == dict(task.default) or row.gain_low > 1.0
             winners.append(truth[point(row.config)])
-            # one after the other, each ten times, as it comes: what the cool card favours is who comes first
-            card = SimulatedGpu([truth[point(config)] for config in order], 10 * seed + number, warms_in=0.1)
-            times = [median(card.launch([index] * 10)) for index in range(len(order))]
+            # one after the other, each ten times, as it comes: the cool GPU favours what comes first
+            gpu = SimulatedGpu([truth[point(config)] for config in order], 10 * seed + number, warms_in=0.1)
+            times = [median(gpu.launch([index] * 10)) for index in range(len(order))]
             alone.append(truth[point(order[times.index(min(times))])])
         naive.append(max(alone) / min(alone))
         assert max(winners) / min(winners) <= 1.01
@@ -221,47 +212,43 @@ def test_reversing_the_candidates_changes_the_winner_by_less_than_a_percent(scri
     assert max(naive) > 1.01
 
 
-def test_a_row_that_beats_nothing_is_the_default_of_its_way_of_loading(script, tmp_path):
-    """All equal: each way of loading keeps the default that serves it, with the pair that says so."""
-    request = script.plan_for("fwd", 128, True, 4096, tmp_path / "cache.sqlite")
-    family = script.family_of("fwd", request)
-    space = variant_named("fwd").space
-    by_pointer = space.default(replace(family.spec, aligned=False), 90)
-    configs = script.candidates(family, [], most=16)
-    assert by_pointer in configs and by_pointer["LOADS"] != family.default["LOADS"]
+def test_a_row_that_beats_nothing_is_the_default_of_its_implementation(script, tmp_path):
+    """All equal: each implementation keeps the default that serves it, with the pair that says so."""
+    request = script.plan_for("fwd", 128, "causal", 4096, tmp_path / "cache.sqlite")
+    task = script.task_of("fwd", request)
+    space = portable_of("fwd").space
+    by_pointer = space.default(replace(task.spec, aligned=False), 90)
+    configs = script.candidates(task, [], most=16)
+    assert by_pointer in configs and by_pointer["LOADS"] != task.default["LOADS"]
     truth = {point(config): 1000.0 if config["LOADS"] == "descriptor" else 1100.0 for config in configs}
-    script.tuned(
-        family, configs, Player(script, 4, truth), tmp_path / "c.sqlite", crown.Toolchain(MEASURED, "simulated")
-    )
-    rows = {row.variant: row for row in script.reader.read(tmp_path / "c.sqlite")}
-    assert dict(rows["descriptor"].config) == dict(family.default)
+    script.tuned(task, configs, Player(script, 4, truth), tmp_path / "c.sqlite", Provenance(MEASURED, "simulated"))
+    rows = {row.filed_as: row for row in script.reader.read(tmp_path / "c.sqlite")}
+    assert dict(rows["descriptor"].config) == dict(task.default)
     assert dict(rows["pointer"].config) == dict(by_pointer)
     assert [rows["pointer"].gain, rows["pointer"].gain_low, rows["pointer"].gain_high] == [1.0, 1.0, 1.0]
 
 
 def test_pointer_rows_are_held_against_the_default_by_pointer(script, tmp_path):
-    request = script.plan_for("fwd", 128, True, 4096, tmp_path / "cache.sqlite")
-    family = script.family_of("fwd", request)
-    by_pointer = variant_named("fwd").space.default(replace(family.spec, aligned=False), 90)
-    configs = script.candidates(family, [], most=16)
+    request = script.plan_for("fwd", 128, "causal", 4096, tmp_path / "cache.sqlite")
+    task = script.task_of("fwd", request)
+    by_pointer = portable_of("fwd").space.default(replace(task.spec, aligned=False), 90)
+    configs = script.candidates(task, [], most=16)
     best = next(c for c in configs if c["LOADS"] == "pointer" and c != by_pointer)
     truth = {point(config): 1000.0 if config["LOADS"] == "descriptor" else 1300.0 for config in configs}
     truth[point(best)] = 1250.0
-    script.tuned(
-        family, configs, Player(script, 1, truth), tmp_path / "c.sqlite", crown.Toolchain(MEASURED, "simulated")
-    )
-    row = next(row for row in script.reader.read(tmp_path / "c.sqlite") if row.variant == "pointer")
+    script.tuned(task, configs, Player(script, 1, truth), tmp_path / "c.sqlite", Provenance(MEASURED, "simulated"))
+    row = next(row for row in script.reader.read(tmp_path / "c.sqlite") if row.implementation == "pointer")
     assert dict(row.config) == dict(best)
     assert row.gain == pytest.approx(1300 / 1250, rel=0.01) and row.gain_low > 1.0
     assert row.default_time_us == pytest.approx(1300, rel=0.05)
 
 
-def test_a_card_that_stays_throttled_in_the_proof_replaces_no_default(script, tmp_path, monkeypatch):
-    request = script.plan_for("fwd", 128, True, 4096, tmp_path / "cache.sqlite")
-    family = script.family_of("fwd", request)
-    configs = script.candidates(family, [], most=8)
+def test_a_gpu_that_stays_throttled_in_the_proof_replaces_no_default(script, tmp_path, monkeypatch):
+    request = script.plan_for("fwd", 128, "causal", 4096, tmp_path / "cache.sqlite")
+    task = script.task_of("fwd", request)
+    configs = script.candidates(task, [], most=8)
     truth = {point(config): 1000.0 for config in configs}
-    truth[point(next(c for c in configs if c["LOADS"] == "descriptor" and c != family.default))] = 800.0
+    truth[point(next(c for c in configs if c["LOADS"] == "descriptor" and c != task.default))] = 800.0
     player = Player(script, 1, truth)
 
     def hot(job):
@@ -271,26 +258,26 @@ def test_a_card_that_stays_throttled_in_the_proof_replaces_no_default(script, tm
 
     lines = []
     monkeypatch.setattr(script.Watcher, "line", lambda self, text: lines.append(text))
-    script.tuned(family, configs, hot, tmp_path / "c.sqlite", crown.Toolchain(MEASURED, "simulated"))
-    rows = {row.variant: row for row in script.reader.read(tmp_path / "c.sqlite")}
-    assert dict(rows["descriptor"].config) == dict(family.default) and rows["descriptor"].throttled
+    script.tuned(task, configs, hot, tmp_path / "c.sqlite", Provenance(MEASURED, "simulated"))
+    rows = {row.filed_as: row for row in script.reader.read(tmp_path / "c.sqlite")}
+    assert dict(rows["descriptor"].config) == dict(task.default) and rows["descriptor"].throttled
     assert any("stayed throttled" in line for line in lines)
-    assert family.kept() is None  # the next run looks again
+    assert task.kept() is None  # the next run looks again
 
 
 def test_the_record_of_two_orders(script, tmp_path):
-    request = script.plan_for("bwd_dq", 64, False, 512, tmp_path / "cache.sqlite")
-    family = script.family_of("bwd_dq", request)
-    configs = script.candidates(family, script.reader.read(script.reader.shipped_paths()[-1]))
+    request = script.plan_for("bwd_dq", 64, "full", 512, tmp_path / "cache.sqlite")
+    task = script.task_of("bwd_dq", request)
+    configs = script.candidates(task, script.reader.read(script.reader.shipped_paths()[-1]))
     assert len(configs) == script.CANDIDATES and len({point(config) for config in configs}) == len(configs)
     truth = {point(config): 500.0 for config in configs}
-    toolchain = crown.Toolchain(MEASURED, "simulated")
-    one = script.tuned(family, configs, Player(script, 0, truth), tmp_path / "c.sqlite", toolchain)
+    toolchain = Provenance(MEASURED, "simulated")
+    one = script.tuned(task, configs, Player(script, 0, truth), tmp_path / "c.sqlite", toolchain)
     worse = replace(one.winner, config={**one.winner.config, "maxnreg": 128})
     joint = race(SimulatedGpu([500.0, 500.0, 510.0]), PROOF)
-    found = script.report(family.keys[0], one, script.Tuned(worse, 1.0), joint)
+    found = script.report(task.keys[0], one, script.Tuned(worse, 1.0), joint)
     assert not found["passed"] and found["low"] > 1.01 and "FAIL" in script.line(found)
-    assert script.report(family.keys[0], one, one, joint)["passed"]
+    assert script.report(task.keys[0], one, one, joint)["passed"]
     assert gain_over(joint.times[1], joint.times[2]).median == pytest.approx(1 / found["ratio"])
 
 
@@ -301,7 +288,7 @@ def test_the_script_prints_a_line_a_key_and_writes_its_figures(script, tmp_path,
 
     player = Player(script, 7, Everything())
     monkeypatch.setattr(script, "performed", lambda crew, job: player(job))
-    monkeypatch.setattr(script, "compiled", lambda families, wanted: wanted)
+    monkeypatch.setattr(script, "compiled", lambda tasks, wanted: wanted)
     monkeypatch.setattr(script, "COOL_SECONDS", 0.0)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "simulated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -38,7 +39,15 @@ def execute(path: Path, *statements: str) -> None:
         ("sm_count", "0"),
         ("sm_count", "9223372036854775807"),
         ("bucket", "-1"),
-        ("causal", "2"),
+        ("mask", "'causal '"),
+        ("mask", "1"),
+        ("family", "'sparse'"),
+        ("strategy", "'split/fused'"),
+        ("implementation", "''"),
+        ("seqlen_q", "-1"),
+        ("config_hash", "'0'"),
+        ("config_hash", "'0123456789abcdef'"),  # not of its config
+        ("binary_hash", "'0123456789abcdef'"),
         ("samples", "1.5"),
         ("samples", "x'00'"),
         ("time_us", "'fast'"),
@@ -88,7 +97,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(column: str, value: str, path:
         (["CREATE TABLE alembic_version (v TEXT)"], "one table"),  # an Optuna study
         ([f"PRAGMA user_version={record.SCHEMA_VERSION + 1}"], "upgrade fa2tune"),
         (["PRAGMA user_version=0"], "columns are not those of schema version 0"),
-        (["PRAGMA application_id=1"], "no fa2tune cache"),
+        (["PRAGMA application_id=1"], "not a fa2tune cache"),
         (["PRAGMA journal_mode=WAL"], "WAL"),
     ],
 )
@@ -110,16 +119,100 @@ def _without_primary_key(path: Path) -> None:
         (lambda path: path.write_text("x" * 5000), "not an SQLite database"),
         (lambda path: path.write_bytes(path.read_bytes()[:5000]), ""),
         (lambda path: path.write_bytes(path.read_bytes()[:4096] + b"\xa5" * 4096), ""),
-        (lambda path: path.with_name("c.sqlite-journal").write_text("x"), "middle of a write"),
+        (lambda path: path.with_name("c.sqlite-journal").write_text("x"), "unfinished write"),
         (lambda path: (path.unlink(), path.mkdir()), "regular file"),
         (lambda path: (path.unlink(), os.mkfifo(path)), "regular file"),  # would block
         (lambda path: path.unlink(), "no such file"),
-        (_without_primary_key, "twice"),
+        (_without_primary_key, "same key"),
     ],
 )
 def test_a_broken_file_is_an_error_that_names_it(spoil: Callable[[Path], object], said: str, path: Path) -> None:
     spoil(path)
     with pytest.raises(CacheFileError, match=rf"c\.sqlite: .*{said}"):
+        reader.read(path)
+
+
+def _quote_no_utf8(path: Path) -> None:
+    """A byte of the table's statement in the schema, which SQLite quotes in its error."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"TABLE rows")] = 0xFA
+    path.write_bytes(content)
+
+
+def _quote_escapes(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"head_dim INTEGER", b"head_dim`\x1b[2JGER", 1))
+
+
+def test_a_damaged_schema_is_a_file_that_cannot_be_used(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite's error quotes the schema: Python cannot decode it, or a terminal would act on it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shipped = tmp_path / "shipped.sqlite"
+    Store(shipped).put([BARE])
+    monkeypatch.setattr(reader, "shipped_paths", lambda: [shipped])
+    for spoil in (_quote_no_utf8, _quote_escapes):
+        Store(reader.user_path()).put([FULL])
+        spoil(reader.user_path())
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fa2tune"):
+            (layer,) = reader.layers()
+        assert layer.name == "shipped" and list(layer.rows) == [BARE]
+        (said,) = [entry.getMessage() for entry in caplog.records]
+        assert said.startswith(f"user layer skipped: cache file {reader.user_path()}: ") and said.isprintable()
+        reader.user_path().unlink()
+
+
+def test_random_damage_is_an_error_of_the_reader_or_rows_that_were_checked(tmp_path: Path) -> None:
+    """Up to 5 bytes of a file changed, half of the time on its first pages, where the schema stands."""
+    whole = tmp_path / "whole.sqlite"
+    Store(whole).put([FULL, BARE, *(row({"bucket": bucket, "kernel": f"k{bucket % 3}"}) for bucket in range(1, 50))])
+    content, damaged = whole.read_bytes(), tmp_path / "damaged.sqlite"
+    random_ = random.Random(20)
+    refused = kept = 0
+    for _ in range(400):
+        changed = bytearray(content)
+        for _ in range(random_.choice([1, 1, 2, 5])):
+            place = random_.randrange(random_.choice([2 * 4096, len(content)]))
+            changed[place] ^= random_.randrange(1, 256)
+        damaged.write_bytes(changed)
+        try:
+            rows = reader.read(damaged)
+        except CacheFileError as error:
+            assert str(error).startswith(f"cache file {damaged}: ")
+            assert str(error).isprintable() and len(error.reason) <= 300
+            refused += 1
+        else:
+            assert [record.checked(one) for one in rows] == rows
+            kept += 1
+    assert refused > 150 and kept > 30, "the damage must reach both outcomes"
+
+
+def test_pages_that_are_read_over_and_over_end(tmp_path: Path) -> None:
+    """A few pages whose children are all one page hold more rows than any memory."""
+    path = tmp_path / "c.sqlite"
+    Store(path).put(row({"bucket": bucket}) for bucket in range(1, 60))
+    with closing(sqlite3.connect(path)) as database:
+        [(root,)] = database.execute("SELECT rootpage FROM sqlite_master")
+    content, size = bytearray(path.read_bytes()), 4096
+    page = content[(root - 1) * size : root * size]
+    assert page[0] == 2, "an interior page of an index"
+    cells = int.from_bytes(page[3:5], "big")
+    slots = [8, *(int.from_bytes(page[12 + 2 * cell :][:2], "big") for cell in range(cells))]  # of page numbers
+    pages = len(content) // size
+    for level in range(14):
+        above = bytearray(page)
+        if level < 13:
+            for slot in slots:
+                above[slot : slot + 4] = (pages + level + 1).to_bytes(4, "big")
+        if level:
+            content += above
+        else:
+            content[(root - 1) * size : root * size] = above
+    content[28:32] = (len(content) // size).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(CacheFileError, match="more to read than fits"):
         reader.read(path)
 
 
@@ -160,7 +253,7 @@ def test_layers_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 def test_shipped_rows_are_checked_when_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = [FULL, BARE, row({"kernel": "bwd_dq"}), row({"causal": False})]
+    held = [FULL, BARE, row({"kernel": "bwd_dq"}), row({"mask": "full"})]
     path = tmp_path / "shipped.sqlite"
     Store(path).put(held)
     monkeypatch.setattr(reader, "shipped_paths", lambda: [path])
@@ -170,7 +263,7 @@ def test_shipped_rows_are_checked_when_they_are_asked_for(
     (layer,) = reader.layers()
     rows = layer.rows
     assert isinstance(rows, reader.Rows) and len(rows) == 4 and not decoded
-    assert rows.of(arch=90, kernel="fwd", causal=1) == [FULL] and rows.of(arch=90, kernel="fwd", causal=1) == [FULL]
+    assert rows.of(arch=90, kernel="fwd", mask="causal") == [FULL] == rows.of(arch=90, kernel="fwd", mask="causal")
     assert len(decoded) == 1 and not rows.of(arch=12)
     assert list(rows) == reader.read(path) and rows[0] in held
 

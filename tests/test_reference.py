@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import Problem
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem
 
 
 def problem(**changes):
     values = {
         "dtype": "fp32", "batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 7, "seqlen_k": 11, "head_dim": 16,
-        "head_dim_v": 24, "causal": True,
+        "head_dim_v": 24, "mask": CAUSAL,
     }  # fmt: skip
     return Problem(**{**values, **changes})
 
@@ -40,7 +41,7 @@ def test_oracle_is_the_definition(seqlen_q, seqlen_k, causal):
     case = problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     inputs = reference.make_inputs(case, "cpu", seed=3)
     q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    o, lse = reference.attention(q, k, v, causal=causal)
+    o, lse = reference.attention(q, k, v, mask=CAUSAL if causal else FULL)
     want_o, want_lse = one_row_at_a_time(q.detach(), k.detach(), v.detach(), causal, 1 / math.sqrt(16))
     torch.testing.assert_close(o, want_o)
     torch.testing.assert_close(lse, want_lse)
@@ -52,18 +53,18 @@ def test_gradients_by_finite_differences_lse_included():
     q, k, v = (t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
 
     def scalar(q, k, v):
-        o, lse = reference.attention(q, k, v, causal=True, softmax_scale=-0.3)
+        o, lse = reference.attention(q, k, v, mask=CAUSAL, softmax_scale=-0.3)
         return (o * inputs.do.double()).sum() + (lse * inputs.dlse.double())[lse > float("-inf")].sum()
 
     assert torch.autograd.gradcheck(scalar, (q, k, v))
-    got = reference.evaluate(inputs, torch.float64, causal=True, softmax_scale=-0.3)
+    got = reference.evaluate(inputs, torch.float64, mask=CAUSAL, softmax_scale=-0.3)
     for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(scalar(q, k, v), (q, k, v)), strict=True):
         torch.testing.assert_close(got[name], gradient)
 
 
 def test_rows_that_see_no_key_are_zero_with_zero_gradient():
     inputs = reference.make_inputs(problem(seqlen_q=9, seqlen_k=4), "cpu", with_dlse=True)
-    got = reference.evaluate(inputs, torch.float64, causal=True)
+    got = reference.evaluate(inputs, torch.float64, mask=CAUSAL)
     assert got["o"][:, :, :5].abs().max() == 0 and got["dq"][:, :, :5].abs().max() == 0
     assert torch.isneginf(got["lse"][:, :, :5]).all()
     assert all(torch.isfinite(got[name]).all() for name in ("o", "dq", "dk", "dv"))
@@ -77,7 +78,7 @@ def test_no_keys_at_all():
 
 def test_reference_stays_in_the_input_dtype():
     inputs = reference.make_inputs(problem(dtype="bf16"), "cpu")
-    _, same = reference.oracle_and_reference(inputs, causal=True)
+    _, same = reference.oracle_and_reference(inputs, mask=CAUSAL)
     assert {tensor.dtype for tensor in same.values()} == {torch.bfloat16}
 
 
@@ -106,7 +107,7 @@ def test_ulp(magnitude, dtype, spacing):
 
 
 def results(dtype="fp16"):
-    oracle, same = reference.oracle_and_reference(reference.make_inputs(problem(dtype=dtype), "cpu"), causal=True)
+    oracle, same = reference.oracle_and_reference(reference.make_inputs(problem(dtype=dtype), "cpu"), mask=CAUSAL)
     return dict(same), oracle, same
 
 
@@ -137,7 +138,7 @@ def test_three_times_the_reference_error_fails():
 
 def test_a_blind_row_must_be_exactly_minus_infinity():
     inputs = reference.make_inputs(problem(seqlen_q=9, seqlen_k=4, dtype="fp16"), "cpu")
-    oracle, same = reference.oracle_and_reference(inputs, causal=True)
+    oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL)
     lse = same["lse"].clone()
     lse[0, 0, 0] = 0.0
     with pytest.raises(verify.WrongResult, match="lse"):

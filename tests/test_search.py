@@ -15,15 +15,16 @@ from click.testing import CliRunner
 from synthetic_tables import synthetic
 
 from fa2tune import gpus
-from fa2tune.compiling.compiler import runtime_names, variant_named
+from fa2tune.compiling.compiler import runtime_names
+from fa2tune.compiling.registry import portable_of
 from fa2tune.predicting import prior
 from fa2tune.rows.row import PREDICTED
-from fa2tune.sharing.shelf import Shelf
 from fa2tune.sharing.storage import Storage
-from fa2tune.tuning import guided
-from fa2tune.tuning.candidates import Field, UnseenSampler, point
-from fa2tune.tuning.search import LAUNCHES_WITHIN, WINNERS, Search, winners
-from fa2tune.tuning.study import KeyStudy, Outcome
+from fa2tune.sharing.study_writer import StudyWriter
+from fa2tune.tuning.search import guided
+from fa2tune.tuning.search.candidates import Field, UnseenSampler, point
+from fa2tune.tuning.search.proposals import LAUNCHES_WITHIN, WINNERS, Search, winners
+from fa2tune.tuning.search.study import KeyStudy, TrialOutcome
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import search_quality
@@ -38,8 +39,8 @@ def table():
 
 
 def field_of(table, runtime=None):
-    variant = variant_named(table.key.kernel)
-    configs = [dict(where) for where in sorted([*table.times, *table.fates], key=repr)]
+    variant = portable_of(table.key.kernel)
+    configs = [dict(where) for where in sorted([*table.times, *table.statuses], key=repr)]
     return Field(variant.space, configs, runtime_names(variant) if runtime is None else runtime)
 
 
@@ -100,11 +101,11 @@ def test_expected_improvement_grows_with_promise_and_with_doubt():
     assert gain[0] < gain[1] and gain[0] < gain[2] and gain[0] == pytest.approx(0.1 / math.sqrt(2 * math.pi))
 
 
-def test_hopeless_is_told_per_load_variant_and_at_every_length():
-    ways = ["pointer", "pointer", "descriptor", "descriptor", "pointer"]
-    near, far = guided.HOPELESS * 0.99, guided.HOPELESS * 1.01
+def test_what_is_pruned_is_decided_per_load_variant_and_at_every_length():
+    implementations = ["pointer", "pointer", "descriptor", "descriptor", "pointer"]
+    near, far = guided.PRUNED_BEYOND * 0.99, guided.PRUNED_BEYOND * 1.01
     short, long = [10.0, 10 * far, 1.0, far, 10 * far], [20.0, 20 * far, 2.0, 2 * far, 20 * near]
-    assert guided.hopeful([short, long], ways) == [0, 2, 4]
+    assert guided.hopeful([short, long], implementations) == [0, 2, 4]
     assert guided.hopeful([[], []], []) == []
 
 
@@ -115,7 +116,7 @@ def test_what_is_called_hopeless_never_won_by_constants_that_did_not_see_the_tab
     configs = [dict(where) for where in recorded.times]
     key = recorded.key
     guesses = prior.estimates(
-        variant_named(key.kernel), key.specialization(), configs, gpus.named(key.gpu), key.workload()
+        portable_of(key.kernel), key.specialization(), configs, gpus.named(key.gpu), key.workload()
     )
     kept = {point(configs[i]) for i in guided.hopeful([guesses], [config["LOADS"] for config in configs])}
     best = min(recorded.times.values())
@@ -129,13 +130,13 @@ def test_what_is_called_hopeless_never_won_by_constants_that_did_not_see_the_tab
 def searched(table, trials, runtime=None, **more):
     field = field_of(table, runtime)
     sampler = UnseenSampler("guided", field, 0, trials, None, table.default)
-    study = KeyStudy(table.key, "", sampler, Shelf(Storage()))
+    study = KeyStudy(table.key, "", sampler, StudyWriter(Storage()))
     return study, Search(field, {*field.points}, [study], trials, **more)
 
 
-def told(table, study, search, config):
+def tell(table, study, search, config):
     time_us = table.times.get(point(config))
-    study.tell(Outcome(config, time_us, "" if time_us else "spills"))
+    study.tell(TrialOutcome(config, time_us, "" if time_us else "spills"))
     search.filed(config)
 
 
@@ -144,7 +145,7 @@ def test_good_binaries_are_tried_with_every_launch_and_only_binaries_count(table
     proposed = []
     while (config := search.propose()) is not None:
         proposed.append(config)
-        told(table, study, search, config)
+        tell(table, study, search, config)
     assert proposed[0] == table.default and len({point(c) for c in proposed}) == len(proposed)
     by_binary = {}
     for config in proposed:
@@ -163,7 +164,7 @@ def test_where_launches_are_not_free_each_is_a_trial_and_none_is_overlooked(tabl
     proposed = []
     while (config := search.propose()) is not None:
         proposed.append(config)
-        told(table, study, search, config)
+        tell(table, study, search, config)
     assert len(proposed) == 40 and len({config["HEADS_PER_WAVE"] for config in proposed}) == 3
 
 
@@ -177,26 +178,26 @@ def test_nothing_is_proposed_twice_while_under_way_and_the_whole_space_at_last(t
         seen.add(point(config))
         under_way.append(config)
         if len(under_way) > 30:
-            told(table, study, search, under_way.pop(0))
+            tell(table, study, search, under_way.pop(0))
     assert not search.exhausted
     for where in search.field.points:
         if where not in seen:
-            study.tell(Outcome(dict(where), None, "spills"))
+            study.tell(TrialOutcome(dict(where), None, "spills"))
             search.filed(dict(where))
     while under_way:
-        told(table, study, search, under_way.pop())
+        tell(table, study, search, under_way.pop())
     assert search.propose() is None and search.exhausted
 
 
 def test_the_study_is_an_optuna_study_with_every_outcome(tmp_path, table):
     """What optuna-dashboard would open."""
     field = field_of(table)
-    shelf = Shelf(Storage.of_studies(tmp_path / "studies.sqlite"))
-    study = KeyStudy(table.key, "", UnseenSampler("guided", field, 0, 8, None, table.default), shelf)
+    writer = StudyWriter(Storage.of_studies(tmp_path / "studies.sqlite"))
+    study = KeyStudy(table.key, "", UnseenSampler("guided", field, 0, 8, None, table.default), writer)
     search = Search(field, {*field.points}, [study], 8, [table.default])
     while (config := search.propose()) is not None:
-        told(table, study, search, config)
-    shelf.close()
+        tell(table, study, search, config)
+    writer.close()
     (stored,) = optuna.study.get_all_study_summaries(f"sqlite:///{tmp_path / 'studies.sqlite'}")
     opened = optuna.load_study(study_name=stored.study_name, storage=f"sqlite:///{tmp_path / 'studies.sqlite'}")
     assert {point(trial.params): trial.value for trial in opened.trials} == {
@@ -216,7 +217,7 @@ def test_winners_elsewhere_are_taken_from_the_nearest_rows_first(table):
         row(key=asdict(key.with_(bucket=1024)), config=configs[4]),
         row(key=asdict(key.with_(bucket=2048)), config=configs[4]),
         row(key=asdict(key.with_(gpu="h100-sxm", bucket=2048)), config=configs[4]),
-        row(key=asdict(key.with_(causal=False)), config=configs[5]),
+        row(key=asdict(key.with_(mask="full")), config=configs[5]),
         row(key=asdict(key.with_(kernel="bwd_dq")), config=configs[6]),
         row(key=asdict(key.with_(head_dim=128)), config=configs[7]),
     ]
@@ -251,7 +252,7 @@ def test_a_binary_is_compiled_once_in_a_replay(table):
 
 
 def test_ours_finds_the_best_of_a_made_up_table_before_the_others(table):
-    points = len(table.times) + len(table.fates)
+    points = len(table.times) + len(table.statuses)
 
     def regrets(searcher):
         return [search_quality.search(table, searcher, seed, points // 10).at(points // 10) for seed in range(3)]
@@ -300,7 +301,7 @@ def test_the_bar_on_recorded_tables(text):
     (path,) = (path for path in RECORDED if text in path.name)
     constants = search_quality.calibrations([path, *(other for other in RECORDED if other != path)][:3])[path]
     recorded = tables.load(path)
-    budget = min(100, (len(recorded.times) + len(recorded.fates)) // 10)
+    budget = min(100, (len(recorded.times) + len(recorded.statuses)) // 10)
     for searcher in ("ours", "ours blind"):
         regrets = [search_quality.search(recorded, searcher, seed, budget, constants).at(budget) for seed in range(3)]
         assert max(regrets) <= search_quality.WITHIN, searcher

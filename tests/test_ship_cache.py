@@ -10,9 +10,9 @@ import pytest
 from cache_rows import row
 from click.testing import CliRunner
 
-from fa2tune.problem import BACKWARD
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.row import Row
+from fa2tune.spec.problem import BACKWARD
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -23,20 +23,26 @@ NOW, BEFORE = "a" * 16, "b" * 16
 
 @pytest.fixture
 def toolchain() -> Toolchain:
-    return Toolchain(kernel_hashes=dict.fromkeys(("fwd", "bwd split", "bwd fused_warp_specialized"), NOW))
+    return Toolchain(
+        kernel_hashes=dict.fromkeys(
+            ("fwd causal", "bwd split portable causal", "bwd fused warp_specialized causal"), NOW
+        )
+    )
 
 
 def forward(time_us: float, gain: float, kernel_hash: str = NOW, **key: object) -> Row:
     return row(dict(key), time_us=time_us, gain=gain, kernel_hash=kernel_hash)
 
 
-def whole(variant: str, time_us: float, gain: float, kernel_hash: str = NOW) -> Row:
-    return row({"kernel": BACKWARD}, variant=variant, time_us=time_us, gain=gain, kernel_hash=kernel_hash, config={})
+def whole(filed_as: str, time_us: float, gain: float, kernel_hash: str = NOW) -> Row:
+    strategy, implementation = filed_as.split()
+    evidence = {"time_us": time_us, "gain": gain, "kernel_hash": kernel_hash}
+    return row({"kernel": BACKWARD}, strategy=strategy, implementation=implementation, config={}, **evidence)
 
 
 @pytest.mark.parametrize(("later", "shipped"), [(1.203, 1.2), (1.21, 1.21)])
 def test_a_later_row_has_to_gain_half_a_percent_more(toolchain: Toolchain, later: float, shipped: float) -> None:
-    """Whatever the times: cards differ."""
+    """Whatever the times: GPUs differ."""
     kept = best_of([[forward(500.0, 1.2)], [forward(900.0, later)]], toolchain)
     assert [row.gain for row in kept] == [shipped]
 
@@ -66,24 +72,26 @@ def test_rows_of_other_sources_are_left_out(toolchain: Toolchain) -> None:
     assert best_of([[forward(1.0, 2.0, BEFORE)], []], toolchain) == []
 
 
-def test_a_way_that_the_best_run_lacks_comes_from_another(toolchain: Toolchain) -> None:
+def test_an_implementation_that_the_best_run_lacks_comes_from_another(toolchain: Toolchain) -> None:
     """Calls that the winner cannot serve, deterministic ones say, would have nothing. It must not pass for the winner."""
-    first = [whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5)]
-    second = [whole("fused_warp_specialized", 550.0, 1.6)]
+    first = [whole("split portable", 900.0, 1.0), whole("fused warp_specialized", 600.0, 1.5)]
+    second = [whole("fused warp_specialized", 550.0, 1.6)]
     assert {row.time_us for row in best_of([first, second], toolchain)} == {900.0, 550.0}
-    slow_card = [whole("fused_warp_specialized", 950.0, 1.6)]
+    slow_card = [whole("fused warp_specialized", 950.0, 1.6)]
     assert best_of([first, slow_card], toolchain) == slow_card
 
 
 def test_a_whole_backward_comes_from_one_run(toolchain: Toolchain) -> None:
-    first = [whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5)]
-    second = [whole("split", 800.0, 1.1), whole("fused_warp_specialized", 550.0, 1.6)]
+    first = [whole("split portable", 900.0, 1.0), whole("fused warp_specialized", 600.0, 1.5)]
+    second = [whole("split portable", 800.0, 1.1), whole("fused warp_specialized", 550.0, 1.6)]
     assert best_of([first, second], toolchain) == second
 
 
 def test_a_whole_backward_whose_best_is_of_other_sources_serves_nobody(toolchain: Toolchain) -> None:
     """Its second best would keep a neighbour's row from serving."""
     assert (
-        best_of([[whole("split", 900.0, 1.0), whole("fused_warp_specialized", 600.0, 1.5, BEFORE)], []], toolchain)
+        best_of(
+            [[whole("split portable", 900.0, 1.0), whole("fused warp_specialized", 600.0, 1.5, BEFORE)], []], toolchain
+        )
         == []
     )

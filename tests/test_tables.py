@@ -9,8 +9,8 @@ import pytest
 from table_fakes import true_time
 
 from fa2tune import gpus
-from fa2tune.compiling.compiler import variant_named
-from fa2tune.tuning.candidates import legal, point
+from fa2tune.compiling.registry import portable_of
+from fa2tune.tuning.search.candidates import legal, point
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 H200 = gpus.named("h200")
@@ -53,17 +53,17 @@ def test_a_recording_holds_every_legal_config_through_crashes_and_a_cut_off(reco
     recorder.record([second], 3, 600.0)
     table = tables.load(second.packed)
     assert table.complete and table.header["seconds"] > cut.header["seconds"]
-    configs = legal(variant_named("fwd"), table.key.specialization(), H200).configs
-    assert {point(config) for config in configs} == table.times.keys() | table.fates.keys()
-    assert not table.times.keys() & table.fates.keys()
+    configs = legal(portable_of("fwd"), table.key.specialization(), H200).configs
+    assert {point(config) for config in configs} == table.times.keys() | table.statuses.keys()
+    assert not table.times.keys() & table.statuses.keys()
     for config in configs:
-        fate = table.fates.get(point(config))
+        status = table.statuses.get(point(config))
         if config["num_stages"] == 4 and config["BLOCK_N"] == 16:
-            assert fate == "crash"
+            assert status == "crash"
         elif config["maxnreg"] == 168:
-            assert fate == "spills"
+            assert status == "spills"
         elif config["BLOCK_N"] == 16 and config["HEADS_PER_WAVE"] == 16 and config["num_stages"] == 1:
-            assert fate == "crash"
+            assert status == "crash"
         else:
             assert table.times[point(config)] / table.anchor_us == pytest.approx(
                 true_time(config) / true_time(table.default), rel=2e-3
@@ -106,7 +106,7 @@ def test_a_journal_cut_in_a_line_is_read_up_to_there(recorder, tmp_path):
         file.write('{"heat": 1, "anch')
     table = tables.load(recording.journal)
     assert table.times == {point({**dict(where), "HEADS_PER_WAVE": 1}): pytest.approx(1.199 * 100.5, rel=1e-3)}
-    assert table.fates[point({**dict(where), "HEADS_PER_WAVE": 4})] == "launch_error"
+    assert table.statuses[point({**dict(where), "HEADS_PER_WAVE": 4})] == "launch_error"
     assert start(recorder, tmp_path).to_compile == recording.to_compile[:]
 
 

@@ -9,7 +9,7 @@ import fake_log
 
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race
-from fa2tune.tuning.judge import Verdict
+from fa2tune.tuning.search.compile_check import CompileResult
 
 ERRORS = {"o": {"max": 0.1, "max_allowed": 1.0, "rms": 0.1, "rms_allowed": 1.0}}
 
@@ -61,14 +61,14 @@ def _meet(device):
         time.sleep(0.02)
 
 
-def judge(kernel, spec, config, gpu, problems):
-    _log("compile", kernel, spec.dtype, spec.causal, config)
-    binary = {"registers": 128, "spills": 0, "shared_bytes": 1000}
-    if config.get("num_stages") == 4:
-        return Verdict("shared_memory", "too much", binary)
+def compile_check(kernel, spec, config, gpu, problems):
+    _log("compile", kernel, spec.dtype, spec.mask, config)
+    binary = {"registers": 128, "spills": 0, "shared_bytes": 1000, "binary_hash": "0123456789abcdef" * 4}
+    if config.get("num_stages") == 4 or os.environ.get("FA2TUNE_FAKE_REFUSE"):
+        return CompileResult("shared_memory", "too much", binary)
     if os.environ.get("FA2TUNE_FAKE_ABORT") and config["BLOCK_N"] == 16:
         os.abort()
-    return Verdict(binary=binary, predicted_us=tuple(true_time(config, problem.bucket) for problem in problems))
+    return CompileResult(binary=binary, predicted_us=tuple(true_time(config, problem.bucket) for problem in problems))
 
 
 def _kernel_time(key, contender):
@@ -84,12 +84,12 @@ def race(key, contenders, effort, best_ratio=1.0):
     if "lost" in poison or device in os.environ.get("FA2TUNE_FAKE_LOST", "").split():
         raise RuntimeError("no CUDA-capable device is detected")
     _meet(device)
-    _log("on", device, effort, key.kernel, key.causal, list(contenders))
+    _log("on", device, effort, key.kernel, key.mask, list(contenders))
     for index, config in enumerate(contenders):
         worker.report(index)
         if "shy" in poison and effort == "screen" and config == json.loads(os.environ["FA2TUNE_FAKE_SHY"]):
             raise RuntimeError("busy")
-        if "fused" in poison and config.get("road") == "fused":
+        if "fused" in poison and config.get("strategy") == "fused":
             os.kill(os.getpid(), 11)
         if "whole" in poison and key.kernel == "bwd":
             raise RuntimeError("busy")
@@ -107,7 +107,7 @@ def race(key, contenders, effort, best_ratio=1.0):
         os.kill(os.getpid(), 11)
     drift = 1 + 0.3 * (os.getpid() % 7)  # every process has clocks of its own: only ratios may count
     hungry = effort == "sustained" and "FA2TUNE_FAKE_HUNGRY" in os.environ
-    power = -1 if hungry else 1  # alone with its power, who was faster is slower
+    power = -1 if hungry else 1  # alone with its power, the faster one is slower
     times = [[drift * _kernel_time(key, c) ** power * (1 + 0.001 * r) for r in range(9)] for c in contenders]
     capped = 0.0 if os.environ.get("FA2TUNE_FAKE_COOL") else None
     return Race(times, {}, 1980, 700, power_capped=capped)
@@ -115,7 +115,7 @@ def race(key, contenders, effort, best_ratio=1.0):
 
 def check(kernel, config, spec, arch, device, small=False):
     worker.report("launch")
-    _log("check", kernel, spec.dtype, spec.causal, config)
+    _log("check", kernel, spec.dtype, spec.mask, config)
     if "specialized" in os.environ.get("FA2TUNE_FAKE_POISON", "") and "LOADS" not in config:
         raise ArithmeticError("o: NaN in 3 of 9 elements")
     if "wrong" in os.environ.get("FA2TUNE_FAKE_POISON", "") and config["HEADS_PER_WAVE"] == 1:
@@ -123,6 +123,6 @@ def check(kernel, config, spec, arch, device, small=False):
     return ERRORS
 
 
-def check_backward(configs, spec, road, device, small=False):
-    _log("check", road, spec.dtype, spec.causal, configs)
+def check_backward(configs, spec, strategy, device, small=False):
+    _log("check", strategy, spec.dtype, spec.mask, configs)
     return ERRORS

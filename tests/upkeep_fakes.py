@@ -5,11 +5,11 @@ import json
 import os
 
 import tuner_fakes
-from tuner_fakes import check_backward  # noqa: F401  # one of the hands
+from tuner_fakes import check_backward  # noqa: F401  # one of the functions
 
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race
-from fa2tune.tuning.judge import Verdict
+from fa2tune.tuning.search.compile_check import CompileResult
 
 
 def _fault(kind, config):
@@ -24,15 +24,15 @@ def _slowness(key, config):
     return (_fault("slow", config) or 1.0) * (_fault("slow at", {**config, "bucket": key.bucket}) or 1.0)
 
 
-def judge(kernel, spec, config, gpu, problems):
-    tuner_fakes._log("compile", kernel, spec.dtype, spec.causal, config)
+def compile_check(kernel, spec, config, gpu, problems):
+    tuner_fakes._log("compile", kernel, spec.dtype, spec.mask, config)
     if _fault("compile", config):
-        return Verdict("compile_error", "CompilationError: no")
+        return CompileResult("compile_error", "CompilationError: no")
     if _fault("killed", config):
         os.kill(os.getpid(), 9)
     slow = _fault("slow", config) or 1.0
     times = tuple(tuner_fakes.true_time(config, problem.bucket) * slow for problem in problems)
-    return Verdict(binary={"registers": 128, "spills": 0, "shared_bytes": 1000}, predicted_us=times)
+    return CompileResult(binary={"registers": 128, "spills": 0, "shared_bytes": 1000}, predicted_us=times)
 
 
 def race(key, contenders, effort, best_ratios=None):

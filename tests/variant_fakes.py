@@ -1,10 +1,10 @@
-"""A warp-specialised variant of every tuned kernel, of which no kernel is ever compiled: for whoever only keeps books."""
+"""A warp-specialised variant of every tuned kernel, of which no kernel is ever compiled: for tests of the tuner's records."""
 
 from __future__ import annotations
 
-from fa2tune.compiling import compiler
-from fa2tune.search_spaces.hopper import SIXTEEN_BIT
-from fa2tune.variant import Constraint, SearchSpace, Variant
+from fa2tune.compiling import registry
+from fa2tune.search_spaces.lib.hopper import SIXTEEN_BIT
+from fa2tune.spec.variant import Constraint, SearchSpace, Variant
 
 DEFAULT = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUPS": 2, "STAGES": 2, "HEADS_PER_WAVE": 4, "num_warps": 4}
 SPACE = SearchSpace(
@@ -22,14 +22,14 @@ SPACE = SearchSpace(
 
 
 def fake(kernel: str) -> Variant:
-    portable = compiler.variant_named(kernel)
+    portable = registry.portable_of(kernel)
     return Variant(
-        name=f"{kernel}_hopper", serves=kernel, kernel=portable.kernel, space=SPACE, tensors=portable.tensors,
+        name=f"sm90/{kernel}", serves=kernel, kernel=portable.kernel, space=SPACE, tensors=portable.tensors,
         descriptors=portable.descriptors, grid=portable.grid, min_arch=90, max_arch=90,
     )  # fmt: skip
 
 
 def with_fakes(*kernels: str) -> dict[str, Variant]:
-    """The portable variants, and a fake one of each of these kernels."""
-    portable = {name: variant for name, variant in compiler.variants().items() if not variant.serves}
+    """What the folder of portable kernels holds, and a fake one of each of these kernels."""
+    portable = {name: variant for name, variant in registry.variants().items() if name.startswith("portable/")}
     return portable | {variant.name: variant for variant in map(fake, kernels)}

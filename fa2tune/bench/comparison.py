@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import time
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fa2tune.bench.peers import SUBJECT, Peer
-from fa2tune.problem import (
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import (
     BUCKETS,
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
@@ -41,6 +43,7 @@ BENCH_DTYPES = ("bf16", "fp16")
 HEAD_DIMS = (64, 128, 256)
 MEMORY_SEQLENS = (*BUCKETS, 32768, 65536, 131072)
 SCHEMA = 1
+MAX_FILE = 64 << 20  #: bytes of a results file; one of a whole grid has 0.2 MiB
 
 #: What each pass returns, in order.
 _RESULTS = {"fwd": ("o",), "bwd": ("dq", "dk", "dv"), "both": ("dq", "dk", "dv")}
@@ -54,7 +57,7 @@ class BenchError(RuntimeError):
 
 
 class Rig(Protocol):
-    """What bench needs of a GPU: see bench_card.Card."""
+    """What bench needs of a GPU: see fa2tune.bench.gpu.BenchGpu."""
 
     device: str
 
@@ -80,15 +83,16 @@ class Cell:
     def identity(self) -> dict[str, Any]:
         """The fields a cell is recognised by in a results file."""
         p = self.problem
+        named = p.mask.measured or p.mask.window is not None  # by the fields "causal" and "window"
         return {
-            "kind": self.kind, "dtype": p.dtype, "head_dim": p.head_dim, "causal": p.causal, "seqlen": p.seqlen_q,
-            "batch": p.batch, "heads": p.heads_q, "pass": self.pass_,
+            "kind": self.kind, "dtype": p.dtype, "head_dim": p.head_dim, "causal": p.mask.row_mask == "causal",
+            "window": p.mask.window and list(p.mask.window), "mask": None if named else [p.mask.name, *p.mask.values],
+            "seqlen": p.seqlen_q, "batch": p.batch, "heads": p.heads_q, "pass": self.pass_,
         }  # fmt: skip
 
     def __str__(self) -> str:
         p = self.problem
-        mask = "causal" if p.causal else "full"
-        return f"{self.kind} {self.pass_} {p.dtype} head dim {p.head_dim} {mask} length {p.seqlen_q}"
+        return f"{self.kind} {self.pass_} {p.dtype} head dim {p.head_dim} {p.mask} length {p.seqlen_q}"
 
 
 def flops(problem: Problem, pass_: str) -> float:
@@ -103,7 +107,7 @@ class Grid:
 
     dtypes: Sequence[str] = ("bf16",)
     head_dims: Sequence[int] = HEAD_DIMS
-    causals: Sequence[bool] = (False, True)
+    masks: Sequence[Mask] = (FULL, CAUSAL)
     seqlens: Sequence[int] = BUCKETS
     passes: Sequence[str] = PASSES
     timings: Sequence[str] = ("interleaved",)
@@ -126,47 +130,51 @@ class Grid:
 
     def cells(self) -> list[Cell]:
         timed = [
-            Cell(TIMINGS[timing], _problem(dtype, dim, causal, length, max(1, WORKLOAD_TOKENS // length)), pass_)
-            for dtype, dim, causal, length, pass_, timing in itertools.product(
-                self.dtypes, self.head_dims, self.causals, self.seqlens, self.passes, self.timings
+            Cell(TIMINGS[timing], _problem(dtype, dim, mask, length, max(1, WORKLOAD_TOKENS // length)), pass_)
+            for dtype, dim, mask, length, pass_, timing in itertools.product(
+                self.dtypes, self.head_dims, self.masks, self.seqlens, self.passes, self.timings
             )
         ]
         dim = 128 if 128 in self.head_dims else self.head_dims[0]
         # a backward needs its forward, so its memory is that of both
         passes = ["fwd"] * ("fwd" in self.passes) + ["both"] * bool({"bwd", "both"} & set(self.passes))
         memory = [
-            Cell("memory", _problem(self.dtypes[0], dim, self.causals[0], length, 1), pass_)
+            Cell("memory", _problem(self.dtypes[0], dim, self.masks[0], length, 1), pass_)
             for length, pass_ in itertools.product(self.memory_seqlens, passes)
         ]
         return timed + memory
 
 
-def _problem(dtype: str, head_dim: int, causal: bool, seqlen: int, batch: int) -> Problem:
+def _problem(dtype: str, head_dim: int, mask: Mask, seqlen: int, batch: int) -> Problem:
     heads = max(1, WORKLOAD_HIDDEN // head_dim)
-    return Problem(dtype, batch, heads, heads, seqlen, seqlen, head_dim, head_dim, causal)
+    return Problem(dtype, batch, heads, heads, seqlen, seqlen, head_dim, head_dim, mask)
 
 
 # ---- whether it is right -------------------------------------------------------------------------------------------
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, mask: Mask
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """One head, [S, D] each -> o, dq, dk, dv [S, D] in float32, written out, a block of rows at a time so that any length
-    fits."""
+    """One head, q [Sq, D], k [Sk, D], v [Sk, DV], do [Sq, DV] -> o, dq, dk, dv in float32, written out, a block of rows at a
+    time so that any length fits. A row that sees no key has zeros."""
     import torch
 
     q, k, v, do = (tensor.float() for tensor in (q, k, v, do))
     scale, length = q.shape[1] ** -0.5, k.shape[0]
     columns = torch.arange(length, device=q.device)
-    out = {"o": torch.empty_like(q), "dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    places = torch.arange(q.shape[0], device=q.device)
+    out = {"o": torch.empty_like(do), "dq": torch.empty_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     step = max(_TILE, (1 << 26) // length)
     for first in range(0, q.shape[0], step):
         rows = slice(first, first + step)
         scores = q[rows] @ k.T * scale
-        if causal:
-            scores.masked_fill_(columns > columns[rows, None], float("-inf"))
-        p = torch.softmax(scores, -1)
+        if mask != FULL:
+            visible = mask.visible(places[rows, None], columns, len(places), len(columns))
+            scores.masked_fill_(~visible, float("-inf"))
+            p = torch.softmax(scores, -1).masked_fill_(~visible.any(-1, keepdim=True), 0.0)
+        else:
+            p = torch.softmax(scores, -1)
         o = p @ v
         ds = p * (do[rows] @ v.T - (do[rows] * o).sum(-1, keepdim=True))
         out["o"][rows], out["dq"][rows] = o, ds @ k * scale
@@ -208,7 +216,7 @@ class Stand:
         corners = {(0, 0), (self.problem.batch - 1, self.problem.heads_q - 1)}
         q, k, v, do = self.inputs
         return {
-            (b, h): reference(q[b, :, h], k[b, :, h], v[b, :, h], do[b, :, h], self.problem.causal) for b, h in corners
+            (b, h): reference(q[b, :, h], k[b, :, h], v[b, :, h], do[b, :, h], self.problem.mask) for b, h in corners
         }
 
     def call(self, name: str, pass_: str) -> Call:
@@ -330,7 +338,7 @@ class Results:
         self.data: dict[str, Any] = {"schema": SCHEMA, "complete": False, "runs": [], "cells": []}
         if path.exists():
             if not resume:
-                raise ValueError(f"out: {path} exists; --resume goes on from it, or name another folder")
+                raise ValueError(f"out: {path} exists; --resume continues it, or name another folder")
             self.data = load(path)
             for field in self.SAME:
                 before, now = self.data["runs"][-1].get(field), environment.get(field)
@@ -356,20 +364,77 @@ class Results:
 
 
 def _is(record: Mapping[str, Any], cell: Cell) -> bool:
-    return all(record[field] == value for field, value in cell.identity.items())
+    return all(record.get(field) == value for field, value in cell.identity.items())  # older files lack window and mask
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read a results file. ValueError names the file and what is wrong with it."""
     try:
-        data = json.loads(path.read_text())
+        if path.exists() and not path.is_file():  # reading from a FIFO would wait for a writer
+            raise ValueError(f"{path}: is not a regular file")
+        if path.stat().st_size > MAX_FILE:
+            raise ValueError(f"{path}: is larger than {MAX_FILE >> 20} MiB")
+        text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
+    try:
+        data = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: cannot be read as JSON: it is nested too deeply") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: is no results file of fa2tune bench with schema {SCHEMA}")
+        raise ValueError(f"{path}: is not a results file of fa2tune bench with schema {SCHEMA}")
+    if why := _damage(data):
+        raise ValueError(f"{path}: {why}; its cells are not as `fa2tune bench` writes them")
     return data
+
+
+#: Field of a cell -> its type; a bool is no number.
+_CELL = {"kind": str, "dtype": str, "head_dim": int, "causal": bool, "seqlen": int, "pass": str, "peers": dict}
+_FIGURES = ("ms", "low_ms", "high_ms", "tflops", "ratio", "peak_bytes")
+
+
+def _damage(data: Mapping[str, Any]) -> str | None:
+    """What is not as ``Results`` writes it, or None: files are data from elsewhere."""
+    runs, cells = data.get("runs"), data.get("cells")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) and {"gpu", "date"} <= set(run) for run in runs):
+        return "runs must be a list of environments, each with gpu and date"
+    if not isinstance(cells, list) or (cells and not runs):
+        return "cells must be a list, and any cell needs a run"
+    for number, cell in enumerate(cells):
+        if not isinstance(cell, dict):
+            return f"cell {number} is not an object"
+        for field, kind in _CELL.items():
+            if type(cell.get(field)) is not kind:
+                return f"{field} of cell {number} must be {kind.__name__}, is {cell.get(field)!r:.40}"
+        if (window := cell.get("window")) is not None and not _is_window(window):
+            return f"window of cell {number} must be null or two numbers or nulls, is {window!r:.40}"
+        if (mask := cell.get("mask")) is not None and not _is_mask(mask):
+            return f"mask of cell {number} must be null or a name and integers, is {mask!r:.40}"
+        for name, entry in cell["peers"].items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("status"), str):
+                return f"{name!r:.40} of cell {number} has no status"
+            if entry["status"] != "ok" and not isinstance(entry.get("why"), str):
+                return f"{name!r:.40} of cell {number} is {entry['status']!r:.40} without a reason (why)"
+            for field in _FIGURES:
+                value = entry.get(field, 1)
+                if type(value) not in (int, float) or not 0 < value < math.inf:
+                    return f"{field} of {name!r:.40} in cell {number} must be a positive number, is {value!r:.40}"
+            if "tflops" in entry and not {"ms", "low_ms", "high_ms"} <= set(entry):
+                return f"{name!r:.40} in cell {number} has TFLOP/s without times"
+    return None
+
+
+def _is_window(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(v is None or (type(v) is int and v >= 0) for v in value)
+
+
+def _is_mask(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], str) and value[0].isidentifier()
+        and all(type(each) is int for each in value[1:])
+    )  # fmt: skip
 
 
 def run(

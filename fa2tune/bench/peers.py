@@ -1,4 +1,4 @@
-"""Who ``fa2tune bench`` compares: one Peer per way of computing exact attention, each a function of (q, k, v).
+"""What ``fa2tune bench`` compares: one Peer per implementation of exact attention, each a function of (q, k, v).
 
 Importable without torch: a peer imports what it needs when it is built.
 """
@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fa2tune.problem import ITEMSIZE, Problem
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import ITEMSIZE, Problem
 
 if TYPE_CHECKING:
     import torch
 
     Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-#: The peer that every ratio is taken against: ours.
+#: The peer that every ratio is taken against: this library.
 SUBJECT = "fa2tune"
 
 #: What people copy when they do not search (the tile sizes of the Triton tutorial on fused attention), at two stages, so
@@ -49,30 +50,38 @@ class Peer:
     missing: Callable[[], str | None] = _never
     #: (problem, pass, free bytes of the GPU) -> why this problem is left out, or None
     unfit: Callable[[Problem, str, int], str | None] = _never
-    #: (problem, pass) -> kernel -> the way it goes, for the record; None: it does not say
+    #: (problem, pass) -> kernel -> its implementation, for the record; None: it does not say
     kernels: Callable[[Problem, str], dict[str, str]] | None = None
 
 
 def _kernels(problem: Problem, pass_: str) -> dict[str, str]:
-    """Which way each of fa2tune's kernels goes."""
+    """Which implementation each of fa2tune's kernels is."""
     import torch
 
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import dispatch, serving
 
     gpu = dispatch.gpu_of(0 if torch.cuda.is_available() else -1)
-    found = dispatch.served_by(problem, gpu, False) if pass_ != "bwd" else {}
-    return found | (dispatch.served_by(problem, gpu, True) if pass_ != "fwd" else {})
+    found = serving.served_by(problem, gpu, False) if pass_ != "bwd" else {}
+    return found | (serving.served_by(problem, gpu, True) if pass_ != "fwd" else {})
 
 
 def _fa2tune(problem: Problem) -> Attention:
     import fa2tune
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = fa2tune.attention(q, k, v, causal=problem.causal)
+        out = fa2tune.attention(q, k, v, mask=problem.mask)
         assert not isinstance(out, tuple)  # return_lse was not asked for
         return out
 
     return attention
+
+
+def _visible(problem: Problem, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, [Sq, Sk] bool; lengths are equal."""
+    import torch
+
+    rows, columns = (torch.arange(length, device=device) for length in (problem.seqlen_q, problem.seqlen_k))
+    return torch.as_tensor(problem.mask.visible(rows[:, None], columns, problem.seqlen_q, problem.seqlen_k))
 
 
 def _standard(problem: Problem) -> Attention:
@@ -80,15 +89,14 @@ def _standard(problem: Problem) -> Attention:
     import torch
 
     scale = 1.0 / math.sqrt(problem.head_dim)
-    shape = (problem.seqlen_q, problem.seqlen_k)
 
     @functools.cache  # the mask is part of the model, not of the call
     def hidden(device: torch.device) -> torch.Tensor:
-        return torch.ones(shape, dtype=torch.bool, device=device).triu(1 + shape[1] - shape[0])
+        return ~_visible(problem, device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = (q * scale) @ k.transpose(-2, -1)
-        if problem.causal:
+        if problem.mask != FULL:
             scores = scores.masked_fill(hidden(q.device), float("-inf"))
         return torch.softmax(scores, -1) @ v
 
@@ -110,11 +118,16 @@ def _sdpa(backend: str) -> Callable[[Problem], Attention]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        chosen = getattr(SDPBackend, backend)
+        chosen, causal = getattr(SDPBackend, backend), problem.mask == CAUSAL
+
+        @functools.cache
+        def mask(device: torch.device) -> torch.Tensor | None:
+            """SDPA has no windows: their matrix, which not every backend takes."""
+            return None if problem.mask in (FULL, CAUSAL) else _visible(problem, device)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(chosen):
-                return scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+                return scaled_dot_product_attention(q, k, v, attn_mask=mask(q.device), is_causal=causal)
 
         return attention
 
@@ -133,7 +146,7 @@ def _flex(problem: Problem) -> Attention:
     @functools.cache
     def mask(device: torch.device) -> Any:
         def visible(b: Any, h: Any, row: Any, column: Any) -> Any:
-            return row >= column
+            return problem.mask.visible(row, column, problem.seqlen_q, problem.seqlen_k)
 
         # compiled too: eager, it writes out the N x N mask
         return torch.compile(create_block_mask)(
@@ -141,7 +154,7 @@ def _flex(problem: Problem) -> Attention:
         )
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = compiled(q, k, v, block_mask=mask(q.device) if problem.causal else None)
+        out = compiled(q, k, v, block_mask=None if problem.mask == FULL else mask(q.device))
         assert not isinstance(out, tuple)  # neither lse nor auxiliary outputs were asked for
         return out
 
@@ -160,7 +173,7 @@ def _triton_plain(problem: Problem) -> Attention:
         @staticmethod
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             o, lse = passes.forward(
-                q, k, v, causal=problem.causal, softmax_scale=scale, config=PLAIN_CONFIGS["fwd"]
+                q, k, v, mask=problem.mask, softmax_scale=scale, config=PLAIN_CONFIGS["fwd"]
             )  # fmt: skip
             ctx.save_for_backward(q, k, v, o, lse)
             return o
@@ -168,7 +181,7 @@ def _triton_plain(problem: Problem) -> Attention:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             return passes.backward(
-                gradients[0], None, *ctx.saved_tensors, causal=problem.causal, softmax_scale=scale, road="split",
+                gradients[0], None, *ctx.saved_tensors, mask=problem.mask, softmax_scale=scale, strategy="split",
                 configs=PLAIN_CONFIGS,
             )  # fmt: skip
 
@@ -179,8 +192,13 @@ def _triton_plain(problem: Problem) -> Attention:
 def _fa4(problem: Problem) -> Attention:
     from flash_attn.cute import flash_attn_func
 
+    causal = problem.mask == CAUSAL
+    if problem.mask.window is None and problem.mask not in (FULL, CAUSAL):
+        raise NotImplementedError(f"FlashAttention-4 has no mask {problem.mask}")
+    window = {} if problem.mask.window is None else {"window_size": problem.mask.window}
+
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_func(q, k, v, causal=problem.causal)
+        out = flash_attn_func(q, k, v, causal=causal, **window)
         return out[0] if isinstance(out, tuple) else out  # some releases return lse beside it
 
     return attention

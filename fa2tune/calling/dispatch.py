@@ -1,9 +1,9 @@
 """From a call to a loaded kernel: memo, lookup ladder, limits re-checked, launch.
 
 The hit path is one dictionary look-up: no lock, no file, no compile, no collective. A miss reads the cache layers (once per
-process), walks the ladder of :mod:`fa2tune.rows.lookup`, and loads the kernel out of a trusted file of binaries
-(:mod:`fa2tune.compiling.binaries`), or compiles it. Where no row serves, the kernel's documented default
-config does (``default`` in its search space), and a log line says so once per key.
+process), walks the lookup ladder of :mod:`fa2tune.rows.lookup`, and loads the kernel from a trusted file of binaries
+(:mod:`fa2tune.compiling.binaries`), or compiles it. Where no row serves, the documented default config does (``default`` in
+the kernel's search space), and a log line says so once per key.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling.defaults import default_config, portable_default
-from fa2tune.compiling import binaries, fingerprint, limits
-from fa2tune.compiling.compiler import CompileError, misfit, uses_descriptors, variant_of
+from fa2tune.calling import schedule
+from fa2tune.calling.defaults import default_config, portable_default, specialized_default
+from fa2tune.calling.empty import NoKeys, is_empty
+from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
+from fa2tune.compiling import binaries, limits, measured_code
+from fa2tune.compiling.compiler import CompileError, uses_descriptors
+from fa2tune.compiling.registry import misfit, variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
@@ -34,25 +38,23 @@ from fa2tune.launching.passes import (
     lse_of,
     lse_shape,
 )
-from fa2tune.problem import BACKWARD, FUSED, ROADS, SPLIT, Config, Problem, TuningKey
 from fa2tune.rows import lookup, reader
-from fa2tune.rows.row import Row, over_portable
-from fa2tune.variant import WARP_SPECIALIZED, way_of
+from fa2tune.rows.row import PREDICTED, Row, backward_implementation, over_portable
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.mask import Mask, Window
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.score import Score, score_of
+from fa2tune.spec.variant import WARP_SPECIALIZED
 
 log = logging.getLogger("fa2tune")
 
-#: How calls were served: ladder rung -> plans made. For monitoring; ``fa2tune explain`` tells the same for one problem.
+#: How calls were served: step of the lookup ladder -> plans made. For monitoring; ``fa2tune.explain`` says it for one call.
 SERVED: Counter[str] = Counter()
 
 #: Plans by everything that selects them. Bounded: a full memo is emptied, and the plans in use come back one by one.
 FORWARD_PLANS: dict[tuple[Any, ...], Any] = {}
 BACKWARD_PLANS: dict[tuple[Any, ...], Any] = {}
 PLANS_KEPT = 4096
-
-#: Environment variable: what a call does that finds a kernel not loaded while a CUDA graph is captured, see
-#: ``_plan_in_capture``.
-CAPTURE_MISS = "FA2TUNE_CAPTURE_MISS"
-ERROR, DEFAULT = "error", "default"
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -62,8 +64,16 @@ class Choice:
     """A config and where it came from."""
 
     config: Config
-    rung: str  #: "exact, measured", ..., or "default"
+    step: str  #: "exact, measured", ..., or "default"
     answer: lookup.Answer | None = None  #: None: the default
+    #: row of another length bucket whose config suits this batch, heads and lengths better; None: the answer's own
+    scheduled: Row | None = None
+
+    @property
+    def measured(self) -> str:
+        """The version of Triton whose machine code the row was measured with; "": the default."""
+        row = self.scheduled or (self.answer and self.answer.row)
+        return row.triton if row else ""
 
     @property
     def lead(self) -> float | None:
@@ -78,8 +88,8 @@ def layers() -> list[reader.Layer]:
 
 
 def reload() -> None:
-    """Forget every plan, every layer and every file of binaries: files changed under a running process are read at the next
-    call. Kernels that are loaded stay loaded."""
+    """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
+    loaded stay loaded."""
     layers.cache_clear()
     binaries.forget()
     FORWARD_PLANS.clear()
@@ -90,58 +100,69 @@ def reload() -> None:
 @cache
 def toolchain() -> lookup.Toolchain:
     """What is running here, for the life of this process."""
-    return fingerprint.toolchain()
+    return measured_code.toolchain()
 
 
 @cache
 def gpu_of(device_index: int) -> Gpu:
-    """The GPU at a CUDA index; -1 (the interpreter) stands for the lowest architecture there is."""
+    """The GPU at a CUDA index; -1 (the interpreter) gives one of the lowest architecture. RuntimeError: too old for every
+    kernel."""
     if device_index < 0:
         return gpus.named("a100")
     properties = torch.cuda.get_device_properties(device_index)
     arch = 10 * properties.major + properties.minor
-    return gpus.identify(properties.name, arch, properties.multi_processor_count)
+    gpu = gpus.identify(properties.name, arch, properties.multi_processor_count)
+    if arch < gpus.MIN_ARCH:
+        raise RuntimeError(
+            f"attention: cuda:{device_index} ({properties.name}) has compute capability {gpu.capability}, "
+            f"{gpus.MIN_ARCH / 10} or higher is needed"
+        )
+    return gpu
 
 
 def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
-    """What a row that fits this problem exactly would be filed under."""
+    """The key of a row that fits this problem exactly."""
     return TuningKey(
         gpu.name, gpu.sm_count, gpu.arch, kernel, problem.dtype, problem.precision, problem.head_dim, problem.head_dim_v,
-        problem.causal, problem.bucket,
+        problem.mask.row_mask, problem.bucket,
     )  # fmt: skip
 
 
 def refusal(
     problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, bool], bool] = lambda *asked: True
 ) -> Callable[[Row], str | None]:
-    """Why a row cannot serve this problem on this GPU, or None: its limits are re-checked whatever rung it came from.
+    """Why a row cannot serve this problem on this GPU, or None. Limits are checked again for every row.
 
-    ``served(kernel, specialized)``: whether there is a row of a kernel on the road of a whole backward that can."""
+    ``served(kernel, specialized)``: whether a row of that kernel, which a whole backward runs, can serve."""
 
-    def of_road(row: Row) -> str | None:
-        if row.road not in ROADS:
-            return f"a road called {row.road!r:.40} is not known here"
+    def of_strategy(row: Row) -> str | None:
+        if row.strategy not in STRATEGIES:
+            return f"the strategy {row.strategy!r:.40} is not known to this version"
         if row.specialized != (WARP_SPECIALIZED in row.config.values()):
             kind = "a" if row.specialized else "no"
-            return f"it is filed as {row.variant}, of {kind} warp-specialised kernel, and its config says otherwise"
+            return f"it is filed as {row.filed_as}, with {kind} warp-specialised kernel, which contradicts its config"
+        if row.implementation != backward_implementation(row.specialized):
+            return f"the implementation {row.implementation!r:.40} is not known to this version"
         if row.barred:
             return row.barred
-        if row.road == FUSED and deterministic:
-            return "sums dQ in no fixed order, and deterministic=True asks for one"
-        for kernel in ROADS[row.road]:
+        if row.strategy == FUSED and deterministic:
+            return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        for kernel in STRATEGIES[row.strategy]:
             if row.config.get(kernel) == WARP_SPECIALIZED and not served(kernel, True):
                 return f"no row of its warp-specialised {kernel} can serve this problem"
         return None
 
     def of_kernel(row: Row) -> str | None:
-        if (odd := misfit(row.key.kernel, row.variant, row.config)) is not None:
+        if (odd := misfit(row.key.kernel, row.implementation, row.config)) is not None:
             return odd
-        if uses_descriptors(row.config) and not problem.tma:
+        variant = variant_of(row.key.kernel, row.config)
+        config = variant.space.completed(row.config)
+        if uses_descriptors(variant, config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
-        refused = limits.before_compile(variant_of(row.key.kernel, row.config), problem.specialization, row.config, gpu)
+        refused = limits.before_compile(variant, problem.specialization, config, gpu)
         return refused.why if refused else None
 
-    return lambda row: of_road(row) if row.key.kernel == BACKWARD else of_kernel(row)
+    return lambda row: of_strategy(row) if row.key.kernel == BACKWARD else of_kernel(row)
 
 
 def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callable[[Row], str | None]:
@@ -150,7 +171,12 @@ def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callab
 
     def why(row: Row) -> str | None:
         if specialized not in (None, row.specialized):
-            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel here"
+            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel"
+        # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
+        if row.obtained == PREDICTED and not row.specialized and specialized_default(row.key.kernel, problem, gpu):
+            return (
+                "it was only predicted, for a portable kernel: the warp-specialised default was measured to be faster"
+            )
         return acceptable(row)
 
     return why
@@ -183,11 +209,23 @@ def choose(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
         )
         return Choice(default_config(kernel, problem, gpu), "default")
-    config = answer.row.config
-    return Choice(variant_of(kernel, config).suited(problem, config), answer.rung, answer)
+    row, config = suited(problem, gpu, answer, node or toolchain())
+    return Choice(config, answer.step, answer, None if row is answer.row else row)
 
 
-def road_refusal(
+def suited(problem: Problem, gpu: Gpu, answer: lookup.Answer, node: lookup.Toolchain) -> tuple[Row, Config]:
+    """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
+    variant = variant_of(answer.row.key.kernel, answer.row.config)
+    if not schedule.covers(variant):
+        return answer.row, variant.suited(problem, variant.space.completed(answer.row.config))
+    acceptable = refusal(problem, gpu)
+    others = [row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None]
+    served, *others = (replace(row, config=variant.space.completed(row.config)) for row in (answer.row, *others))
+    row, config = schedule.best(problem, served, others, gpu.sm_count)
+    return answer.row if row is served else row, config
+
+
+def strategy_refusal(
     problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> Callable[[Row], str | None]:  # fmt: skip
@@ -201,34 +239,21 @@ def road_refusal(
 
 def kinds_of(row: Row) -> dict[str, bool]:
     """Of a whole backward's row: kernel -> whether it is warp-specialised."""
-    return {kernel: way == WARP_SPECIALIZED for kernel, way in row.config.items()}
+    return {kernel: implementation == WARP_SPECIALIZED for kernel, implementation in row.config.items()}
 
 
-def road_of(
+def strategy_of(
     problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
-    """(road, kernel -> whether it is to be warp-specialised), by the row for the whole backward; the road is "split" or
+    """(strategy, kernel -> whether it is to be warp-specialised), by the row of the whole backward; the strategy is "split" or
     "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
     key = key_of(problem, BACKWARD, gpu)
-    acceptable = road_refusal(problem, gpu, deterministic, among, node)
+    acceptable = strategy_refusal(problem, gpu, deterministic, among, node)
     answer = lookup.find(key, gpu.silicon, layers() if among is None else among, acceptable, node or toolchain())
     if answer is None:
         return SPLIT, {}
-    return answer.row.road, kinds_of(answer.row)
-
-
-def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
-    """Kernel -> the way it goes for this problem, and how far a warp-specialised one is ahead of the portable winner."""
-    kinds: Mapping[str, bool | None] = {"fwd": None}
-    if backward:
-        road, known = road_of(problem, gpu, False)
-        kinds = {kernel: known.get(kernel) for kernel in ROADS[road]}
-    chosen = {kernel: choose(problem, kernel, gpu, kind) for kernel, kind in kinds.items()}
-    return {
-        kernel: way_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
-        for kernel, choice in chosen.items()
-    }
+    return answer.row.strategy, kinds_of(answer.row)
 
 
 @cache
@@ -237,16 +262,19 @@ def _log_once(message: str) -> None:
 
 
 Plan = TypeVar("Plan")
+#: (kernel -> config, kernel -> ``Choice.measured``) -> plan
+Make = Callable[[Mapping[str, Config], Mapping[str, str]], Plan]
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a config does not compile or load here. Triton, whose OutOfResources it may be, need not be imported."""
+    """Whether a config does not compile or load here. By name, since Triton, whose OutOfResources it may be, need not be
+    imported."""
     return isinstance(error, CompileError) or type(error).__name__ == "OutOfResources"
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The same, and what it came from, without tracebacks. A frame holds its callers' frames, and those hold tensors: where
-    one of them keeps the error, too, nothing of it goes before the garbage collector comes by."""
+    """The same error and its causes, without tracebacks: their frames hold tensors, and a frame that also holds the error makes
+    a cycle that only the garbage collector frees."""
     error.__traceback__ = None
     for link in (error.__cause__, error.__context__):
         if link is not None and link.__traceback__ is not None:
@@ -254,12 +282,10 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _plan(
-    problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Callable[[Mapping[str, Config]], Plan]
-) -> Plan:
-    """Choose a config per kernel and make the plan. A row whose config does not compile or load here gives way to the best
-    portable one, that to the defaults, and the log says so. ``kinds``: kernel -> see ``choose``. CaptureMiss: a kernel is
-    not loaded yet, and must not be now."""
+def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Make[Plan]) -> Plan:
+    """Choose a config per kernel and make the plan. Where a row's config does not compile or load here, the best portable row
+    is tried, then the default configs, and the log says so. ``kinds``: kernel -> see ``choose``. CaptureMiss: a kernel is not
+    loaded yet, and a CUDA graph is being captured."""
     gpu = gpu_of(device_index)
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", lambda kernel: choose(problem, kernel, gpu, kinds[kernel])),
@@ -275,29 +301,30 @@ def _plan(
             continue
         tried.append(choices)
         if failure:
-            _log_once(f"the config of {', '.join(kinds)} that came first failed on {gpu.name} ({failure}): {name}")
+            _log_once(f"the first choice for {', '.join(kinds)} failed on {gpu.name} ({failure}); next: {name}")
         try:
-            plan = make({kernel: choice.config for kernel, choice in choices.items()})
+            measured = {kernel: choice.measured for kernel, choice in choices.items()}
+            plan = make({kernel: choice.config for kernel, choice in choices.items()}, measured)
         except Exception as error:
             if not _is_refusal(error):
                 raise
             failure = _without_frames(error)
             continue
-        SERVED.update(choice.rung for choice in choices.values())
+        SERVED.update(choice.step for choice in choices.values())
         return plan
     assert failure is not None
     try:
         raise failure
     finally:
-        del failure  # else this frame and the error that tells of it would hold each other
+        del failure  # else this frame and the error would hold each other
 
 
 def _plan_in_capture(
     miss: CaptureMiss, problem: Problem, kernels: Sequence[str], device_index: int,
-    make: Callable[[Mapping[str, Config]], Plan],
+    make: Make[Plan],
 ) -> Plan:  # fmt: skip
-    """What FA2TUNE_CAPTURE_MISS asks for where a kernel is not loaded: an error, or the documented default configs, loaded in
-    the midst of the capture. Not remembered: after it, calls are served as ever."""
+    """What FA2TUNE_CAPTURE_MISS asks for where a kernel is not loaded: an error, or the documented default configs, loaded
+    during the capture. Not remembered: calls after the capture choose again."""
     setting = os.environ.get(CAPTURE_MISS, ERROR)
     if setting == ERROR:
         raise RuntimeError(
@@ -310,11 +337,11 @@ def _plan_in_capture(
     _log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
     with relaxed_capture():
         try:
-            plan = make({kernel: default_config(kernel, problem, gpu) for kernel in kernels})
+            plan = make({kernel: default_config(kernel, problem, gpu) for kernel in kernels}, {})
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            plan = make({kernel: portable_default(kernel, problem, gpu.arch) for kernel in kernels})
+            plan = make({kernel: portable_default(kernel, problem, gpu.arch) for kernel in kernels}, {})
     SERVED["default, in a capture"] += len(kernels)
     return plan
 
@@ -325,54 +352,47 @@ def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any)
     memo[key] = plan
 
 
-class _NoKeys:
-    """The forward without a single (query, key) pair: zeros, and -inf for lse; and its backward, all zero."""
-
-    def __init__(self, problem: Problem, softmax_scale: float) -> None:
-        self.causal, self.softmax_scale = problem.causal, softmax_scale
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lse = q.new_zeros(lse_shape(q), dtype=torch.float32)
-        lse_of(lse).fill_(float("-inf"))
-        return empty_ordered(q, v.shape[3]).zero_(), lse
-
-
-def _is_empty(problem: Problem) -> bool:
-    return 0 in (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-
-
 def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
-    """TypeError: no truth value. One that follows from a length may not be known yet, under torch.compile. The numbers that
-    equal one pass, numpy's truth values too, as they do where a plan is remembered."""
+    """TypeError: not a bool. Under torch.compile its value may not be known yet. Values equal to an allowed one pass (0, 1,
+    numpy's bools), as they do in the memo of plans."""
     if isinstance(value, (bool, torch.SymBool)):
         return
     if not isinstance(value, Hashable) or value not in frozenset(allowed):
         raise TypeError(f"{name}: got {value!r:.80}, allowed are {', '.join(map(str, allowed))}")
 
 
+def _exact(window: Any) -> tuple[Any, ...]:
+    """A window for a plan's key: (True, 0) and (1.0, 0) equal (1, 0), and are errors. TypeError: not a pair."""
+    return (type(window), *window, *map(type, window))
+
+
 def forward_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str
-) -> tuple[Any, ...]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str,
+    window: Window | None = None, mask: str | Mask | None = None,
+    softcap: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Everything that an argument check, a config or a launch depends on."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
         k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, causal, softmax_scale, layout,
-        float32_precision() if q.dtype is torch.float32 else "",
+        float32_precision() if q.dtype is torch.float32 else "", window if window is None else _exact(window), mask,
+        softcap, type(softcap),
     )  # fmt: skip
 
 
 def forward_plan(
-    key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float
-) -> Any:
+    key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float,
+    score: Score,
+) -> Any:  # fmt: skip
     """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim)."""
-    problem = describe(q, k, v, causal, softmax_scale)
+    problem = describe(q, k, v, mask, softmax_scale, score)
     plan: Any
-    if _is_empty(problem):
-        plan = _NoKeys(problem, softmax_scale)
+    if is_empty(problem):
+        plan = NoKeys(problem, softmax_scale)
     else:
 
-        def make(configs: Mapping[str, Config]) -> ForwardPlan:
-            return ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"])
+        def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> ForwardPlan:
+            return ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"], measured.get("fwd", ""))
 
         try:
             with uncollected():
@@ -384,19 +404,18 @@ def forward_plan(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked; lse of ``passes.lse_shape``."""
-    key = forward_key(q, k, v, causal, softmax_scale, "bhsd")
-    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, causal, softmax_scale)
+    key = forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, softcap)
+    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score_of(softcap))
     return plan(q, k, v)
 
 
 def _check_saved(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
 ) -> None:
-    """That what the forward saved has come back as it was, whatever hooks did to it. TypeError or ValueError names what has
-    not."""
+    """TypeError or ValueError names a tensor that hooks on saved tensors have changed since the forward."""
     keys, columns = k.shape[:3], v.shape[3]
     shapes = {"k": (*keys, q.shape[3]), "v": (*keys, columns)}
     shapes |= dict.fromkeys(("o", "the gradient of o"), (*q.shape[:3], columns))
@@ -421,7 +440,7 @@ def _check_saved(
 
 def backward(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    o: torch.Tensor, lse: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool,
+    o: torch.Tensor, lse: torch.Tensor, mask: Mask, softmax_scale: float, deterministic: bool, score: Score,
 ) -> Tensors3:  # fmt: skip
     """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free."""
     if dlse is not None:
@@ -439,11 +458,12 @@ def backward(
         None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
         q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
-        causal, softmax_scale, deterministic, float32_precision() if dtype is torch.float32 else "",
+        mask.name, mask.values, score.name, score.values, softmax_scale, deterministic,
+        float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:
-        check_among("deterministic", deterministic, (True, False))  # who had a plan of the forward was not asked there
+        check_among("deterministic", deterministic, (True, False))  # a forward from the memo has not checked it
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         _check_saved(q, k, v, o, lse, do)
@@ -451,23 +471,23 @@ def backward(
         dense = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
         if any(new is not old for new, old in zip(dense, saved, strict=True)):
             q, k, v, o, lse = dense
-            return backward(do, dlse, q, k, v, o, lse, causal, softmax_scale, deterministic)
-        problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
-        if _is_empty(problem):
+            return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score)
+        problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
+        if is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
         device_index, gradient = q.get_device(), do
 
-        def on(road: str) -> Callable[[Mapping[str, Config]], BackwardPlan]:
-            return lambda configs: BackwardPlan(problem, gradient, dlse, q, k, v, o, softmax_scale, road, configs)
+        def on(strategy: str) -> Make[BackwardPlan]:
+            return partial(BackwardPlan, problem, gradient, dlse, q, k, v, o, softmax_scale, strategy)
 
         try:
             with uncollected():
-                road, kinds = road_of(problem, gpu_of(device_index), deterministic)
-                asked = {kernel: kinds.get(kernel) for kernel in ROADS[road]}
-                plan = _plan(problem, asked, device_index, on(road))
+                strategy, kinds = strategy_of(problem, gpu_of(device_index), deterministic)
+                asked = {kernel: kinds.get(kernel) for kernel in STRATEGIES[strategy]}
+                plan = _plan(problem, asked, device_index, on(strategy))
         except CaptureMiss as miss:
-            plan = _plan_in_capture(miss, problem, ROADS[SPLIT], device_index, on(SPLIT))
+            plan = _plan_in_capture(miss, problem, STRATEGIES[SPLIT], device_index, on(SPLIT))
             return plan(do, dlse, q, k, v, o, lse)
         _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse)

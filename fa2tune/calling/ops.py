@@ -1,38 +1,65 @@
 """The public call: argument checks, the torch.library operators, autograd.
 
-Eager calls on plain tensors take the short road: a memo keyed by everything the checks look at, then the launch. Whatever
-torch wants to see through (torch.compile, fake tensors, dispatch modes, torch.func) goes through the operators.
+Eager calls on plain tensors take the short path: a dictionary look-up by everything that the checks depend on, then the launch.
+Calls that torch has to trace (torch.compile, fake tensors, dispatch modes, torch.func) go through the operators.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.autograd import forward_ad
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import arguments, dispatch
+from fa2tune.calling.arguments import MISSING
 from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES, interpreted
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
-from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator, sides_of
+from fa2tune.spec.mask import checked as checked_mask
+from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.score import score_of
 
-LAYOUTS = ("bhsd", "bshd")
+Layout = Literal["bhsd", "bshd"]
+LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
 LARGEST_SCALE = 2e38  #: times log2(e) it is still a float32
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@overload
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
+    layout: Layout = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
+    window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
+    layout: Layout = ..., return_lse: Literal[True], deterministic: bool | None = ...,
+    window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+) -> Pair: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
+    layout: Layout = ..., return_lse: bool, deterministic: bool | None = ...,
+    window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+) -> torch.Tensor | Pair: ...  # fmt: skip
+def attention(
+    q: torch.Tensor = MISSING,
+    k: torch.Tensor = MISSING,
+    v: torch.Tensor = MISSING,
+    *extra: Any,
     causal: bool = False,
     softmax_scale: float | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     return_lse: bool = False,
     deterministic: bool | None = None,
+    window: Window | None = None,
+    mask: str | Mask | None = None,
+    softcap: float | None = None,
+    **unknown: Any,
 ) -> torch.Tensor | Pair:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, by the kernel tuned for this GPU and problem.
 
@@ -48,34 +75,51 @@ def attention(
         causal: query i sees keys 0 .. i + seqlen_k - seqlen_q (aligned bottom-right). A query that sees no key gives a
             zero output, lse -inf and zero gradients.
         softmax_scale: up to 2e38 in magnitude; default 1 / sqrt(head_dim).
-        layout: "bhsd" as above, or "bshd" for (batch, seqlen, heads, head_dim) inputs and output.
+        layout: "bhsd" as above, or "bshd" for (batch, seqlen, heads, head_dim) inputs and output, as flash-attn has them.
+            Tensors that look like "bshd" and come as "bhsd" (64 heads or more of few tokens, a shape that no known model has)
+            get a warning, once per process.
         return_lse: also return lse, the natural log of the sum of exponentials of each row of scaled scores.
         deterministic: True: gradients are the same bits on every run. False: sums in any order are allowed where they are
             faster. None: follows torch.are_deterministic_algorithms_enabled(). The forward is always deterministic.
+        window: (left, right): query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, both
+            inclusive (flash-attn's window_size). None or -1: that side is unbounded. With causal=True right is 0, whatever the
+            window says, as in flash-attn. Key blocks outside the window are not visited.
+        mask: in place of causal and window: the name of a mask, which is a file of kernels/masks/, or a ``fa2tune.Mask``
+            with its values.
+        softcap: softmax is taken of ``softcap * tanh(softmax_scale * q @ k^T / softcap)``, as Gemma 2 has it; from 1e-3 to 1e6.
+            None or 0: of the scores as they are.
 
     Returns:
         The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32.
 
     Raises:
-        TypeError: q, k or v is no dense tensor, or its dtype is not supported or differs from q's; causal or deterministic
-            is no truth value.
-        ValueError: shapes, strides, devices, head dims, layout or scale are not as above.
+        TypeError: q, k or v is missing or no dense tensor, or its dtype is not supported or differs from q's; causal or
+            deterministic is not a bool; mask is neither a str nor a Mask; a positional argument after v; an argument of another
+            library (is_causal, scale, attn_mask, dropout_p, window_size, ...): the message names the one to use here, or says
+            that there is none yet.
+        ValueError: shapes, strides, devices, head dims, layout or scale are not as above; there is no such mask, its values are
+            not what it takes, or causal or window comes with it.
+        RuntimeError: the GPU's compute capability is below 8.0; a kernel is not loaded yet while a CUDA graph is captured.
         NotImplementedError: under torch.vmap, in forward-mode differentiation, or when differentiated twice.
 
     Under torch.autocast the inputs are cast to the autocast dtype first. With ``TRITON_INTERPRET=1`` the kernels run on
-    CPU tensors in Triton's interpreter. The first call of a problem compiles; its config: :mod:`fa2tune.calling.dispatch`.
+    CPU tensors in Triton's interpreter. The first call of a problem compiles; ``fa2tune.explain`` says with which config.
     """
-    if torch.compiler.is_compiling() or not _plain(q, k, v):
-        return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic)
+    if unknown or extra:
+        arguments.refuse(unknown, extra, q, k, v, layout)
+    if _compiling() or not _plain(q, k, v):
+        return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
     try:
-        key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout)
+        key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout, window, mask, softcap)
         plan = dispatch.FORWARD_PLANS.get(key)
-    except (RuntimeError, TypeError):  # sparse and nested tensors have no address or strides, a list no hash
-        _check(q, k, v, causal, softmax_scale, layout, deterministic)
+    except (RuntimeError, TypeError):  # sparse and nested tensors have no address or strides, a list has no hash
+        _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         raise
     if plan is None:
-        _check(q, k, v, causal, softmax_scale, layout, deterministic)
-        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), bool(causal), _scale(q, softmax_scale))
+        _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        arguments.doubt_layout(q, k, layout, stacklevel=3)
+        asked = mask_of(bool(causal), window, mask)
+        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), asked, scale_of(q, softmax_scale), score_of(softcap))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -89,12 +133,13 @@ def attention(
 
 _NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
 def _plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether nothing stands between these tensors and the launch: no subclass, mode, transform or autocast."""
+    """Whether a launch may take these tensors as they are: no subclass, mode, transform or autocast."""
     return (
         type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
         and not _modes() and not _transforms() and not torch.is_autocast_enabled("cuda") and forward_ad._current_level < 0
@@ -102,7 +147,7 @@ def _plain(q: Any, k: Any, v: Any) -> bool:
 
 
 def _batched(tensor: Any) -> bool:
-    """Whether vmap, today's or the one that batched gradients use, stands behind this tensor."""
+    """Whether this tensor belongs to a vmap: torch.func's, or the older one of batched gradients."""
     functorch = torch._C._functorch
     return isinstance(tensor, torch.Tensor) and (
         functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
@@ -115,30 +160,66 @@ def _has_tangent(tensor: Any) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def _refuse_transforms(q: Any, k: Any, v: Any) -> None:
+    if any(_batched(t) for t in (q, k, v)):
+        raise NotImplementedError(_NO_VMAP)
+    if any(_has_tangent(t) for t in (q, k, v)):
+        raise NotImplementedError("attention: forward-mode differentiation is not supported; use the backward")
+
+
+def checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: Any,
+    softmax_scale: Any,
+    layout: Any,
+    deterministic: Any,
+    window: Any = None,
+    mask: Any = None,
+    softcap: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
+    have the shape and dtype that a launch gets, not the values."""
+    _refuse_transforms(q, k, v)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v = (
+            torch.empty_like(t, dtype=dtype)
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != dtype
+            else t
+            for t in (q, k, v)
+        )
+    _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    return _bhsd(q, k, v, layout)
+
+
 def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str,
-    return_lse: bool, deterministic: bool | None,
+    return_lse: bool, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
+    softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
-    """The road through the operators."""
-    if not torch.compiler.is_compiling():
-        if any(_batched(t) for t in (q, k, v)):
-            raise NotImplementedError(_NO_VMAP)
-        if any(_has_tangent(t) for t in (q, k, v)):
-            raise NotImplementedError("attention: forward-mode differentiation is not supported; use the backward")
+    """The path through the operators."""
+    if not _compiling():
+        _refuse_transforms(q, k, v)
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
-    _check(q, k, v, causal, softmax_scale, layout, deterministic)
-    scale = _scale(q, softmax_scale)
-    causal = causal if isinstance(causal, torch.SymBool) else bool(causal)  # an operator takes no numpy.bool
+    _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    if not _compiling():
+        arguments.doubt_layout(q, k, layout, stacklevel=4)
+    scale = scale_of(q, softmax_scale)
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
-    o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), causal, scale, exact)
+    name, first, second = ("band", *_sides(causal, window)) if mask is None else _values(mask)
+    cap: Any = softcap or 0.0
+    cap = cap if _compiling() else float(cap)  # of whatever kind of number
+    o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), first, second, scale, exact, name, cap)
     if layout == "bshd":
         o = o.transpose(1, 2)
     return (o, lse_of(lse)) if return_lse else o
 
 
-def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
 
 
@@ -150,13 +231,49 @@ def _bhsd(
     return q, k, v
 
 
-def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any, deterministic: Any) -> None:
-    """Everything that is wrong with the arguments, named; nothing is launched before it passes. The device comes last: on
-    another, what else is wrong would show only once that is mended."""
+def _sides(causal: bool, window: Window | None) -> tuple[int, int]:
+    """As an operator takes them: -1 for an unbounded side. Where ``causal`` is not known while a graph is made, the right
+    side is not, either, so that one graph serves both."""
+    left, right = (-1 if side is None else side for side in sides_of(window))
+    # of a symbolic one torch.compile says that it is a bool, and neither True nor False
+    symbolic = isinstance(causal, (bool, torch.SymBool)) and causal is not True and causal is not False
+    if symbolic:
+        return left, torch.sym_ite(causal, 0 * right, right)  # both of one type
+    return left, 0 if causal else right
+
+
+def _values(mask: str | Mask) -> tuple[str, int, int]:
+    """As an operator takes it. A mask's file is not read while a graph is made: the operator checks name and values."""
+    return for_operator(Mask(mask) if isinstance(mask, str) else mask)
+
+
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: Any,
+    softmax_scale: Any,
+    layout: Any,
+    deterministic: Any,
+    window: Any,
+    mask: Any,
+    softcap: Any,
+) -> None:
+    """TypeError or ValueError that names the argument, what came and what is allowed. Nothing is launched before this passes.
+    The device is checked last, so that one run on a machine without a GPU shows every other error."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r:.80}, allowed are {' and '.join(map(repr, LAYOUTS))}")
     dispatch.check_among("causal", causal, (True, False))
     dispatch.check_among("deterministic", deterministic, (True, False, None))
+    sides_of(window)
+    if mask is not None:
+        _check_mask(mask, causal, window)
+    if softcap is True or softcap is False:  # an operator would take them as 1 and 0
+        raise TypeError(f"softcap: got {softcap}, must be None or a number")
+    if softcap is not None and not _compiling():  # the operator checks the number
+        score_of(softcap)
+    if q is MISSING or k is MISSING or v is MISSING:
+        arguments.refuse({}, (), q, k, v, layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
@@ -185,7 +302,8 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any,
         raise ValueError(f"v: got sequence length {v.shape[rows]}, k has {k.shape[rows]}")
     heads_q, heads_kv = q.shape[heads], k.shape[heads]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv != 0 and heads_q % heads_kv != 0):
-        raise ValueError(f"q: got {heads_q} heads, must be a multiple of the {heads_kv} heads of k and v")
+        hint = "" if layout == "bshd" or heads_q > heads_kv else '; for (batch, seqlen, heads, dim) say layout="bshd"'
+        raise ValueError(f"q: got {heads_q} heads, must be a multiple of the {heads_kv} heads of k and v{hint}")
     for name, tensor in (("q", q), ("v", v)):
         dim = tensor.shape[3]
         if dim % HEAD_DIM_STEP or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
@@ -209,8 +327,16 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any,
             )
 
 
+def _check_mask(mask: Any, causal: Any, window: Any) -> None:
+    if isinstance(causal, torch.SymBool) or causal or window is not None:
+        beside = "causal=True" if window is None else f"window={window!r:.40}"
+        raise ValueError(f"mask: got {mask!r:.80} and {beside}, a call takes one of mask=, causal= and window=")
+    if not _compiling():
+        checked_mask(mask)
+
+
 class _Attention(torch.autograd.Function):
-    """The short road with gradients."""
+    """The short path with gradients."""
 
     @staticmethod
     def forward(
@@ -227,30 +353,33 @@ class _Attention(torch.autograd.Function):
         ctx.plan = plan
         ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         ctx.set_materialize_grads(False)  # an unused lse costs nothing
-        return o, lse if with_lse else None  # an output that nobody asked for costs 2 us
+        return o, lse if with_lse else None  # an unused output costs 2 us
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        call = (do, dlse, q, k, v, o, lse, ctx.plan.causal, ctx.plan.softmax_scale, ctx.deterministic)
+        call = (do, dlse, q, k, v, o, lse, ctx.plan.mask, ctx.plan.softmax_scale, ctx.deterministic, ctx.plan.score)
         try:
-            if torch.is_grad_enabled():  # create_graph: keep a node that says no, if it is ever differentiated
+            if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
                 return (*_Gradients.apply(*call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
             return (*dispatch.backward(*call), *_NO_GRADIENT)
-        except (
-            NoAddressError
-        ):  # a gradient of a subclass, or what a hook on saved tensors makes: the operators unwrap it
-            return (*torch.ops.fa2tune.attention_backward(*call), *_NO_GRADIENT)
+        except NoAddressError:  # a subclass's gradient, or a tensor that a hook made: the operators unwrap it
+            *tensors, mask, scale, exact, score = call
+            name, *values = for_operator(mask)
+            return (
+                *torch.ops.fa2tune.attention_backward(*tensors, *values, scale, exact, name, *score.values),
+                *_NO_GRADIENT,
+            )
         except RuntimeError:
             if _batched(do) or _batched(dlse):  # is_grads_batched, jacobian(vectorize=True): they have no address
                 raise NotImplementedError(_NO_VMAP) from None
             raise
 
 
-#: ``_Attention.apply`` without what torch.autograd.Function does before it for transforms (3 to 5 us): ``_plain`` has seen
+#: ``_Attention.apply`` without the checks for transforms in torch.autograd.Function (3 to 5 us): ``_plain`` has made sure
 #: that none is active
 _recorded: Any = super(torch.autograd.Function, _Attention).apply
-_NO_GRADIENT = (None, None, None)  #: of what _Attention.forward takes beside q, k and v
+_NO_GRADIENT = (None, None, None)  #: of the other arguments of _Attention.forward
 _ONCE = "attention: differentiating twice is not supported"
 
 
@@ -264,35 +393,50 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError(_ONCE)
 
 
-# The operators: what torch.compile, fake tensors and dispatch modes see. q, k, v are (batch, heads, seqlen, dim) views; lse
-# is of passes.lse_shape.
+# The operators, for torch.compile, fake tensors and dispatch modes. q, k, v are (batch, heads, seqlen, dim) views; lse
+# is of passes.lse_shape. The mask is as spec.mask.for_operator has it: window_left and window_right are the sides of a
+# band (-1: unbounded), which causal and full are, too, and the values of another mask (ABSENT: it has no such).
 _LIBRARY = torch.library.Library("fa2tune", "DEF")
 _LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, bool causal, float softmax_scale, bool deterministic) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor k, Tensor v, SymInt window_left, SymInt window_right, float softmax_scale, "
+    'bool deterministic, str mask="band", float softcap=0.0) -> (Tensor, Tensor)',
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 _LIBRARY.define(
-    "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, "
-    "float softmax_scale, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    'SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask="band", '
+    "float softcap=0.0) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
 
 def _attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool
-) -> Pair:
-    return dispatch.forward(q, k, v, causal, softmax_scale)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0,
+) -> Pair:  # fmt: skip
+    return dispatch.forward(q, k, v, of_operator(mask, window_left, window_right), softmax_scale, softcap)
+
+
+def _backward_op(
+    do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    o: torch.Tensor, lse: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    asked = of_operator(mask, window_left, window_right)
+    return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score_of(softcap))
 
 
 def _attention_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool
-) -> Pair:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0,
+) -> Pair:  # fmt: skip
     return empty_ordered(q, v.shape[3]), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def _backward_fake(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    o: torch.Tensor, lse: torch.Tensor, causal: bool, softmax_scale: float, deterministic: bool,
+    o: torch.Tensor, lse: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
 
@@ -304,7 +448,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
 
 
 def _backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return (*torch.ops.fa2tune.attention_backward(do, dlse, *ctx.saved_tensors, *ctx.call), None, None, None)
+    return (*torch.ops.fa2tune.attention_backward(do, dlse, *ctx.saved_tensors, *ctx.call), *[None] * len(ctx.call))
 
 
 def _refuse(ctx: Any, *gradients: Any) -> Any:
@@ -313,7 +457,7 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
 
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("attention", _attention_op, _key)
-    _LIBRARY.impl("attention_backward", dispatch.backward, _key)
+    _LIBRARY.impl("attention_backward", _backward_op, _key)
 torch.library.register_fake("fa2tune::attention", _attention_fake, lib=_LIBRARY)
 torch.library.register_fake("fa2tune::attention_backward", _backward_fake, lib=_LIBRARY)
 torch.library.register_autograd("fa2tune::attention", _backward, setup_context=_setup, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""What several commands ask for, and how they are told that it cannot be."""
+"""Options that several commands share, and how their errors are shown."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any, TypeVar
 
 import click
 
-from fa2tune.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.mask import Mask, sides_of
+from fa2tune.spec.mask import checked as checked_mask
+from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-#: Exit code of a command that was called wrongly, one that names a file that cannot be read included. 1 is an answer: there is
-#: something to do.
+#: Exit code of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
 CALLED_WRONGLY = 2
 
 
 class CannotUseError(click.ClickException):
-    """Something that the command names, or needs, cannot be used."""
+    """Something that the command names or needs cannot be used."""
 
     exit_code = CALLED_WRONGLY
 
 
-#: What a wrong name does; any other error of the operating system (a full disk, a connection cut) stops the work.
+#: What a wrong name causes. Any other error of the operating system (a full disk, a lost connection) stops the work.
 WRONG_NAMES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 @contextmanager
 def told(after: str = "") -> Iterator[None]:
-    """What is wrong with an argument or a file, as a message and exit code 2; what stopped the work (a full disk, a database
-    that is away, a GPU that is gone), as a message and exit code 1. ``after``: what to do about it."""
+    """An error becomes a message: with exit code 2 for a wrong argument or file, with 1 for what stopped the work (a full disk,
+    a database or GPU that is gone). ``after``: appended, what to do about it."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit):
@@ -44,15 +45,18 @@ def told(after: str = "") -> Iterator[None]:
 
 
 def said(error: Exception) -> str:
-    """An error for people: of one of the operating system's the file and what is wrong, not its number."""
+    """The message of an error; for one of the operating system the file and the reason, without the error number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
+NO_MASK = "no mask"
+
+
 def masks(neither: str) -> Callable[[Command], Command]:
-    """Options --causal and --full, of which a command gets ``causal``: True, False, or None for neither. ``neither``: what that
-    means to it. Both is an error, not the last of the two."""
+    """Options --causal and --full; a command gets ``mask``: "causal", "full", or None for neither. ``neither``: what None
+    means to it. Both at once is an error."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)
@@ -61,16 +65,71 @@ def masks(neither: str) -> Callable[[Command], Command]:
                 raise click.UsageError(
                     f"--causal and --full: got both, one at most is allowed; leave both options out for {neither}"
                 )
-            return command(*arguments, causal=True if causal else False if full else None, **others)
+            return command(*arguments, mask="causal" if causal else "full" if full else None, **others)
 
-        made: Any = click.option("--full", is_flag=True, help=f"No mask only.  [default: {neither}]")(checked)
-        return click.option("--causal", is_flag=True, help="The causal mask only.")(made)
+        default = "default" if neither == NO_MASK else f"default: {neither}"
+        made: Any = click.option("--full", is_flag=True, help=f"No mask.  [{default}]")(checked)
+        return click.option("--causal", is_flag=True, help="The causal mask.")(made)
 
     return decorate
 
 
+def window(context: click.Context, option: click.Parameter, given: Any) -> Any:
+    """A callback: ``LEFT,RIGHT`` -> (left, right), as ``attention(window=...)`` takes it; None where nothing came. With
+    ``multiple=True`` a list."""
+    if not isinstance(given, str):
+        return given and [window(context, option, text) for text in given]
+    try:
+        left, right = map(int, given.split(","))
+        sides_of((left, right))
+    except ValueError:
+        raise click.BadParameter(f"got {given!r}, expected LEFT,RIGHT: two integers from -1 on") from None
+    return left, right
+
+
+def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:
+    """A callback: ``NAME[,VALUE...]`` -> the mask, as ``attention(mask=...)`` takes it; None where nothing came."""
+    if given is None:
+        return None
+    name, *values = given.split(",")
+    try:
+        numbers = [int(value) for value in values]
+    except ValueError:
+        raise click.BadParameter(f"got {given!r:.80}, expected NAME or NAME,VALUE,...: integers") from None
+    try:
+        return checked_mask(Mask(name, *numbers))
+    except ValueError as error:
+        raise click.BadParameter(str(error).removeprefix("mask: ")) from None
+
+
+def comma_separated(convert: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], list[Any] | None]:
+    """A callback for an option that takes several values: "64,128", in an option with ``multiple=True`` also given more than
+    once. Each value once, converted; None where nothing came."""
+
+    def parse(
+        context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
+    ) -> list[Any] | None:
+        if not value:
+            return None
+        text = value if isinstance(value, str) else ",".join(value)
+        try:
+            return list(dict.fromkeys(convert(part.strip()) for part in text.split(",")))
+        except ValueError:
+            raise click.BadParameter(f"got {text!r}, expected numbers with commas between") from None
+
+    return parse
+
+
+def at_least_one(text: str) -> int:
+    """For ``comma_separated``: a number of 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise click.BadParameter(f"got {value}, must be at least 1")
+    return value
+
+
 def head_dim(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
-    """A callback: one that a kernel can have."""
+    """A callback: a head dim that the kernels support."""
     if value is not None and value not in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
         raise click.BadParameter(
             f"got {value}, allowed are {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
@@ -78,7 +137,16 @@ def head_dim(context: click.Context, option: click.Parameter, value: int | None)
     return value
 
 
+def head_dim_list(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[int] | None:
+    """A callback of an option with ``multiple=True``: head dims that the kernels support, with commas or repeated. None: none
+    came."""
+    found = comma_separated(int)(context, option, values)
+    for value in found or ():
+        head_dim(context, option, value)
+    return found
+
+
 def check_folder(path: Path, hint: str) -> None:
-    """A file that is to be written needs a folder that is there: one that is not is a typo more often than a wish."""
+    """The folder of an output file must exist: a missing one is most likely a typo."""
     if not path.parent.is_dir():
-        raise click.BadParameter(f"got {path}, but {path.parent} is no folder", param_hint=hint)
+        raise click.BadParameter(f"got {path}, but {path.parent} is not a folder", param_hint=hint)

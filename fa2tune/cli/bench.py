@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,10 @@ import click
 
 from fa2tune.bench import comparison
 from fa2tune.bench.peers import PEERS, SUBJECT, select
-from fa2tune.cli._options import masks, told
-from fa2tune.problem import BUCKETS
-
-
-def _list(convert: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], list[Any] | None]:
-    """A click callback: comma-separated, each once, converted."""
-
-    def parse(context: click.Context, parameter: click.Parameter, value: str | None) -> list[Any] | None:
-        if value is None:
-            return None
-        try:
-            return list(dict.fromkeys(convert(part.strip()) for part in value.split(",")))
-        except ValueError:
-            raise click.BadParameter(f"got {value!r}, expected numbers with commas between") from None
-
-    return parse
+from fa2tune.cli import _output
+from fa2tune.cli._options import comma_separated, masks, told, window
+from fa2tune.spec.mask import ROW_MASKS, mask_of, row_mask_named
+from fa2tune.spec.problem import BUCKETS
 
 
 def _text(values: tuple[Any, ...]) -> str:
@@ -33,32 +21,42 @@ def _text(values: tuple[Any, ...]) -> str:
 
 
 @click.command()
-@click.option("--peers", callback=_list(str), help=f"Comma-separated, of {', '.join(n for n in PEERS if n != SUBJECT)}. "
+@click.option("--peers", callback=comma_separated(str),
+              help=f"Comma-separated, of {', '.join(n for n in PEERS if n != SUBJECT)}. "
               "fa2tune is always measured.  [default: all that are installed]")  # fmt: skip
 @click.option(
-    "--headdim", callback=_list(int), default=_text(comparison.HEAD_DIMS), show_default=True, help="Head dims."
+    "--headdim",
+    callback=comma_separated(int),
+    default=_text(comparison.HEAD_DIMS),
+    show_default=True,
+    help="Head dims.",
 )
-@click.option("--seqlen", callback=_list(int), default=_text(BUCKETS), show_default=True, help="Sequence lengths.")
+@click.option(
+    "--seqlen", callback=comma_separated(int), default=_text(BUCKETS), show_default=True, help="Sequence lengths."
+)
 @masks("both masks")
-@click.option("--pass", "passes", callback=_list(str), default=_text(comparison.PASSES), show_default=True,
-              help="fwd without gradients, bwd alone, both together.")  # fmt: skip
-@click.option("--timing", "timings", callback=_list(str), default="interleaved", show_default=True,
-              help="interleaved: each launch behind another peer's, out of a cold L2; sustained: each peer for turns alone, at "
-                   "the clock that its own power allows (1.5 s a peer and cell).")  # fmt: skip
-@click.option("--dtype", callback=_list(str), default="bf16", show_default=True, help="bf16, fp16.")
-@click.option("--memory-seqlen", callback=_list(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
+@click.option("--window", "windows", multiple=True, metavar="LEFT,RIGHT", callback=window,
+              help="A sliding window in place of the masks: keys to the left and to the right of the diagonal that a query "
+                   "sees, -1 for all. May be repeated, and combined with --causal or --full.")  # fmt: skip
+@click.option("--pass", "passes", callback=comma_separated(str), default=_text(comparison.PASSES), show_default=True,
+              help="fwd: forward without gradients; bwd: backward alone; both: one after the other.")  # fmt: skip
+@click.option("--timing", "timings", callback=comma_separated(str), default="interleaved", show_default=True,
+              help="interleaved: launches of all peers take turns, each with a cold L2; sustained: each peer runs alone, at "
+                   "the clock that its own power draw allows (1.5 s per peer and cell).")  # fmt: skip
+@click.option("--dtype", callback=comma_separated(str), default="bf16", show_default=True, help="bf16, fp16.")
+@click.option("--memory-seqlen", callback=comma_separated(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
               help="Lengths at which peak memory is measured.")  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Leave peak memory out.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.15, show_default=True,
-              help="GPU time per peer and interleaved cell; 10 to 100 samples whatever it is.")  # fmt: skip
+              help="GPU time per peer and interleaved cell; always 10 to 100 samples.")  # fmt: skip
 @click.option("--time-budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-              help="Stop before a cell that would likely pass it; --resume goes on.")  # fmt: skip
-@click.option("--resume", is_flag=True, help="Go on from OUT/bench.json if it exists.")
+              help="Stop before a cell that would likely exceed it; --resume continues.")  # fmt: skip
+@click.option("--resume", is_flag=True, help="Continue OUT/bench.json if it exists.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"), show_default=True,
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
-    peers: list[str] | None, headdim: list[int], seqlen: list[int], causal: bool | None, passes: list[str],
-    timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float,
+    peers: list[str] | None, headdim: list[int], seqlen: list[int], mask: str | None, windows: list[tuple[int, int]],
+    passes: list[str], timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float,
     time_budget: float | None, resume: bool, out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
@@ -68,27 +66,29 @@ def bench(
     """
     try:
         chosen, absent = select(peers)
+        names = () if mask is None and windows else ROW_MASKS if mask is None else (mask,)
+        chosen_masks = map(row_mask_named, names)
         grid = comparison.Grid(
-            dtypes=dtype, head_dims=headdim, causals=(False, True) if causal is None else (causal,), seqlens=seqlen,
+            dtypes=dtype, head_dims=headdim, masks=[*chosen_masks, *(mask_of(False, one) for one in windows)], seqlens=seqlen,
             passes=passes, timings=timings, memory_seqlens=() if no_memory else memory_seqlen,
         )  # fmt: skip
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     file = out / "bench.json"
     if file.exists() and not resume:  # said before torch is imported
-        raise click.UsageError(f"--out: {file} exists; --resume goes on from it, or name another folder")
+        raise click.UsageError(f"--out: {file} exists; --resume continues it, or name another folder")
 
     from rich.console import Console
 
-    from fa2tune.bench import report
-    from fa2tune.bench.card import Card
+    from fa2tune.bench import plotting, tables
+    from fa2tune.bench.gpu import BenchGpu
     from fa2tune.calling.dispatch import SERVED
 
     console = Console()
     with told():
-        card = Card()
+        gpu = BenchGpu()
         out.mkdir(parents=True, exist_ok=True)
-        results = comparison.Results(file, card.environment(), resume)
+        results = comparison.Results(file, gpu.environment(), resume)
         results.save()  # an unwritable folder is said now
     for name, why in absent.items():
         console.print(f"{name} is left out: {why}")
@@ -98,48 +98,53 @@ def bench(
         results.save()
         console.print(f"[{done}/{total}] {_line(record)}", markup=False, soft_wrap=True)
 
+    status = 0
+    _output.if_stopped("The cells that were measured are kept; the same command with --resume continues")
     try:
         complete = comparison.run(
-            grid.cells(), chosen, card, results, seconds=seconds, time_budget=time_budget, progress=progress
+            grid.cells(), chosen, gpu, results, seconds=seconds, time_budget=time_budget, progress=progress
         )
     except comparison.BenchError as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
-        complete = False
+        complete, status = False, 130
 
-    for table in report.tables(results.data):
+    for table in tables.on_screen(results.data):
         console.print(table)
-    for objection in report.objections(results.data):
+    for objection in tables.objections(results.data):
         console.print(objection, markup=False, soft_wrap=True)
-    rungs = ", ".join(f"{rung}: {count}" for rung, count in SERVED.most_common()) or "none"
-    console.print(f"fa2tune's configs in this run, by rung of the lookup: {rungs}", markup=False, soft_wrap=True)
-    for path in [file, *report.plots(results.data, out)]:
-        console.print(f"wrote {path}", soft_wrap=True)
+    steps = ", ".join(f"{step}: {count}" for step, count in SERVED.most_common()) or "none"
+    console.print(f"fa2tune's configs in this run, by step of the lookup: {steps}", markup=False, soft_wrap=True)
+    with told():
+        for path in [file, *plotting.plots(results.data, out)]:
+            console.print(f"wrote {path}", soft_wrap=True)
     if not complete:
-        console.print("Not every cell is measured yet: the same command with --resume goes on.")
+        console.print("Not every cell is measured yet: the same command with --resume continues.")
+    if status:
+        raise SystemExit(status)
 
 
 def _line(record: Mapping[str, Any]) -> str:
     """A cell in one line, as it is finished."""
-    from fa2tune.bench import report
+    from fa2tune.bench import tables
 
     entries = record["peers"]
-    what = f"{record['pass']} {record['dtype']} head dim {record['head_dim']} {report.mask_name(record['causal'])}"
+    what = f"{record['pass']} {record['dtype']} head dim {record['head_dim']} {tables.mask_label(record)}"
     own = entries[SUBJECT]
     if own["status"] != "ok":
         figure = f"fa2tune {own['status']}: {own['why']}"
     elif record["kind"] == "memory":
         figure = f"fa2tune {own['peak_bytes'] / 2**20:.0f} MiB"
     else:
-        best = report.ratio_to_best(record)
+        best = tables.ratio_to_best(record)
         figure = f"fa2tune {own['tflops']:.0f} TFLOP/s" + (
             f", {best[0]:.2f} x the best peer ({best[1]})" if best else ""
         )
     if own.get("kernels"):
-        figure += f" by {', '.join(f'{kernel} {way}' for kernel, way in own['kernels'].items())}"
+        figure += f" by {', '.join(f'{kernel} {name}' for kernel, name in own['kernels'].items())}"
     odd = [
         f"{name} {entry['status']}" for name, entry in entries.items() if name != SUBJECT and entry["status"] != "ok"
     ]
-    return f"{report.KIND_TITLES.get(record['kind'], record['kind'])} {what} length {record['seqlen']}: " + "; ".join(
+    return f"{tables.KIND_TITLES.get(record['kind'], record['kind'])} {what} length {record['seqlen']}: " + "; ".join(
         [figure, *odd]
     )

@@ -1,200 +1,194 @@
-"""``fa2tune doctor``: is everything here that fa2tune needs, and if not, what mends it."""
+"""``fa2tune doctor``: can attention() run on this GPU, has it rows, and what to do next."""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import platform
-import re
-import sys
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
+from fa2tune.cli import _checks
+from fa2tune.cli._checks import Finding, Rows
+from fa2tune.cli._output import echo
+from fa2tune.text import plain
+
 if TYPE_CHECKING:
-    from fa2tune.measuring.witness import Reading
-
-#: package -> lowest version that works; a test holds this to pyproject.toml
-REQUIRED = {"torch": (2, 11), "triton": (3, 6), "optuna": (0,), "sqlalchemy": (2,)}
+    from fa2tune.devices import Device, Found
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``mend`` is set where something is wrong; ``needed`` says that fa2tune fails without it."""
+@dataclass
+class Report:
+    """Everything that was found."""
 
-    subject: str
-    found: str
-    mend: str = ""
-    needed: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    seen: Found | None = None  #: what the driver says; None: not asked, as a package is missing
+    rows: dict[int, list[Rows]] = field(default_factory=dict)  #: GPU by number -> what the cache files hold for it
+    triton: str = ""
+    gpu_wanted: bool = True
 
     @property
-    def mark(self) -> str:
-        return "ok" if not self.mend else "FAIL" if self.needed else "note"
+    def broken(self) -> list[Finding]:
+        return [one for one in self.findings if one.fix and one.needed]
 
+    @property
+    def interpreted(self) -> bool:
+        return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-def packages() -> Iterator[Finding]:
-    python = (3, 11)
-    yield Finding(
-        "python", platform.python_version(), "" if sys.version_info >= python else "install Python 3.11 or newer"
-    )
-    for package, lowest in REQUIRED.items():
-        wanted = f"pip install --upgrade '{package}>={'.'.join(map(str, lowest))}'"
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield Finding(package, "not installed", wanted)
-            continue
-        numbers = tuple(int(n) for n in re.findall(r"\d+", version)[: len(lowest)])
-        yield Finding(package, version, "" if numbers >= lowest else wanted)
+    @property
+    def ready(self) -> bool:
+        """Whether attention() runs here; with --no-gpu whether it could, on a GPU."""
+        if any(not one.skipped for one in self.broken):
+            return False
+        return not self.gpu_wanted or self.interpreted or bool(self.seen and self.seen.devices)
 
+    @property
+    def status(self) -> int:
+        """Exit status: 0 if it is ready and everything that is configured can be used."""
+        return 0 if self.ready and not self.broken else 1
 
-def tools() -> Iterator[Finding]:
-    """The binaries that compile for a GPU and read its machine code. They come inside the triton wheel."""
-    from fa2tune.compiling import compiler
+    @property
+    def skipped(self) -> list[str]:
+        """Files that attention() runs without, each with its reason."""
+        return [one.skipped for one in self.broken if one.skipped]
 
-    for name in ("ptxas", "cuobjdump", "nvdisasm"):
-        try:
-            yield Finding(name, compiler.tool(name))
-        except FileNotFoundError as error:
-            yield Finding(name, str(error), "pip install --force-reinstall --no-deps triton")
-        except ImportError as error:
-            yield Finding(name, f"triton does not import: {error}", "pip install --force-reinstall triton")
-
-
-def gpu() -> Iterator[Finding]:
-    import torch
-
-    from fa2tune import gpus
-    from fa2tune.compiling import fingerprint
-    from fa2tune.measuring import witness
-
-    driver = fingerprint.driver_version()
-    if not torch.cuda.is_available():
-        if not driver:
-            yield Finding(
-                "gpu", "none: fa2tune can compile for and predict any GPU that `fa2tune gpus` lists, not run on one"
-            )
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if missing := dict.fromkeys(one.subject for one in self.broken if not one.skipped):
+            return f"Not ready: {', '.join(missing)}."
+        skipped = "; ".join(self.skipped)
+        if self.seen is not None and self.seen.devices:
+            rows = _verdict_on(self.seen.devices[0], self.rows.get(0, []), self.triton)
+            return f"Ready, but {skipped}. {rows}" if skipped else f"Ready: {rows}"
+        why = plain(self.seen.why) if self.seen else "unknown"
+        if self.interpreted:
+            found = f"Ready, without a GPU ({why}): attention() takes CPU tensors, in Triton's interpreter, slowly."
+        elif not self.gpu_wanted:
+            found = "Ready to compile, and to tune for an absent GPU. There is no GPU here, and --no-gpu needs none."
         else:
-            mend = (
-                "this torch is built without CUDA: install the CUDA build of torch"
-                if torch.version.cuda is None
-                else f"torch is built for CUDA {torch.version.cuda} and cannot use driver {driver}: update the driver, "
-                "install a torch for an older CUDA, or check CUDA_VISIBLE_DEVICES"
-            )
-            yield Finding("gpu", f"driver {driver} is here, torch sees no GPU", mend)
-        return
-    for index in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(index)
-        arch = 10 * seen.major + seen.minor
-        known = gpus.identify(seen.name, arch, seen.multi_processor_count)
-        found = f"{seen.name}, {seen.multi_processor_count} SMs, sm_{arch}: {known.name}"
-        mend = "fa2tune needs compute capability 8.0 (A100) or newer" if arch < 80 else ""
-        yield Finding(f"gpu {index}", found, mend)
-        seen_by = witness.of_device(index)
-        yield Finding(
-            f"gpu {index} watched", seen_by.why or f"by NVML: {_reading(seen_by.read())}",
-            "pip install nvidia-ml-py; without it tuning goes on, and its rows say that nobody watched for throttling"
-            if seen_by.why else "", needed=False,
-        )  # fmt: skip
-    yield Finding("driver", driver or "unknown")
+            found = f"No GPU ({why}): attention() does not run here."
+        return f"{found} But {skipped}." if skipped else found
+
+    @property
+    def next(self) -> str:
+        """A command, or "nothing to do"."""
+        if self.broken:
+            return min(self.broken, key=lambda one: bool(one.skipped)).fix
+        if self.seen is None or not self.seen.devices:
+            return "fa2tune tune --gpu a100 (tunes for an absent GPU; fa2tune gpus lists them)"
+        return _next_for(self.rows.get(0, []))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        listed = [
+            {"number": d.number, "name": d.name, "gpu": d.gpu.name, "arch": d.arch, "sm_count": d.sm_count,
+             "rows": [one.as_dict() for one in self.rows.get(d.number, [])]}
+            for d in (self.seen.devices if self.seen else ())
+        ]  # fmt: skip
+        return {
+            "ready": self.ready, "skipped": self.skipped, "verdict": self.verdict, "next": self.next, "gpus": listed,
+            "findings": [one.as_dict() for one in self.findings],
+        }  # fmt: skip
 
 
-def _reading(reading: Reading) -> str:
-    if reading.reasons is None:
-        return f"{reading.clock_mhz} MHz, throttling not told"
-    return f"{reading.clock_mhz} MHz, {'throttled now' if reading.throttled else 'not throttled'}"
+def _verdict_on(device: Device, classes: Sequence[Rows], triton: str) -> str:
+    name = plain(device.name)
+    if not classes:
+        return f"{name} has no rows, so attention() takes the default configs."
+    best = classes[0]
+    if best.fresh_keys == best.keys:
+        return f"{name} has {best.words(best.fresh)}, fresh for Triton {triton}."
+    reasons = "; ".join(best.stale[:3])
+    if not best.fresh_keys:
+        return f"{name} has {best.words()}. All are stale ({reasons}), and still serve."
+    return f"{name} has {best.words()}. {best.keys - best.fresh_keys} of {best.keys} keys have only stale rows ({reasons})."
 
 
-def layers() -> Iterator[Finding]:
-    """The cache files that serve, strongest first, and those that were meant to and cannot be read."""
-    from fa2tune.rows import reader
-
-    found, skipped = [], _Skipped()
-    reader.logger.addHandler(skipped)
-    try:
-        found = reader.layers()
-    finally:
-        reader.logger.removeHandler(skipped)
-    for layer in found:
-        yield Finding(f"{layer.name} cache", f"{layer.path}, {len(layer.rows)} rows")
-    if not found:
-        yield Finding("cache", "no file: every call takes the default config", "fa2tune tune", needed=False)
-    for reason in skipped.reasons:
-        yield Finding("cache", reason, "restore that file, delete it, or take it out of FA2TUNE_CACHE")
+def _next_for(classes: Sequence[Rows]) -> str:
+    if not classes or (classes[0].on, classes[0].evidence) != ("exact", "measured"):
+        return "fa2tune tune (measures on this GPU)"
+    if classes[0].stale_files:
+        return refresh_command(classes[0].stale_files[0])
+    return NOTHING_TO_DO
 
 
-def kernels() -> Iterator[Finding]:
-    """The files of binaries: which are trusted, which not and why, and what in them fits here."""
-    from fa2tune.compiling import binaries
-    from fa2tune.launching import precompiled
+def examine(gpu_wanted: bool) -> Report:
+    """Look at everything. Imports no torch."""
+    report = Report(gpu_wanted=gpu_wanted)
+    report.findings += _checks.packages()
+    complete = not report.broken  # the rest imports these packages
+    if complete:
+        from fa2tune import devices
 
-    held = binaries.trusted()
-    for place, file in held.files:
-        version = precompiled.triton_build()
-        fitting = Counter(
-            f"sm_{e.about.get('arch')}" for e in file.entries.values() if e.about.get("triton") == version
-        )
-        fits = ", ".join(f"{count} for {arch}" for arch, count in sorted(fitting.items())) or "none"
-        found = f"{file.path}, {len(file.entries)} binaries; for Triton {version or 'of no known build'}: {fits}"
-        yield Finding(
-            f"{place.layer} kernels", found, "" if fitting else "fa2tune cache precompile; until then calls compile",
-            needed=False,
-        )  # fmt: skip
-    for place, why in held.refused:
-        missing = place.layer == "named" and not os.path.lexists(place.path)  # as a cache file that FA2TUNE_CACHE names
-        mend = f"ship that file, or take it out of {binaries.VARIABLE}" if missing else "mend that, or delete the file"
-        yield Finding(
-            f"{place.layer} kernels", f"{place.path}: {'no such file' if missing else why}",
-            f"{mend}; until then calls compile", needed=missing,
-        )  # fmt: skip
-    if not held.files and not held.refused:
-        off = os.environ.get(binaries.VARIABLE) == binaries.OFF
-        yield Finding("kernels", f"off, by {binaries.VARIABLE}" if off else "no file of binaries: first calls compile")
-    if held.files and (overruled := precompiled.overruled()) is not None:
-        yield Finding("kernels", f"left aside: {overruled}")
+        report.findings += _checks.tools()
+        report.seen = devices.find()
+        report.findings += _checks.gpus(report.seen)
+    layers, found = _checks.cache_files()
+    if complete:
+        from fa2tune.compiling import measured_code
+
+        toolchain = measured_code.toolchain()
+        report.triton = toolchain.triton
+        for device in report.seen.devices if report.seen else ():
+            report.rows[device.number] = _checks.rows_for(device, layers, toolchain)
+            report.findings += _row_lines(device, report.rows[device.number])
+    report.findings += found
+    if complete:
+        report.findings += [*_checks.binaries_files(), *_checks.settings()]
+    return report
 
 
-def settings() -> Iterator[Finding]:
-    """Variables of the environment that a call would refuse, at the worst of times."""
-    from fa2tune.calling import dispatch
-
-    setting, allowed = os.environ.get(dispatch.CAPTURE_MISS), (dispatch.ERROR, dispatch.DEFAULT)
-    if setting is not None and setting not in allowed:
-        mend = f"set it to {' or '.join(allowed)}, or take it out of the environment"
-        yield Finding(dispatch.CAPTURE_MISS, repr(setting), mend)
-
-
-class _Skipped(logging.Handler):
-    """Collects the reader's warnings: one for each file that it skips."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.reasons: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.reasons.append(record.getMessage())
+def _row_lines(device: Device, classes: Sequence[Rows]) -> Iterator[Finding]:
+    """What the cache files hold for a GPU, one line a class of evidence."""
+    for one in classes:
+        yield Finding(f"gpu {device.number} rows", f"{one.words()}; {one.fresh} fresh, {one.rows - one.fresh} stale")
+    if not classes:
+        yield Finding(f"gpu {device.number} rows", "none: default configs")
 
 
 @click.command()
-def doctor() -> None:
-    """Check GPU, driver, versions, cache files, files of binaries and settings. Exit code 1 if something needed is missing."""
-    findings = list(packages())
-    complete = not any(f.mend for f in findings)
-    if complete:  # the rest imports them
-        findings += [*tools(), *gpu()]
-    findings += layers()
-    if complete:
-        findings += [*kernels(), *settings()]
-    for finding in findings:
-        click.echo(f"{finding.mark:8}{finding.subject:15} {finding.found}")
-        if finding.mend:
-            click.echo(f"{'':24}-> {finding.mend}")
-    missing = [finding.subject for finding in findings if finding.mend and finding.needed]
-    if missing:
-        click.echo(f"\nNot ready: {', '.join(missing)}.")
-        sys.exit(1)
-    click.echo("\nEverything needed is here.")
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+@click.option("--no-gpu", is_flag=True, help="This machine need not have a GPU: a build machine, CI.")
+def doctor(as_json: bool, no_gpu: bool) -> None:
+    """Say whether attention() is ready on this GPU, which rows it has, and what to do next.
+
+    Checks versions, GPU and driver, cache files, files of binaries (every hash) and settings.
+
+    Exit status: 0 if attention() runs here and everything that is configured can be used; 1 if not, also without a GPU. With
+    --no-gpu a machine without a GPU can be ready, too.
+    """
+    report = examine(not no_gpu)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        from fa2tune.cli.cache.common import console
+
+        screen = console()
+        for line in _lines(report, screen.width if screen.is_terminal else None):
+            echo(line)
+    if report.status:
+        raise SystemExit(report.status)
+
+
+def _lines(report: Report, width: int | None) -> Iterator[str]:
+    """Verdict and next command, then every finding. ``width``: of the terminal, None for lines of any length."""
+    yield from textwrap.wrap(report.verdict, width or len(report.verdict), break_on_hyphens=False)
+    said = f"Next: {report.next}"
+    yield from textwrap.wrap(
+        said, width or len(said), subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+    yield ""
+    indent = " " * 24
+    for one in report.findings:
+        head = f"{one.mark:6}{one.subject:17} "
+        yield from textwrap.wrap(
+            head + one.found, width or len(head + one.found), subsequent_indent=indent, break_on_hyphens=False,
+            break_long_words=False,
+        )  # fmt: skip
+        if one.fix:
+            yield f"{indent}-> {one.fix}"

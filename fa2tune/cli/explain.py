@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fa2tune.cli._options import head_dim, masks, told
-from fa2tune.cli.cache.common import describe, gpu_asked
-from fa2tune.fleet import regret
-from fa2tune.problem import BACKWARD, DTYPES, ROADS, SPLIT, Problem
-from fa2tune.rows import lookup, reader
-from fa2tune.rows.row import over_portable
+from fa2tune.cli import _tables
+from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, told, window
+from fa2tune.cli._output import echo
+from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe, gpu_asked, is_here
+from fa2tune.fleet import lookup_cost
+from fa2tune.rows import reader
+from fa2tune.spec.mask import Mask, mask_of
+from fa2tune.spec.problem import BACKWARD, DTYPES, SPLIT, Problem
 
 if TYPE_CHECKING:
-    from fa2tune.gpus import Gpu
-    from fa2tune.problem import Config
+    from fa2tune.calling.serving import Explanation, Served
+    from fa2tune.rows.lookup import Toolchain
 
 
 _COUNT = click.IntRange(min=1)
@@ -32,7 +36,12 @@ PRECISIONS = ("ieee", "tf32")
 @click.option("--batch", type=_COUNT, default=1, show_default=True)
 @click.option("--heads", type=_COUNT, default=16, show_default=True, help="Query heads.")
 @click.option("--heads-kv", type=_COUNT, help="Key and value heads.  [default: as --heads]")
-@masks("no mask")
+@masks(NO_MASK)
+@click.option("--window", metavar="LEFT,RIGHT", callback=window,
+              help="A sliding window: keys to the left and to the right of the diagonal that a query sees, -1 for all. With "
+                   "--causal none to the right.")  # fmt: skip
+@click.option("--mask", "other", metavar="NAME[,VALUE...]", callback=named_mask,
+              help="In place of these a mask by name, with its values: chunked,8192.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--precision", type=click.Choice(PRECISIONS), default="ieee", show_default=True, help="Of fp32 products.")
 @click.option("--gpu", help="Name as `fa2tune gpus` has it.  [default: the GPU present]")
@@ -42,108 +51,112 @@ PRECISIONS = ("ieee", "tf32")
 @click.option(
     "--cache", "named", type=click.Path(path_type=Path), multiple=True, help="A file to ask before all others."
 )
+@click.option("-v", "--verbose", is_flag=True, help="Each row's evidence, and every row that was refused and why.")
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def explain(
     headdim: int, headdim_v: int | None, seqlen: int, seqlen_k: int | None, batch: int, heads: int,
-    heads_kv: int | None, causal: bool | None, dtype: str, precision: str, gpu: str | None, pass_: str | None,
-    deterministic: bool, unaligned: bool, named: Sequence[Path],
+    heads_kv: int | None, mask: str | None, window: tuple[int, int] | None, other: Mask | None, dtype: str,
+    precision: str, gpu: str | None, pass_: str | None, deterministic: bool, unaligned: bool, named: Sequence[Path],
+    verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show which cache row would serve a problem, and why: its place on the lookup ladder, its layer, what about it is
-    stale, every better placed row that was refused, and whether its kernels are precompiled."""
+    """Show which cache row would serve a call, with which evidence, and what would improve on it.
+
+    With -v also the lookup ladder: what about each row is stale, which better placed rows were refused and why, and where each
+    kernel's binary comes from. In Python: fa2tune.explain(q, k, v)."""
     heads_kv = heads_kv or heads
     if heads % heads_kv:
         raise click.BadParameter(f"got {heads_kv}, must divide --heads {heads}", param_hint="--heads-kv")
     if precision != "ieee" and dtype != "fp32":
         raise click.BadParameter(f"got {precision}, {dtype} has ieee only", param_hint="--precision")
+    if mask == "full" and window is not None:
+        raise click.UsageError("--full and --window: got both, one at most is allowed")
+    if other is not None and (mask is not None or window is not None):
+        raise click.UsageError("--mask: got it beside --causal, --full or --window, one at most is allowed")
     target = gpu_asked(gpu)
     with told():
         layers = reader.layers(named)
     problem = Problem(
-        dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim, bool(causal), precision,
+        dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim,
+        mask_of(mask == "causal", window, other).fitted(seqlen, seqlen_k or seqlen), precision,
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
-    if pass_ != "bwd":
-        _explain(problem, target, layers, "fwd")
-    if pass_ != "fwd":
-        for kernel, specialized in _backward(problem, target, layers, deterministic).items():
-            _explain(problem, target, layers, kernel, specialized)
+    from fa2tune.calling import dispatch, serving
+
+    which = ("fwd", BACKWARD) if pass_ is None else (pass_,)
+    present = gpu is None or is_here(target)
+    found = serving.explain_problem(problem, target, which, deterministic, layers, present)
+    if as_json:
+        click.echo(json.dumps(found.as_dict(), indent=2))
+        return
+    screen = console()
+    for line in _short(found, screen.width if screen.is_terminal else None, verbose):
+        echo(line)
+    if verbose:
+        for served in found.kernels:
+            click.echo()
+            if served.kernel == BACKWARD and deterministic:
+                click.echo(f"{SPLIT} is the deterministic strategy")
+            for line in _ladder(served, dispatch.toolchain()):
+                _tables.say(line, EVIDENCE_INDENT)
 
 
-def _backward(
-    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], deterministic: bool
-) -> Mapping[str, bool | None]:
-    """Explain the road of the backward; returns the kernels on it, and whether each is to be warp-specialised."""
-    from fa2tune.calling import dispatch
-
-    if deterministic:
-        click.echo(f"{SPLIT} is the deterministic road")
-    answer = _explain(problem, gpu, layers, BACKWARD, deterministic=deterministic)
-    kinds = dispatch.kinds_of(answer.row) if answer else {}
-    return {kernel: kinds.get(kernel) for kernel in ROADS[answer.row.road if answer else SPLIT]}
+LEGEND = "x port. default: speed relative to the portable default config."
 
 
-def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu) -> Iterator[str]:
-    """Where a first call would take each kernel from that runs for a config."""
-    from fa2tune.compiling import compiler
-    from fa2tune.launching import passes, precompiled
-
-    for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
-        binary = compiler.binary_config(variant, its_config)
-        image, found = precompiled.find(variant, problem.specialization, binary, gpu.arch)
-        source = f"precompiled, {found}" if image else f"compiled at the first call: {found}"
-        yield f"{variant.name}: {source}"
-
-
-def _explain(
-    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, specialized: bool | None = None,
-    deterministic: bool = False,
-) -> lookup.Answer | None:  # fmt: skip
-    """Print how ``kernel`` would be served, as the dispatcher finds it; returns the answer."""
-    from fa2tune.calling import defaults, dispatch
-    from fa2tune.compiling import compiler
-
-    key = dispatch.key_of(problem, kernel, gpu)
-    found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
-    kinds = [
-        dispatch.kind_refusal(problem, gpu, kind) for kind in ([specialized, False] if specialized else [specialized])
+def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str]:
+    """Verdict, rows, next command. ``width``: of the terminal, None for lines of any length."""
+    for sentence in (found.verdict, found.about_call, found.about_gpu):
+        yield from textwrap.wrap(sentence, width or max(len(sentence), 1), break_on_hyphens=False)
+    rows = [
+        [one.kernel, one.row.filed_as, "" if one.row.gain is None else f"{one.row.gain:.2f}", one.evidence]
+        for one in found.kernels
+        if one.row
     ]
-    if kernel == BACKWARD:
-        kinds = [dispatch.road_refusal(problem, gpu, deterministic, layers)]
-    for acceptable in kinds:
-        answer, refused = lookup.choose(found, acceptable)
-        if answer:
-            break
-    click.echo(f"{kernel}: {answer.rung if answer else 'no row serves'}")
+    if rows:
+        yield ""
+        yield from _tables.lines(
+            ("kernel", "implementation", "x port. default", "row"),
+            rows,
+            width,
+            right=("x port. default",),
+            below=("row",),
+        )
+        yield from textwrap.wrap(LEGEND, width or len(LEGEND))
+    files = dict.fromkeys((served.answer.layer.name, str(served.file)) for served in found.kernels if served.answer)
+    for layer, path in files:
+        yield f"file: {path} ({layer} layer)"
+    yield ""
+    yield from _tables.following(found.next, width)
+    if not verbose:
+        yield "(-v shows how each row was found)"
+
+
+def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
+    """How one kernel's row was found, and all that is known of it. ``here``: of this machine."""
+    answer = served.answer
+    yield f"{served.kernel}: {answer.step if answer else 'no row serves'}"
     if answer:
-        click.echo(f"  file      {answer.layer.path}")
-        for name, (asked, has) in lookup.differences(key, answer.row.key).items():
-            click.echo(f"  differs   {name}: asked {asked}, the row has {has}")
-        if cost := regret.told(key, regret.rung_between(key, answer.row.key)):
-            click.echo(f"  costs     {cost}")
+        yield f"  file      {answer.layer.path}"
+        for name, (asked, has) in served.differs.items():
+            yield f"  differs   {name}: asked {asked}, the row has {has}"
+        if cost := lookup_cost.told(served.key, lookup_cost.step_between(served.key, answer.row.key)):
+            yield f"  costs     {cost}"
         for part in answer.stale:
-            click.echo(f"  stale     {part}")
-        for line in describe(answer.row):
-            click.echo(f"  {line}")
-        lead = over_portable(answer.row, answer.layer.rows)
-        if lead is not None:
-            click.echo(f"  lead      {lead:.3f} times as fast as the portable winner of its key")
-    for one in refused:
-        click.echo(f"  refused   {one.candidate.row.variant}, {one.candidate.rung}: {one.why}")
-    if kernel != BACKWARD:
-        config = answer.row.config if answer else defaults.default_config(kernel, problem, gpu)
-        suited = compiler.variant_of(kernel, config).suited(problem, config) if answer else config
-        for name in (name for name, value in suited.items() if value != config[name]):
-            click.echo(
-                f"  changed   {name} {config[name]} to {suited[name]}, which suits these lengths and heads better"
-            )
-        for line in _binaries(kernel, problem, suited, gpu):
-            click.echo(f"  loads     {line}")
+            yield f"  stale     {part}"
+        for line in describe(answer.row, here):
+            yield f"  {line}"
+        if served.lead is not None:
+            yield f"  lead      {served.lead:.3f} times as fast as the portable winner of its key"
+    for one in served.refused:
+        yield f"  refused   {one.candidate.row.filed_as}, {one.candidate.step}: {one.why}"
+    for name, (old, new) in (served.changed or {}).items():
+        yield f"  changed   {name} {old} to {new}, which suits these lengths and heads better"
+    for kernel, origin in (served.binaries or {}).items():
+        yield f"  loads     {kernel}: {origin}"
     if not answer:
-        default = SPLIT if kernel == BACKWARD else dict(defaults.default_config(kernel, problem, gpu))
-        click.echo(f"  default   {default}")
-        if cost := regret.told(key, regret.DEFAULT):
-            click.echo(f"  costs     {cost}")
-        for difference, layer in () if found else lookup.near_misses(key, layers):
-            fields = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())
-            click.echo(f"  nearest   {layer.name} layer: {fields}")
-    click.echo()
-    return answer
+        yield f"  default   {SPLIT if served.kernel == BACKWARD else dict(served.config)}"
+        if cost := lookup_cost.told(served.key, lookup_cost.DEFAULT):
+            yield f"  costs     {cost}"
+        for difference, layer in served.nearest:
+            wanted = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())
+            yield f"  nearest   {layer} layer: {wanted}"

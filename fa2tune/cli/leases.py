@@ -1,4 +1,4 @@
-"""``fa2tune leases``: who works on what, in a storage that several workers share."""
+"""``fa2tune leases``: the jobs that workers hold in a storage that they share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from fa2tune.cli import _tables
 from fa2tune.cli._options import told
-from fa2tune.cli.cache.common import console, rich_table
+from fa2tune.cli._output import echo
 
 
 @click.command()
@@ -18,7 +19,8 @@ from fa2tune.cli.cache.common import console, rich_table
     help="URL of the database, as `fa2tune tune --storage` has it.",
 )
 def leases(storage: str) -> None:
-    """Show the workers on a storage, the lots they hold, and when their leases expire unless they say another word."""
+    """Show the workers on a storage, the tuning jobs that they hold, and in how many seconds their leases expire if they are
+    not renewed. Workers whose last column is the same share their jobs."""
     with told():
         from fa2tune.sharing.leases import board
         from fa2tune.sharing.storage import OWN_FILE, Storage, parsed
@@ -29,16 +31,15 @@ def leases(storage: str) -> None:
             if not studies.is_file():
                 raise ValueError(f"storage: {studies}: no such file")
             if not studies.with_name(OWN_FILE).is_file():
-                raise ValueError(f"storage: {studies}: nobody has tuned with it: there is no {OWN_FILE} beside it")
+                raise ValueError(f"storage: {studies}: not used by a tune yet: there is no {OWN_FILE} next to it")
         held = Storage.at(url)
         lines = board(held)
     if not lines:
-        click.echo(f"nobody works on {held.name}")
+        echo(f"no worker on {held.name}")
         return
-    table = rich_table(
-        "campaign", "worker", "GPUs", "lot", "held, s", "expires in, s", right=("GPUs", "held, s", "expires in, s")
-    )
-    for line in lines:
-        lot = line.lot or "waits for one"
-        table.add_row(line.campaign, line.worker, str(line.gpus), lot, f"{line.held_s:.0f}", f"{line.left_s:.0f}")
-    console().print(table)
+    table = [
+        (line.worker, str(line.gpus), line.job or "waits for one", f"{line.held_s:.0f}", f"{line.left_s:.0f}", line.campaign)
+        for line in lines
+    ]  # fmt: skip
+    titles = ("worker", "GPUs", "job", "held, s", "expires in, s", "shared with")
+    _tables.show(titles, table, right=("GPUs", "held, s", "expires in, s"), below=titles[-1:])

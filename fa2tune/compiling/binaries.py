@@ -1,16 +1,18 @@
 """Files of compiled kernels (``h200.kernels`` beside ``h200.sqlite``): their format, and which of them may be loaded.
 
-A file of their own, not columns of the cache file: machine code is not data. Rows are read, checked and replaced as a whole at
-every start, travel by anyone's hand, and outlive a Triton; binaries are megabytes of which a call needs one, fit one Triton,
-and are believed.
+Binaries are not in the cache file, because machine code has to be trusted and rows do not. Rows are data: each process reads
+and checks all of them. Binaries are megabytes of which a call needs a few.
 
-Format: ``MAGIC``, the header's length (8 bytes, little-endian) and sha256 (32 bytes), the header (JSON), then the cubins, each
-compressed with zlib. An entry of the header says where its cubin lies, how long it is and what its sha256 is: the header's
-hash vouches for the whole file, and of a file only the header and the cubins asked for are read. Nothing is decompressed, and
-nothing handed to the driver, before its hash is right. ``save`` gives the same bytes for the same entries.
+A binary runs under every version of torch and Triton, or without Triton: the driver loads it. Which Triton compiled it matters
+to a row, whose times hold for the machine code that was measured.
 
-Trusted are the user's own file, those that came with fa2tune, and those that FA2TUNE_KERNELS names: never one for merely lying
-beside a cache file that FA2TUNE_CACHE names. And only while nobody else could have written them, see ``_Opened.check_owners``.
+Format: ``MAGIC``, the header's length (8 bytes, little-endian) and sha256 (32 bytes), the header (JSON), then the cubins,
+each compressed with zlib. An entry of the header holds the offset, length and sha256 of its cubin, so the header's hash
+covers the whole file, and only the header and the cubins asked for are read. Nothing is decompressed or given to the driver
+before its hash is checked. ``save`` gives the same bytes for the same entries.
+
+Trusted are the user's own file, those that came with fa2tune, and those that FA2TUNE_KERNELS names, but not
+a file beside a cache file of FA2TUNE_CACHE. A file that other users can write is not trusted, see ``_Opened.check_owners``.
 
 Pure: no torch, no Triton.
 """
@@ -24,7 +26,6 @@ import os
 import re
 import stat
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,10 +34,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fa2tune.rows import reader
+from fa2tune.rows import reader, whole
+from fa2tune.text import plain
 
 MAGIC = b"fa2tune kernels\n"
-FORMAT = 1
+FORMAT = 2  #: 1 found a binary by its compiler's build, too
 SUFFIX = ".kernels"
 logger = logging.getLogger("fa2tune")
 
@@ -52,12 +54,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class BinariesError(ValueError):
     """A file of binaries, or one binary in it, that must not be used. The message says why."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(plain(reason))  # it may quote the file
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One binary of a file. ``about``: what it was made from, for explaining; ``launch``: what its launch must know."""
+    """One binary of a file. ``about``: what it was made from and by which Triton, for explaining and for rows; ``launch``:
+    what its launch must know."""
 
-    key: str
+    key: str  #: of the binary: ``code`` and the Triton that compiled it
+    code: str  #: sha256 of all that it was compiled from
     about: Mapping[str, Any]
     launch: Mapping[str, Any]
     offset: int  #: of its compressed cubin, behind the header
@@ -65,13 +72,18 @@ class Entry:
     length: int  #: bytes of the cubin
     sha256: str  #: of what is stored
 
+    def compiled_by(self, version: str) -> bool:
+        """Whether a Triton of this version compiled it: any of its builds, since a row knows no more than the version."""
+        builds = str(self.about.get("triton")).split(" or ")
+        return any(re.fullmatch(rf"{re.escape(version)}(\.(post|dev)\d+)?(\+.*)?", build) for build in builds)
+
 
 def _for_reading(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a pipe would keep its reader waiting
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # otherwise a pipe would block
 
 
 class _Opened:
-    """A file held open, so that what was checked is what is read, whatever happens to the path."""
+    """A file held open, so that the file that was checked is the one that is read, also if the path is replaced."""
 
     def __init__(self, path: Path) -> None:
         if not hasattr(os, "pread"):
@@ -97,9 +109,9 @@ class _Opened:
         return b"".join(parts)
 
     def check_owners(self) -> None:
-        """BinariesError: somebody else may have written this file. It and every folder above it must belong to this user,
-        to root or to whoever owns fa2tune's own code, and be writable by their owner alone (or his private group, which has
-        his number; and a folder with the sticky bit aside, where nobody can rename what is another's)."""
+        """BinariesError: another user could have written this file. It and every folder above it must belong to this user, to
+        root or to the owner of fa2tune's code, and be writable by the owner only. Allowed are also the owner's private group,
+        which has the same number, and folders with the sticky bit, where users cannot rename files of others."""
         trusted = {0, os.geteuid(), _code_owner()}
         above = Path(os.path.realpath(self.path)).parents
         for what, state in (("it", self.state), *((str(folder), folder.stat()) for folder in above)):
@@ -108,8 +120,8 @@ class _Opened:
             sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
             others = stat.S_IWOTH | (0 if state.st_gid == state.st_uid else stat.S_IWGRP)
             if state.st_mode & others and not sticky:
-                who = "everybody" if state.st_mode & stat.S_IWOTH else "its group"
-                raise BinariesError(f"not trusted: {what} can be written by {who} (chmod go-w)")
+                others_are = "all users" if state.st_mode & stat.S_IWOTH else "its group"
+                raise BinariesError(f"not trusted: {what} can be written by {others_are} (chmod go-w)")
 
 
 @cache
@@ -121,8 +133,8 @@ class File:
     """The entries of one file, its header checked; cubins are read when asked for."""
 
     def __init__(self, path: Path, pin: str = "", believed: bool = False) -> None:
-        """``pin``: what the header's sha256 must be, which makes up for a foreign owner. ``believed``: no question of
-        trust, the binaries are looked at and not run. BinariesError."""
+        """``pin``: the header's expected sha256, with which any owner is accepted. ``believed``: the owner is not checked, for
+        binaries that are not run. BinariesError."""
         self.path = path
         self._opened = opened = _Opened(path)
         if not stat.S_ISREG(opened.state.st_mode):
@@ -133,10 +145,10 @@ class File:
             raise BinariesError(f"is larger than {MAX_FILE >> 20} MiB")
         start = opened.read(0, min(_PREFIX, opened.state.st_size))
         if len(start) < _PREFIX or not start.startswith(MAGIC):
-            raise BinariesError("is no file of binaries")
+            raise BinariesError("is not a file of binaries")
         length, self.digest = int.from_bytes(start[len(MAGIC) :][:8], "little"), start[-32:].hex()
         if not 0 < length <= min(MAX_HEADER, opened.state.st_size):
-            raise BinariesError("is damaged: its header's length cannot be")
+            raise BinariesError("is damaged: the length of its header is impossible")
         header = opened.read(_PREFIX, length)
         if hashlib.sha256(header).hexdigest() != self.digest:
             raise BinariesError("is damaged: its header's hash is wrong")
@@ -144,12 +156,13 @@ class File:
             raise BinariesError(f"not trusted: {VARIABLE} asks for sha256 {pin[:16]}..., it has {self.digest[:16]}...")
         self._body = _PREFIX + length
         self.entries, self.sources = _parsed(header, opened.state.st_size - self._body)
+        self.by_code: dict[str, list[Entry]] = {}  #: the same code compiled by several Tritons
+        for entry in self.entries.values():
+            self.by_code.setdefault(entry.code, []).append(entry)
 
     def cubin(self, entry: Entry) -> bytes:
-        """BinariesError: it is not what the header vouches for."""
-        stored = self._opened.read(self._body + entry.offset, entry.size)
-        if hashlib.sha256(stored).hexdigest() != entry.sha256:
-            raise BinariesError("is damaged: a binary's hash is wrong")
+        """The binary of an entry. BinariesError: it is not what the header says."""
+        stored = self._stored(entry)
         try:
             unpacker = zlib.decompressobj()
             cubin = unpacker.decompress(stored, entry.length)
@@ -158,6 +171,23 @@ class File:
         if len(cubin) != entry.length or unpacker.unconsumed_tail:
             raise BinariesError("is damaged: a binary has another length")
         return cubin
+
+    def damaged(self) -> list[Entry]:
+        """The entries whose binary is not what the header says. Reads the whole file and hashes it; nothing is decompressed
+        and nothing is loaded."""
+        found = []
+        for entry in self.entries.values():
+            try:
+                self._stored(entry)
+            except BinariesError:
+                found.append(entry)
+        return found
+
+    def _stored(self, entry: Entry) -> bytes:
+        stored = self._opened.read(self._body + entry.offset, entry.size)
+        if hashlib.sha256(stored).hexdigest() != entry.sha256:
+            raise BinariesError("is damaged: a binary's hash is wrong")
+        return stored
 
 
 def _is_count(value: Any, most: int) -> bool:
@@ -169,20 +199,21 @@ def _parsed(header: bytes, room: int) -> tuple[dict[str, Entry], dict[str, dict[
     try:
         held = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise BinariesError(f"is damaged: its header is no JSON: {error}"[:200]) from error
+        raise BinariesError(f"is damaged: its header is not JSON: {error}") from error
     if not isinstance(held, dict) or held.get("format") != FORMAT:
-        raise BinariesError(f"is of another format than {FORMAT}, which this fa2tune reads")
+        said = plain(held.get("format")) if isinstance(held, dict) else "none"
+        raise BinariesError(f"is of format {said}, and this fa2tune reads {FORMAT}: remove it, and compile again")
     entries, sources = held.get("entries"), held.get("sources")
     if not isinstance(entries, dict) or not isinstance(sources, dict):
         raise BinariesError("is damaged: its header lacks entries or sources")
     found = {}
     for key, value in entries.items():
-        wanted = {"about", "launch", "offset", "size", "length", "sha256"}
+        wanted = {"about", "code", "launch", "offset", "size", "length", "sha256"}
         if not _SHA256.fullmatch(key) or not isinstance(value, dict) or set(value) != wanted:
             raise BinariesError("is damaged: an entry lacks a part")
         if not isinstance(value["about"], dict) or not isinstance(value["launch"], dict):
-            raise BinariesError("is damaged: an entry says nothing of itself")
-        if not isinstance(value["sha256"], str) or not _SHA256.fullmatch(value["sha256"]):
+            raise BinariesError("is damaged: an entry has no description")
+        if not all(isinstance(value[one], str) and _SHA256.fullmatch(value[one]) for one in ("code", "sha256")):
             raise BinariesError("is damaged: an entry has no hash")
         if not (_is_count(value["offset"], room) and _is_count(value["size"], room - value["offset"])):
             raise BinariesError("ends too early: it was truncated")
@@ -197,8 +228,9 @@ def _parsed(header: bytes, room: int) -> tuple[dict[str, Entry], dict[str, dict[
 
 @dataclass(frozen=True)
 class New:
-    """A binary to save."""
+    """A binary to save, see ``Entry``."""
 
+    code: str
     about: Mapping[str, Any]
     launch: Mapping[str, Any]
     cubin: bytes
@@ -210,7 +242,7 @@ def packed(entries: Mapping[str, New], sources: Mapping[str, Mapping[str, str]])
     for key, new in sorted(entries.items()):
         stored = zlib.compress(new.cubin, 9)
         listed[key] = {
-            "about": dict(new.about), "launch": dict(new.launch), "offset": offset, "size": len(stored),
+            "about": dict(new.about), "code": new.code, "launch": dict(new.launch), "offset": offset, "size": len(stored),
             "length": len(new.cubin), "sha256": hashlib.sha256(stored).hexdigest(),
         }  # fmt: skip
         blobs.append(stored)
@@ -221,7 +253,7 @@ def packed(entries: Mapping[str, New], sources: Mapping[str, Mapping[str, str]])
 
 
 def _make_folder(folder: Path) -> None:
-    """With what is missing above it, closed to others whatever the umask."""
+    """Make a folder and those above it, private to the user whatever the umask."""
     if not folder.exists():
         _make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -231,8 +263,12 @@ def _make_folder(folder: Path) -> None:
 def turn(path: Path) -> Iterator[None]:
     """One writer of a file at a time, by a lock on a file beside it."""
     path = Path(os.path.realpath(path))
-    _make_folder(path.parent)
-    with open(path.with_name(f".{path.name}.lock"), "ab") as lock:
+    try:
+        _make_folder(path.parent)
+        opened = open(path.with_name(f".{path.name}.lock"), "ab")  # noqa: SIM115  # closed below
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+    with opened as lock:
         if sys.platform != "win32":
             import fcntl
 
@@ -241,26 +277,20 @@ def turn(path: Path) -> Iterator[None]:
 
 
 def save(path: Path, content: bytes) -> str:
-    """Put a file in place at one stroke, writable by its owner alone; returns the sha256 of its header. OSError leaves what
-    was there."""
-    path = Path(os.path.realpath(path))
-    _make_folder(path.parent)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with open(descriptor, "wb") as file:
-            os.chmod(name, 0o644)
+    """Write a file that appears whole, writable by its owner alone; returns the sha256 of its header. OSError names the file
+    and leaves what was there."""
+    _make_folder(Path(os.path.realpath(path)).parent)
+
+    def fill(temporary: Path) -> None:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    whole.publish(path, fill, mode=0o644)
     return content[_PREFIX - 32 : _PREFIX].hex()
 
 
 def companion(cache_file: Path) -> Path:
-    """Where the binaries of a cache file's rows lie."""
+    """The file of binaries that belongs to a cache file."""
     return cache_file.with_suffix(SUFFIX)
 
 
@@ -274,7 +304,7 @@ class Place:
 
 
 def places() -> Iterable[Place]:
-    """Those trusted by configuration, whether they are there or not, in the order in which they are asked."""
+    """The trusted files, whether they exist or not, in lookup order."""
     named = os.environ.get(VARIABLE, "")
     if named == OFF:
         return
@@ -284,24 +314,36 @@ def places() -> Iterable[Place]:
         if entry:
             path, _, pin = entry.rpartition("@") if _SHA256.fullmatch(entry.rpartition("@")[2]) else (entry, "", "")
             yield Place("named", Path(os.path.expanduser(path)), pin)
-    for shipped in reader.shipped_paths():
-        yield Place("shipped", companion(shipped))
+    yield from shipped()
+
+
+def shipped() -> list[Place]:
+    """The files that came with fa2tune."""
+    folders = dict.fromkeys(path.parent for path in reader.shipped_paths())
+    return [Place("shipped", path) for path in _beside(tuple(folders))]
+
+
+@cache
+def _beside(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The files of binaries in the folders of the shipped rows, listed once until ``forget``."""
+    return tuple(path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}")))
 
 
 @dataclass(frozen=True)
 class Trusted:
-    """What there is: files that may be loaded from, and why others may not."""
+    """Files that may be loaded from, and why others may not."""
 
     files: tuple[tuple[Place, File], ...]
     refused: tuple[tuple[Place, str], ...]
 
 
 def trusted() -> Trusted:
-    """Each file is read once per process; ``forget`` has them read anew."""
+    """Each file is read once per process; after ``forget`` it is read again."""
     return _read(tuple(places()))
 
 
 def forget() -> None:
+    _beside.cache_clear()
     _read.cache_clear()
 
 
@@ -314,6 +356,6 @@ def _read(asked: tuple[Place, ...]) -> Trusted:
         try:
             files.append((place, File(place.path, place.pin)))
         except (BinariesError, OSError) as error:
-            logger.warning("%s kernels skipped: %s: %s", place.layer, place.path, error)
+            logger.warning("%s kernels skipped: %s: %s", place.layer, plain(place.path, None), error)
             refused.append((place, str(error)))
     return Trusted(tuple(files), tuple(refused))

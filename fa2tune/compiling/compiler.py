@@ -7,35 +7,25 @@ this process or another.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
-import os
-import pkgutil
 import re
 import subprocess
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from fa2tune.compiling import binaries, hostside
-from fa2tune.problem import ITEMSIZE, Config, Specialization, padded_head_dim
-from fa2tune.variant import OPTIONS, POINTER, Variant, way_of
+from fa2tune.compiling import hostside
+from fa2tune.compiling.composition import PARSING
+from fa2tune.compiling.debuginfo import no_line_numbers
+from fa2tune.compiling.registry import variant_named
+from fa2tune.spec.maskfile import mask_named
+from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
+from fa2tune.spec.scorefile import score_named
+from fa2tune.spec.variant import HOOKS, OPTIONS, POINTER, SCORE, SCORE_HOOKS, WINDOW, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
-
-#: How the modules of fa2tune.kernels end that hold other ways of kernels, in a language that is no stable part of Triton.
-OTHER_WAYS = "hopper"
-#: Modules that hold kernels of other names than their own. (A test holds this against the modules.)
-SHARED = {"bwd_keys": ("bwd_dkdv", "bwd_fused")}
-
-
-#: Held by whoever has Python parse sources, as Triton does to hash a kernel and again to translate it. CPython (3.11 at least)
-#: counts the depth of a syntax tree for all threads together, so two that parse at once may be refused by a SystemError
-#: (python/cpython issue 106905), and Triton would keep its half of a hash for the whole.
-PARSING = threading.RLock()
 
 
 class CompileError(RuntimeError):
@@ -46,126 +36,37 @@ class HostTrouble(RuntimeError):
     """ptxas was killed in the midst of a compile (by the OOM killer, say), which says nothing of the config."""
 
 
-class Variants(Mapping[str, Variant]):
-    """Every kernel variant, by name: whatever ``VARIANT`` or ``VARIANTS`` the modules of fa2tune.kernels hold. A module is
-    imported when it is needed: all of them take 0.1 s, for which a first call would wait.
+class NoTritonError(ImportError):
+    """A kernel has to be compiled, and Triton cannot be imported."""
 
-    Where this Triton lacks what another way of a kernel is written with, that way is absent, and a log line says so."""
+    def __init__(self, cause: BaseException, kernel: str = "a kernel", why: str = "") -> None:
+        super().__init__(
+            f"fa2tune has no machine code of {kernel}{why and f' ({why})'}, and to compile it takes Triton, which cannot be "
+            f"imported here ({type(cause).__name__}: {str(cause)[:200]}). Install a Triton that works: pip install triton",
+            name="triton",
+        )
+        self.cause = cause
 
-    def __init__(self) -> None:
-        package = importlib.import_module("fa2tune.kernels")
-        self._modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-        self._imported: dict[str, tuple[Variant, ...]] = {}
-
-    def _of(self, module_name: str) -> tuple[Variant, ...]:
-        """What one module holds."""
-        if module_name not in self._imported:
-            found = self._without_triton(module_name)
-            self._imported[module_name] = self._with_triton(module_name) if found is None else found
-        return self._imported[module_name]
-
-    @staticmethod
-    def _without_triton(module_name: str) -> tuple[Variant, ...] | None:
-        """Where kernels may be found compiled; None: this one takes Triton."""
-        if not binaries.trusted().files or os.environ.get("TRITON_INTERPRET", "0") == "1":
-            return None
-        try:
-            return hostside.variants(module_name)
-        except Exception as error:  # whatever a kernel file does with a stand-in
-            log.info("kernels.%s cannot be read without Triton: %s", module_name, error)
-            return None
-
-    @staticmethod
-    def _with_triton(module_name: str) -> tuple[Variant, ...]:
-        try:
-            module = importlib.import_module(f"fa2tune.kernels.{module_name}")
-        except (ImportError, AttributeError) as error:
-            if not module_name.endswith(OTHER_WAYS):
-                raise
-            why = f"{type(error).__name__}: {error}"
-            log.warning("fa2tune: left out, as this Triton cannot import it: kernels.%s (%s)", module_name, why)
-            return ()
-        single = (module.VARIANT,) if hasattr(module, "VARIANT") else ()
-        return (*single, *getattr(module, "VARIANTS", ()))
-
-    def _whole(self, modules: Iterable[str]) -> dict[str, Variant]:
-        """Theirs, without those whose neighbours are absent."""
-        found = [variant for module in modules for variant in self._of(module)]
-        return {one.name: one for one in found if all(self._near(n).get(n) for n in (*one.before, *one.after))}
-
-    def _near(self, name: str) -> dict[str, Variant]:
-        """Of the modules called after a kernel, or that hold it by what SHARED says."""
-        return self._whole(m for m in self._modules if f"{m}_".startswith(f"{name}_") or name in SHARED.get(m, ()))
-
-    def serving(self, kernel: str) -> Iterable[Variant]:
-        """Those filed under a kernel, among others."""
-        return self._near(kernel).values()
-
-    def __getitem__(self, name: str) -> Variant:
-        return self._near(name)[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole(self._modules))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def of(self, kernel: str, spec: Specialization, arch: int, why: str) -> NoTritonError:
+        """The same with the kernel that is wanted, and why no file of binaries brings it."""
+        dims = f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim}/{spec.head_dim_v}"
+        return NoTritonError(
+            self.cause, f"{kernel} for {spec.dtype}, head dim {dims}, mask {spec.mask}, sm_{arch}", why
+        )
 
 
-@cache
-def variants() -> Mapping[str, Variant]:
-    """Every kernel variant, by name."""
-    return Variants()
+def _hook(folder: str, value: Any) -> Any:
+    """The device function that ``constexprs`` has named; anything else as it is."""
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    file, _, name = value.partition(":")
+    return getattr(importlib.import_module(f"fa2tune.kernels.{folder}.{file}"), name)
 
 
-def variant_named(name: str) -> Variant:
-    try:
-        return variants()[name]
-    except KeyError:
-        raise ValueError(f"kernel: got {name!r}, known are {', '.join(variants())}") from None
-
-
-@cache
-def ways(kernel: str) -> Mapping[str, Variant]:
-    """The ways a kernel can go, by name, each with its Variant: the portable ones first."""
-    known = variants()
-    serving = known.serving(kernel) if isinstance(known, Variants) else known.values()
-    of_kernel = [variant for variant in serving if variant.filed_under == kernel]
-    found: dict[str, Variant] = {}
-    for variant in sorted(of_kernel, key=lambda variant: bool(variant.serves)):
-        for way in variant.ways:
-            if found.setdefault(way, variant) is not variant:
-                raise ValueError(f"kernel {kernel}: {found[way].name} and {variant.name} are both {way}")
-    return found
-
-
-def variants_of(kernel: str) -> tuple[Variant, ...]:
-    """Every Variant that serves as this kernel, the portable one first."""
-    return tuple(dict.fromkeys(ways(kernel).values()))
-
-
-def variant_of(kernel: str, config: Config) -> Variant:
-    """The Variant that a config of a kernel is of. ValueError: this house has none."""
-    way, known = way_of(config), ways(kernel)
-    if way not in known:
-        raise ValueError(f"kernel {kernel}: got a {way!r:.40} config, known are {', '.join(known)}")
-    return known[way]
-
-
-def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
-    """Why a config from a file is no point of the search space of the way it is filed as; None: it is one."""
-    try:
-        variant = variant_of(kernel, config)
-    except ValueError as error:
-        return str(error)
-    if (way := way_of(config)) != filed_as:
-        return f"it is filed as {filed_as:.40}, and its config is a {way} one"
-    dimensions = variant.space.dimensions
-    if set(config) != set(dimensions):
-        return f"its config does not name the dimensions of {variant.name}"
-    for name, value in config.items():  # a file is data from somewhere else
-        if not any(type(value) is type(known) and value == known for known in dimensions[name]):
-            return f"its config has {name} {value!r:.40}, which is not a value of {variant.name}'s search space"
-    return None
+def with_hooks(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Constexprs with device functions in place of their names."""
+    folders = dict.fromkeys(HOOKS, "masks") | dict.fromkeys(SCORE_HOOKS, "scores")
+    return {name: _hook(folders[name], value) if name in folders else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -188,22 +89,10 @@ class Binary:
         return self.stack_bytes // 4
 
 
-def parameters(variant: Variant) -> list[str]:
-    """The kernel's parameter names, in order."""
-    return list(inspect.signature(variant.kernel.fn).parameters)
-
-
-@cache
-def constexpr_names(variant: Variant) -> frozenset[str]:
-    """The kernel's parameters annotated ``constexpr``, of Triton's language or Gluon's."""
-    annotated = inspect.signature(variant.kernel.fn).parameters.values()
-    return frozenset(p.name for p in annotated if getattr(p.annotation, "__name__", "") == "constexpr")
-
-
 @cache
 def runtime_names(variant: Variant) -> frozenset[str]:
     """The dimensions of the search that a launch chooses: configs that differ there alone share a binary."""
-    arguments = frozenset(parameters(variant)) - constexpr_names(variant) | frozenset(variant.grid_dimensions)
+    arguments = frozenset(variant.parameters) - variant.constexpr_names | frozenset(variant.grid_dimensions)
     return frozenset(variant.space.dimensions) & arguments - frozenset(OPTIONS)
 
 
@@ -213,17 +102,28 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in runtime}
 
 
+def _compiled_in(spec: Specialization) -> dict[str, Any]:
+    """Parameters that are compiled in for a mask without run-time integers, or for no score term."""
+    found: dict[str, Any] = {} if mask_named(spec.mask).values else dict.fromkeys(WINDOW, 0)
+    return found if score_named(spec.score).values else {**found, **dict.fromkeys(SCORE, 0.0)}
+
+
 def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
-    """What is known by name at compile time, whether the kernel has such a parameter or not."""
+    """What is known by name at compile time, whether the kernel has such a parameter or not. Hooks by name, "file:function"."""
+    mask = mask_named(spec.mask)
     return {
+        **{parameter: f"{mask.name}:{function}" for parameter, function in HOOKS.items()},
+        **mask.bounded,
+        **{parameter: f"{spec.score}:{function}" for parameter, function in SCORE_HOOKS.items()},
+        **_compiled_in(spec),
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_D": padded_head_dim(spec.head_dim),
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
-        "IS_CAUSAL": spec.causal,
+        "IS_CAUSAL": spec.mask == "causal",
         "PRECISION": spec.precision,
         **config,
-        **variant.derived(spec, config),
+        **variant.constants(spec, config),
     }
 
 
@@ -231,9 +131,13 @@ def constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[s
     """Every constexpr of the kernel, by name. ValueError names what the config lacks."""
     try:
         known = _known(variant, spec, config)
-        return {name: known[name] for name in parameters(variant) if name in constexpr_names(variant)}
+        return {
+            name: known[name]
+            for name in variant.parameters
+            if name in variant.constexpr_names or name in _compiled_in(spec)
+        }
     except KeyError as missing:
-        raise ValueError(f"config: {variant.name} needs {missing}, got {sorted(config)}") from None
+        raise ValueError(f"config: {variant.short_name} needs {missing}, got {sorted(config)}") from None
 
 
 def block_of(variant: Variant, spec: Specialization, config: Config, name: str) -> list[int]:
@@ -243,9 +147,9 @@ def block_of(variant: Variant, spec: Specialization, config: Config, name: str) 
     return [1, 1, *block] if len(block) == 2 else block
 
 
-def uses_descriptors(config: Config) -> bool:
+def uses_descriptors(variant: Variant, config: Config) -> bool:
     """Whether what a Variant says a descriptor may read is read, and written, by one."""
-    return way_of(config) != POINTER
+    return bool(variant.descriptors) and implementation_of(config) != POINTER
 
 
 def is_gluon(variant: Variant) -> bool:
@@ -263,11 +167,11 @@ def _shared_layout(block: tuple[int, ...], dtype: str) -> str:
 
 
 def _type(variant: Variant, spec: Specialization, config: Config, name: str, layouts: bool) -> str:
-    if name in constexpr_names(variant):
+    if name in variant.constexpr_names or name in _compiled_in(spec):
         return "constexpr"
     if name in variant.tensors:
         dtype = variant.tensors[name] or spec.dtype
-        if uses_descriptors(config) and name in variant.descriptors:
+        if uses_descriptors(variant, config) and name in variant.descriptors:
             block = block_of(variant, spec, config, name)
             layout = f",{_shared_layout(tuple(block), dtype)}" if layouts and is_gluon(variant) else ""
             return f"tensordesc<{dtype}{block}{layout}>"
@@ -298,7 +202,7 @@ def _gluon_source() -> Any:
 def signature(variant: Variant, spec: Specialization, config: Config, layouts: bool = True) -> dict[str, str]:
     """Every parameter of the kernel, in order, with its type as Triton writes it. ``layouts``: with those of Gluon's
     descriptors, which follow from the rest and take Gluon to know."""
-    return {name: _type(variant, spec, config, name, layouts) for name in parameters(variant)}
+    return {name: _type(variant, spec, config, name, layouts) for name in variant.parameters}
 
 
 def attributes(variant: Variant, spec: Specialization, config: Config) -> dict[tuple[int], list[list[Any]]]:
@@ -324,7 +228,7 @@ def source(variant: Variant, spec: Specialization, config: Config) -> Any:
     """Triton's ASTSource of one config, or Gluon's. Threads may compile theirs at once."""
     from triton.compiler import ASTSource
 
-    values = constexprs(variant, spec, config)
+    values = with_hooks(constexprs(variant, spec, config))
     language = _gluon_source() if is_gluon(variant) else ASTSource
     kinds, assumed = signature(variant, spec, config), attributes(variant, spec, config)
     kernel = variant.kernel.real() if isinstance(variant.kernel, hostside.Kernel) else variant.kernel
@@ -347,16 +251,22 @@ _PTXAS_KILLED = re.compile(r"ptxas\W+failed with error code (-9|-15|137|143)\b")
 
 def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
     """Triton's CompiledKernel. Raises CompileError with the compiler's reason; HostTrouble, OSError or MemoryError where the
-    host is to blame."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    host is to blame; NoTritonError."""
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+    except Exception as error:  # a broken Triton raises what it likes
+        raise NoTritonError(error, variant.short_name) from error
 
     try:
         asked = source(variant, spec, config)  # ValueError: the config does not fit the kernel
     except (ImportError, AttributeError) as error:
-        raise CompileError(f"this Triton lacks what {variant.name} is written with: {error}"[:300]) from error
+        raise CompileError(
+            f"{variant.short_name} uses something that this Triton does not have: {error}"[:300]
+        ) from error
     try:
-        compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
+        with no_line_numbers():
+            compiled = triton.compile(asked, target=GPUTarget("cuda", arch, 32), options=options(config))
     except (OSError, MemoryError):
         raise
     except Exception as error:
@@ -364,7 +274,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
         kind = HostTrouble if _PTXAS_KILLED.search(str(error)) else CompileError
         raise kind(f"{type(error).__name__}: {reason.strip()}"[:300]) from error
     if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
-        raise CompileError(f"{variant.name} wants scratch memory, which no launch gives it")
+        raise CompileError(f"{variant.short_name} needs scratch memory, which is not supported")
     return compiled
 
 

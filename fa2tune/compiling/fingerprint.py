@@ -2,92 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fa2tune.compiling import binaries
-from fa2tune.compiling.compiler import PARSING, variant_named, variants, variants_of
-from fa2tune.problem import BACKWARD, FUSED, ROADS
-from fa2tune.rows import lookup
-from fa2tune.rows.row import backward_way, hashed_as
-from fa2tune.variant import WARP_SPECIALIZED, Variant
+from fa2tune.compiling import binaries, composition
+from fa2tune.compiling.registry import variant_named, variants_of
+from fa2tune.rows.row import backward_implementation, hashed_as
+from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
+from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
+from fa2tune.spec.score import NONE
+from fa2tune.spec.standins import is_module
+from fa2tune.spec.variant import HOOKS, SCORE_HOOKS, WARP_SPECIALIZED, Variant
 
 #: Files below fa2tune/ that decide what is hashed, and how.
-SOURCES = ("compiling/compiler.py", "compiling/fingerprint.py", "problem.py", "rows/row.py", "variant.py")
-
-
-def _parsed(text: str) -> ast.Module:
-    with PARSING:
-        return ast.parse(text)
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    """Of a module, for whoever only reads it."""
-    return _parsed(path.read_text(encoding="utf-8"))
-
-
-def _written_anew(tree: ast.Module) -> str:
-    """Code from its syntax tree: comments, docstrings, formatting and line numbers do not count."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            del body[0]
-    return ast.unparse(tree)  # not ast.dump, which differs from one Python version to the next
-
-
-@cache
-def _code_of(path: Path) -> str:
-    return _written_anew(_parsed(path.read_text(encoding="utf-8")))
-
-
-@cache
-def _imported(path: Path) -> list[Path]:
-    """The modules of kernels/ that one of them imports, theirs included, in the order of their names."""
-    found: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        for node in ast.walk(_tree(waiting.pop())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa2tune.kernels."):
-                module = path.with_name(f"{str(node.module).rpartition('.')[2]}.py")
-                if module not in found:
-                    found.add(module)
-                    waiting.append(module)
-    return sorted(found)
-
-
-def _from_spaces(path: Path) -> Iterator[str]:
-    """What a module of kernels/ takes from search spaces beside the spaces themselves: constants, and functions."""
-    tree = _tree(path)
-    package = "fa2tune.search_spaces"
-    taken: set[tuple[str, str]] = set()  # module, name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
-            taken |= {(str(node.module), alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == package:
-            called = {alias.asname or alias.name: f"{package}.{alias.name}" for alias in node.names}
-            taken |= {
-                (called[each.value.id], each.attr)
-                for each in ast.walk(tree)
-                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in called
-            }
-    for module, name in sorted(taken):
-        if name != "SPACE":
-            value = getattr(importlib.import_module(module), name)
-            yield _written_anew(_parsed(inspect.getsource(value))) if callable(value) else repr(value)
+SOURCES = (
+    "compiling/compiler.py", "compiling/composition.py", "compiling/fingerprint.py", "compiling/registry.py", "rows/row.py",
+    "spec/maskfile.py", "spec/problem.py", "spec/scorefile.py", "spec/standins.py", "spec/variant.py",
+)  # fmt: skip
 
 
 @cache
@@ -98,7 +35,7 @@ def source_digest() -> str:
         Path(str(importlib.import_module(f"fa2tune.{name}").__path__[0])) for name in ("kernels", "search_spaces")
     ]
     paths = [here / name for name in SOURCES]
-    paths += sorted(path for folder in folders for path in folder.glob("*.py"))
+    paths += sorted(path for folder in folders for path in folder.rglob("*.py") if is_module(path))
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
 
 
@@ -112,45 +49,44 @@ def _known() -> Mapping[str, str]:
 
 
 @cache
-def kernel_hash(variant: Variant) -> str:
-    """Hash of the kernel's module, of the modules of kernels/ that it imports, of what these take from search spaces, and the
-    same of the kernels that run around it; 16 hex digits."""
-    return _known().get(variant.name) or _hashed(variant)
+def kernel_hash(variant: Variant, mask: str, score: str = NONE.name) -> str:
+    """Hash of the source that a kernel's binaries are composed of for a mask (a file of kernels/masks/) and a score term (of
+    kernels/scores/), and of the same of the kernels that run around it; 16 hex digits."""
+    known = _known().get(f"{variant.short_name} {mask}") if score == NONE.name else None
+    return known or _hashed(variant, mask, score)
 
 
-def _file_of(module: str) -> Path:
-    """Not imported, since this Triton may not be able to."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise FileNotFoundError(f"{module} has no file")
-    return Path(found.origin)
-
-
-def _hashed(variant: Variant) -> str:
-    text = ""
+def _hashed(variant: Variant, mask: str, score: str = NONE.name) -> str:
+    roots, points = [], ""
     for one in (variant, *map(variant_named, (*variant.before, *variant.after))):
-        path = _file_of(one.kernel.fn.__module__)
-        paths = (path, *_imported(path))
-        text += "".join([*map(_code_of, paths), *(taken for each in paths for taken in _from_spaces(each))])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+        roots += [(one.kernel.fn.__module__, one.kernel.fn.__name__), (one.module, "VARIANT")]
+        called = [HOOKS[name] for name in sorted(one.constexpr_names & set(HOOKS))]
+        hooks = [name for name in called if name in hooks_of(mask)]  # without one of them the kernel is not run
+        roots += [(f"fa2tune.kernels.masks.{mask}", name) for name in (hooks and [*hooks, "MASK"])]
+        terms = [SCORE_HOOKS[name] for name in sorted(one.constexpr_names & set(SCORE_HOOKS))]
+        roots += [(f"fa2tune.kernels.scores.{score}", name) for name in (terms and [*terms, "SCORE"])]
+        if one.space.single:  # no row has its config
+            points += repr(sorted(one.space.dimensions.items()))
+    return hashlib.sha256("".join([*composition.composed(roots), points]).encode()).hexdigest()[:16]
 
 
-#: What the row of a whole backward may be filed as -> (road, whether a kernel on it is warp-specialised).
-_BACKWARDS = {backward_way(road, special): (road, special) for road in ROADS for special in (False, True)}
+#: (strategy, implementation) of the rows of whole backwards.
+_BACKWARDS = [(strategy, backward_implementation(special)) for strategy in STRATEGIES for special in (False, True)]
 
 
 @cache
-def backward_hash(way: str) -> str:
-    """Hash of every kernel that a whole backward filed as ``way`` may run; 16 hex digits."""
-    road, specialized = _BACKWARDS[way]
-    names = ["bwd_delta"] if road == FUSED else []
-    for kernel in ROADS[road]:
-        names += [variant.name for variant in variants_of(kernel) if specialized or not variant.serves]
-    return hashlib.sha256("".join(kernel_hash(variant_named(name)) for name in names).encode()).hexdigest()[:16]
+def backward_hash(strategy: str, implementation: str, mask: str) -> str:
+    """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits."""
+    specialized = implementation == WARP_SPECIALIZED
+    names = ["portable/bwd_delta"] if strategy == FUSED else []
+    for kernel in STRATEGIES[strategy]:
+        able = [one for one in variants_of(kernel) if specialized or WARP_SPECIALIZED not in one.implementations]
+        names += [one.name for one in able]
+    return hashlib.sha256("".join(kernel_hash(variant_named(name), mask) for name in names).encode()).hexdigest()[:16]
 
 
-def _name_of(variant: Variant) -> str:
-    return hashed_as(variant.filed_under, WARP_SPECIALIZED if variant.serves else "")
+def _name_of(variant: Variant, mask: str) -> str:
+    return hashed_as(variant.serves, "" if variant.portable else variant.implementations[0], mask)
 
 
 class _Hashes(Mapping[str, str]):
@@ -166,17 +102,20 @@ class _Hashes(Mapping[str, str]):
 
     @staticmethod
     def _make(name: str) -> str:
-        kernel, _, way = name.partition(" ")
-        if kernel == BACKWARD and way in _BACKWARDS:
-            return backward_hash(way)
-        for variant in (*variants_of(kernel), *((variants()[kernel],) if kernel in variants() else ())):
-            if _name_of(variant) == name:
-                return kernel_hash(variant)
+        kernel, *filed_as, mask = name.split(" ")
+        if mask not in ROW_MASKS:  # of another mask there are no rows
+            raise KeyError(name)
+        if kernel == BACKWARD and tuple(filed_as) in _BACKWARDS:
+            return backward_hash(*filed_as, mask)
+        for variant in variants_of(kernel):
+            if _name_of(variant, mask) == name:
+                return kernel_hash(variant, mask)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        names = [_name_of(variant) for variant in variants().values()]
-        return iter(dict.fromkeys([*names, *(hashed_as(BACKWARD, way) for way in _BACKWARDS)]))
+        for mask in ROW_MASKS:
+            yield from dict.fromkeys(_name_of(variant, mask) for kernel in KERNELS for variant in variants_of(kernel))
+            yield from (hashed_as(BACKWARD, name, mask, strategy) for strategy, name in _BACKWARDS)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -184,8 +123,8 @@ class _Hashes(Mapping[str, str]):
 
 @cache
 def kernel_hashes() -> Mapping[str, str]:
-    """Of every kernel and of every way of a whole backward: what a row has to name to be fresh. Keys as ``row.hashed_as`` has
-    them; each value is made when it is asked for."""
+    """Of every kernel and of every variant of a whole backward, for each mask that rows are measured with: what a row has to
+    name to be fresh. Keys as ``row.hashed_as`` has them; each value is made when it is asked for."""
     return _Hashes()
 
 
@@ -199,16 +138,18 @@ def space_hash(variant: Variant) -> str:
 
 @cache
 def triton_version() -> str:
-    """Triton's version, read off its file: to import it takes 0.05 to 0.2 s, and who finds kernels compiled needs no more."""
+    """Triton's version, read off its file: an import takes 0.05 to 0.2 s, and processes with compiled kernels need none. "": it
+    is not installed, or does not say."""
     found = importlib.util.find_spec("triton")
-    if found is not None and found.origin is not None:
-        with suppress(OSError):
-            text = Path(found.origin).read_text(encoding="utf-8", errors="replace")
-            if match := re.search(r"^__version__ = ['\"]([^'\"]+)['\"]", text, re.MULTILINE):
-                return match[1]
-    import triton
-
-    return str(triton.__version__)
+    if found is None or found.origin is None:
+        return ""
+    with suppress(OSError):
+        text = Path(found.origin).read_text(encoding="utf-8", errors="replace")
+        if match := re.search(r"^__version__ = ['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return match[1]
+    with suppress(Exception):  # a broken Triton raises what it likes; a compile reports it
+        return str(importlib.import_module("triton").__version__)
+    return ""
 
 
 @cache
@@ -220,12 +161,6 @@ def driver_version() -> str:
         return _driver_version_by_nvml()
     match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
     return match[1] if match else ""
-
-
-def toolchain(driver: str | None = None) -> lookup.Toolchain:
-    """What is running here: a row made with another Triton, driver or kernel source is stale. ``driver``: "" for none to be
-    compared; None for this host's."""
-    return lookup.Toolchain(triton_version(), driver_version() if driver is None else driver, kernel_hashes())
 
 
 def _driver_version_by_nvml() -> str:

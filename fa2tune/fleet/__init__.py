@@ -1,1 +1,1 @@
-"""The life of a cache file after the tune: coverage, precompiling, signing, verifying, repairing."""
+"""The life of a cache file after the tune: coverage, precompiling, locking, verifying, repairing."""

@@ -1,7 +1,7 @@
-"""Whether every rank and node would serve alike: a manifest of all that decides which row serves, and its hash.
+"""Whether every rank and node makes the same decisions: a manifest of everything that decides which row serves, and its hash.
 
 Equal hashes mean equal decisions on equal GPUs. Nothing here talks to another process: a program compares hashes itself, once,
-at start-up. A manifest proves that files are the same, not who made them.
+at start-up. A lock file is a manifest written to a file. It proves that files are the same, not where they come from.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fa2tune
 from fa2tune.compiling import binaries
 from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.reader import Layer
+from fa2tune.text import MOST, plain
 
 FORMAT = 1
 MAX_FILE = 1 << 20  #: bytes
@@ -24,7 +25,10 @@ DIGITS = 64  #: of a digest, hexadecimal
 
 
 class ManifestError(ValueError):
-    """A file that is no manifest. The message says why."""
+    """A file that is not a lock file. The message says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(plain(reason, 10 * MOST))  # it may quote the file
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,9 @@ class Part:
     """One cache file that serves."""
 
     layer: str  #: "user", "fleet" or "shipped"
-    file: str  #: its name, without folders: nodes keep their copies where they like
+    file: str  #: its name, without folders, which differ between nodes
     rows: int
-    digest: str  #: of what its rows say, see ``record.digest``
+    digest: str  #: of the content of its rows, see ``record.digest``
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,19 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that decides which row serves a call, beside the GPU and the call itself."""
+    """Everything that decides which row serves a call, except the GPU and the call itself."""
 
     layers: tuple[Part, ...]  #: strongest first
     fa2tune: str  #: version
     triton: str  #: version
-    driver: str  #: version of the NVIDIA driver; "" where there is none
+    #: version of the NVIDIA driver, if it decides between rows of a file; else "", also where there is none
+    driver: str
     kernels: Mapping[str, str] = field(default_factory=dict)  #: kernel -> hash of its source
-    binaries: tuple[Kernels, ...] = ()  #: in the order in which they are asked
+    binaries: tuple[Kernels, ...] = ()  #: in lookup order
 
     @property
     def hash(self) -> str:
-        """64 hexadecimal digits. File names do not count, what is in the files does."""
+        """64 hexadecimal digits, of the content of the files, not of their names."""
         about = self._fields()
         about["layers"] = [[part.layer, part.digest] for part in self.layers]
         if self.binaries:
@@ -77,7 +82,7 @@ class Manifest:
         }
 
     def to_json(self) -> str:
-        """For a file that is shipped beside the cache files; ``parse`` reads it."""
+        """The text of a lock file; ``parse`` reads it."""
         return json.dumps({"manifest": FORMAT, "hash": self.hash, **self._fields()}, indent=1) + "\n"
 
 
@@ -107,20 +112,22 @@ def _kernels(file: binaries.File) -> Kernels:
 
 def of(layers: Iterable[Layer], toolchain: lookup.Toolchain, kernels: Iterable[Kernels] = ()) -> Manifest:
     """The manifest of these layers, strongest first, under a toolchain, with these files of binaries."""
+    layers = list(layers)
+    driver = toolchain.driver if any(lookup.driver_decides(layer.rows) for layer in layers) else ""
     parts = [Part(layer.name, layer.path.name, len(layer.rows), record.digest(layer.rows, DIGITS)) for layer in layers]
     return Manifest(
-        tuple(parts), fa2tune.__version__, toolchain.triton, toolchain.driver, dict(toolchain.kernel_hashes),
-        tuple(kernels),
-    )  # fmt: skip
+        tuple(parts), fa2tune.__version__, toolchain.triton, driver, dict(toolchain.kernel_hashes), tuple(kernels)
+    )
 
 
 def shipment(files: Sequence[Path], toolchain: lookup.Toolchain) -> Manifest:
-    """What a node serves from that reads ``files`` as its fleet layers and has no file of its own; with the files of binaries
-    that lie beside them, which the node is to name in FA2TUNE_KERNELS in this order. CacheFileError, BinariesError."""
+    """The manifest of a node that has ``files`` as its fleet layers and no user's file, with the files of binaries beside them,
+    which the node names in FA2TUNE_KERNELS in this order. CacheFileError, BinariesError."""
     fleet = [Layer("fleet", path, reader.read(path)) for path in files]
     shipped = [Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
-    beside = [path for path in map(binaries.companion, (layer.path for layer in (*fleet, *shipped))) if path.exists()]
-    return of([*fleet, *shipped], toolchain, [_kernels(binaries.File(path, believed=True)) for path in beside])
+    kernels = [path for path in map(binaries.companion, files) if path.exists()]
+    kernels += [place.path for place in binaries.shipped()]
+    return of([*fleet, *shipped], toolchain, [_kernels(binaries.File(path, believed=True)) for path in kernels])
 
 
 def _is_text(value: Any) -> bool:
@@ -128,13 +135,13 @@ def _is_text(value: Any) -> bool:
 
 
 def parse(text: str) -> Manifest:
-    """The manifest that ``to_json`` wrote. ManifestError: it is none, or somebody has changed it."""
+    """The manifest that ``to_json`` wrote. ManifestError: it is not one, or it was changed."""
     try:
         held = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"is no JSON: {error}"[:200]) from error
+        raise ManifestError(f"is not JSON: {error}") from error
     if not isinstance(held, dict) or held.get("manifest") != FORMAT:
-        raise ManifestError(f"is no manifest of format {FORMAT}")
+        raise ManifestError(f"is not a lock file of format {FORMAT}")
     kernels, layers = held.get("kernels"), held.get("layers")
     texts = [held.get(name) for name in ("fa2tune", "triton", "driver", "hash")]
     if not isinstance(kernels, dict) or not all(map(_is_text, [*texts, *kernels, *kernels.values()])):
@@ -160,32 +167,33 @@ def parse(text: str) -> Manifest:
         files.append(Kernels(**part))
     found = Manifest(tuple(parts), held["fa2tune"], held["triton"], held["driver"], kernels, tuple(files))
     if found.hash != held["hash"]:
-        raise ManifestError("its hash does not fit what it says: it was changed after it was signed")
+        raise ManifestError("its hash does not match its content: it was changed after it was written")
     return found
 
 
 def read(path: Path) -> Manifest:
-    """The manifest in a file; ManifestError names it."""
+    """The manifest in a lock file; ManifestError names it."""
     try:
-        if not path.is_file():
-            raise ManifestError("no such file")
+        if not path.is_file():  # a pipe would keep its reader waiting
+            raise ManifestError("is not a regular file" if path.exists() else "no such file")
         if path.stat().st_size > MAX_FILE:
             raise ManifestError(f"is larger than {MAX_FILE >> 20} MiB")
         return parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ManifestError(f"manifest {path}: is no text; `fa2tune cache sign` writes manifests") from error
+        raise ManifestError(f"lock file {path}: is not text; `fa2tune cache lock` writes lock files") from error
     except OSError as error:
-        raise ManifestError(f"manifest {path}: {error.strerror or error}") from error
+        raise ManifestError(f"lock file {path}: {error.strerror or error}") from error
     except ManifestError as error:
-        raise ManifestError(f"manifest {path}: {error}") from error
+        raise ManifestError(f"lock file {path}: {error}") from error
 
 
-def differences(signed: Manifest, here: Manifest) -> list[str]:
-    """In what this place differs from what was signed, one line each; none: it serves as it should. A driver is compared
-    only where the manifest names one: who signed it may have had no GPU."""
+def differences(locked: Manifest, here: Manifest) -> list[str]:
+    """How this machine differs from a lock file, one line for each difference. The driver is compared only where both name
+    one. A lock file names none if it was written without a GPU, or for given files; this machine none if no driver decides
+    here."""
     found = []
-    theirs, ours = [[(part.layer, part.digest) for part in m.layers] for m in (signed, here)]
-    for part in signed.layers:
+    theirs, ours = [[(part.layer, part.digest) for part in m.layers] for m in (locked, here)]
+    for part in locked.layers:
         if (part.layer, part.digest) in ours:
             continue
         namesake = next((p for p in here.layers if (p.layer, p.file) == (part.layer, part.file)), None)
@@ -193,27 +201,34 @@ def differences(signed: Manifest, here: Manifest) -> list[str]:
         found.append(
             f"{what}: holds other rows here ({namesake.rows} rows, digest {namesake.digest[:16]})"
             if namesake
-            else f"{what}: does not serve here"
+            else f"{what}: is not served here"
         )
-    names = {(part.layer, part.file) for part in signed.layers}
+    names = {(part.layer, part.file) for part in locked.layers}
     for part in here.layers:
         if (part.layer, part.digest) not in theirs and (part.layer, part.file) not in names:
-            found.append(f"{part.layer} layer {part.file} ({part.rows} rows, digest {part.digest[:16]}): not signed")
+            found.append(
+                f"{part.layer} layer {part.file} ({part.rows} rows, digest {part.digest[:16]}): not in the lock file"
+            )
     if not found and theirs != ours:
-        found.append("the layers stand in another order")
-    signed_for, have = [{part.digest for part in m.binaries} for m in (signed, here)]
-    for one in signed.binaries:
+        found.append("the layers are in another order")
+    expected, have = [{part.digest for part in m.binaries} for m in (locked, here)]
+    for one in locked.binaries:
         if one.digest not in have:
             found.append(f"binaries {one.file} ({one.binaries}, sha256 {one.digest[:16]}): not loaded from here")
     for one in here.binaries:
-        if one.digest not in signed_for:
-            found.append(f"binaries {one.file} ({one.binaries}, sha256 {one.digest[:16]}): not signed")
-    for name in ("fa2tune", "triton", "driver"):
-        then, now = getattr(signed, name), getattr(here, name)
-        if then != now and not (name == "driver" and not then):
-            found.append(f"{name}: signed with {then or 'none'}, here {now or 'none'}")
-    for kernel in sorted(signed.kernels.keys() | here.kernels.keys()):
-        then, now = signed.kernels.get(kernel, "none"), here.kernels.get(kernel, "none")
+        if one.digest not in expected:
+            found.append(f"binaries {one.file} ({one.binaries}, sha256 {one.digest[:16]}): not in the lock file")
+    for name in ("fa2tune", "triton"):
+        then, now = getattr(locked, name), getattr(here, name)
         if then != now:
-            found.append(f"source of kernel {kernel}: signed with {then}, here {now}")
+            found.append(f"{name}: locked with {then or 'none'}, here {now or 'none'}")
+    if locked.driver and here.driver and locked.driver != here.driver:
+        found.append(
+            f"driver: locked with {locked.driver}, here {here.driver}; a file holds rows of one key that were timed under "
+            "different drivers, so other ones serve here"
+        )
+    for kernel in sorted(locked.kernels.keys() | here.kernels.keys()):
+        then, now = locked.kernels.get(kernel, "none"), here.kernels.get(kernel, "none")
+        if then != now:
+            found.append(f"source of kernel {kernel}: locked with {then}, here {now}")
     return found

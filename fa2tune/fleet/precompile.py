@@ -1,7 +1,7 @@
 """Compile ahead of the first call: the rows that would serve a GPU -> a file of binaries. Needs no GPU.
 
-What is compiled is what the dispatcher would ask for: its own lookup is walked over every problem that the rows are filed
-under, and a decoder's, so a row that another one outruns costs nothing, and what runs around a kernel is there, too.
+The dispatcher's own lookup is run for every problem that rows are filed under, and for decoding, so exactly the binaries that
+calls load are compiled: none for a row that a faster one hides, and those of the kernels that run before and after.
 """
 
 from __future__ import annotations
@@ -15,47 +15,54 @@ from itertools import product
 from pathlib import Path
 
 from fa2tune.calling import dispatch
-from fa2tune.compiling import binaries, compiler, fingerprint
+from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
 from fa2tune.launching import launch, precompiled
 from fa2tune.launching.passes import runs
-from fa2tune.problem import BUCKETS, DTYPES, ROADS, Problem, Specialization, TuningKey
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
-from fa2tune.variant import Variant
+from fa2tune.rows.row import Row
+from fa2tune.spec import maskfile
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
+from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, STRATEGIES, Problem, Specialization
+from fa2tune.spec.variant import Variant
 
 OTHER_DRIVER = "other"  #: stands for any that no row was made with
 
 Point = tuple[tuple[str, object], ...]
 #: One binary: the ``binary_config`` as sorted pairs.
 Job = tuple[Variant, Specialization, Point]
+#: Called with the number of jobs done.
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """For which calls to compile. Every length is covered, by way of the buckets; so is every layout, number of heads and
-    batch, which binaries do not depend on."""
+    """For which calls to compile. All lengths are covered through the buckets. Binaries do not depend on layout, batch and
+    number of heads."""
 
     head_dims: tuple[tuple[int, int], ...] = ()  #: (of Q and K, of V); none: those that rows are filed under
     dtypes: tuple[str, ...] = ()  #: none: as rows are filed, or both of 16 bits where there is none
     #: also for tensors that no descriptor can address: expanded ones, and bases or strides that are no multiples of 16 bytes
     views: bool = False
+    windows: bool = False  #: also for sliding windows
 
 
 def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
-    """Of every problem to ask about, as forwards of this GPU: what rows that can serve here are filed under, at any length.
-    Head dims that were asked for have no need of rows: defaults serve."""
+    """The keys, as forwards on this GPU, of the problems to look up: those of rows that can serve here, at every length. Head
+    dims that were asked for need no rows: default configs serve."""
     filed = {
-        (k.dtype, k.precision, k.head_dim, k.head_dim_v, k.causal)
+        (k.dtype, k.precision, k.head_dim, k.head_dim_v, k.mask)
         for k in (row.key for layer in layers for row in layer.rows)
         if k.arch == gpu.arch and k.dtype in (wanted.dtypes or DTYPES)
     }
     if wanted.head_dims:
-        kinds = {(dtype, precision, causal) for dtype, precision, _, _, causal in filed}
-        kinds = kinds or {(dtype, "ieee", causal) for dtype in wanted.dtypes or SIXTEEN_BIT for causal in (False, True)}
-        filed = {(dtype, precision, *dims, causal) for dtype, precision, causal in kinds for dims in wanted.head_dims}
+        kinds = {(dtype, precision, mask) for dtype, precision, _, _, mask in filed}
+        kinds = kinds or {(dtype, "ieee", mask) for dtype in wanted.dtypes or SIXTEEN_BIT for mask in ROW_MASKS}
+        filed = {(dtype, precision, *dims, mask) for dtype, precision, mask in kinds for dims in wanted.head_dims}
     return [
         TuningKey(gpu.name, gpu.sm_count, gpu.arch, "fwd", *about, bucket)
         for about in sorted(filed)
@@ -63,18 +70,20 @@ def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
     ]
 
 
-def _problems(key: TuningKey, views: bool) -> Iterator[Problem]:
-    problem = key.workload()
-    yield problem
-    yield replace(problem, seqlen_q=1)  # as decoders ask, which may suit another binary
-    if views:
-        yield replace(problem, tma=False)
-        yield replace(problem, tma=False, aligned=False)
+def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
+    workload = key.workload()
+    windows = [band(1, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
+    for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
+        yield problem
+        yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better
+        if wanted.views:
+            yield replace(problem, tma=False)
+            yield replace(problem, tma=False, aligned=False)
 
 
 def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
-    """What may be running where the calls will be: Triton and kernels as here, whatever the driver, since a row of that
-    driver goes before others. This host's says nothing: it may have none."""
+    """The toolchains of the nodes: Triton and kernels as here, with every driver that rows name, since a row made with a node's
+    driver comes first there. The driver of this host does not matter: it may have none."""
     drivers = sorted({row.driver for layer in layers for row in layer.rows} | {"", OTHER_DRIVER})
     return [replace(dispatch.toolchain(), driver=driver) for driver in drivers]
 
@@ -85,8 +94,8 @@ def _choices(
     """(kernel, config) of everything that a node's dispatcher would choose for a problem, forward and backward."""
     yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
     for deterministic in (False, True):
-        road, kinds = dispatch.road_of(problem, gpu, deterministic, layers, node)
-        for kernel in ROADS[road]:
+        strategy, kinds = dispatch.strategy_of(problem, gpu, deterministic, layers, node)
+        for kernel in STRATEGIES[strategy]:
             yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers, node).config
 
 
@@ -95,7 +104,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Job], 
     found: dict[Job, None] = {}
     keys, nodes = _keys(gpu, layers, wanted), _nodes(layers)
     for key in keys:
-        for problem, node in product(_problems(key, wanted.views), nodes):
+        for problem, node in product(_problems(key, wanted), nodes):
             for kernel, config in _choices(problem, gpu, layers, node):
                 for variant, its_config in runs(kernel, problem.specialization, config, gpu.arch):
                     binary = compiler.binary_config(variant, its_config)
@@ -103,9 +112,37 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Job], 
     return list(found), len(keys)
 
 
+def jobs_of(rows: Iterable[Row]) -> dict[int, list[Job]]:
+    """Compute capability -> every binary that rows were measured with: those of their kernels, and of the kernels that run
+    before and after. A whole backward has none of its own."""
+    found: dict[int, dict[Job, None]] = {}
+    for row in rows:
+        key = row.key
+        if key.kernel != BACKWARD:
+            spec = key.specialization()
+            for variant, config in runs(key.kernel, spec, registry.completed(key.kernel, row.config), key.arch):
+                point = tuple(sorted(compiler.binary_config(variant, config).items()))
+                found.setdefault(key.arch, {})[variant, spec, point] = None
+    return {arch: list(todo) for arch, todo in found.items()}
+
+
+def file_rows(rows: Iterable[Row], path: Path, workers: int | None = None) -> tuple[int, list[str]]:
+    """Add the machine code of rows that the Triton here has tuned to a file of binaries: (how many it had not held, why others
+    are not there). Triton's own cache has them, so little is compiled."""
+    filed, failures = 0, list[str]()
+    for arch, todo in jobs_of(row for row in rows if row.triton == fingerprint.triton_version()).items():
+        if lacking := missing(path, todo, arch):
+            outcome = compile_all(lacking, arch, workers)
+            failures += [f"{variant.short_name}: {why}" for (variant, _, _), why in outcome.failures]
+            if outcome.entries:
+                save(path, outcome)
+                filed += len(outcome.entries)
+    return filed, failures
+
+
 @dataclass
 class Outcome:
-    """What became of the jobs."""
+    """Results of the jobs."""
 
     entries: dict[str, New] = field(default_factory=dict)  #: by key
     failures: list[tuple[Job, str]] = field(default_factory=list)
@@ -120,56 +157,80 @@ def build(job: Job, arch: int) -> tuple[str, New]:
     variant, spec, point = job
     config = dict(point)
     image = launch.image_of(compiler.compile_kernel(variant, spec, config, arch))
-    about = precompiled.about(variant, spec, config, arch)
-    return precompiled.key_of(variant, spec, config, arch), New(about, precompiled.launch_of(image), image.cubin)
+    about, code = precompiled.about(variant, spec, config, arch), precompiled.code_of(variant, spec, config, arch)
+    return precompiled.key_of(code, about["triton"]), New(code, about, precompiled.launch_of(image), image.cubin)
 
 
 def check_host() -> None:
-    """RuntimeError: what would be compiled here is not what its key says."""
-    why = "TRITON_INTERPRET is set" if os.environ.get("TRITON_INTERPRET", "0") == "1" else precompiled.overruled()
+    """RuntimeError: a setting of this process changes what Triton compiles, so keys would be wrong."""
+    why = "TRITON_INTERPRET is set" if os.environ.get("TRITON_INTERPRET", "0") == "1" else overrules.found()
+    why = why or (None if precompiled.triton_build() else "the build of this Triton is unknown")
+    why = why or (f"{debuginfo.VARIABLE} asks for line numbers" if debuginfo.asked_for() else None)
     if why is not None:
-        raise RuntimeError(f"binaries are made for others, so not while {why}")
+        raise RuntimeError(f"binaries for other machines are not compiled while {why}")
+
+
+def missing(path: Path, todo: Sequence[Job], arch: int) -> list[Job]:
+    """The jobs whose binaries a file lacks, or has damaged. BinariesError: the file is damaged as a whole, or not trusted."""
+    if not path.exists():
+        return list(todo)
+    file, build = File(path), precompiled.triton_build()
+    there = file.entries.keys() - {entry.key for entry in file.damaged()}
+    return [
+        (variant, spec, point)
+        for variant, spec, point in todo
+        if precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build) not in there
+    ]
 
 
 def compile_all(
-    todo: Sequence[Job], arch: int, workers: int | None = None, progress: Callable[[int], None] = lambda done: None
-) -> Outcome:
-    """On all cores. A config that does not compile is a failure of its own; what is the host's fault (a killed ptxas, no
-    memory) ends the whole. RuntimeError: Triton is asked for something here that other nodes would not ask for."""
-    from triton import knobs
-
+    todo: Sequence[Job], arch: int, workers: int | None = None, progress: Progress = lambda done: None,
+    outcome: Outcome | None = None,
+) -> Outcome:  # fmt: skip
+    """On all cores. A config that does not compile is a failure of its own; a fault of the host (a killed ptxas, no memory)
+    ends the whole. ``outcome``: takes the results as they come, so that they are there after an exception or Ctrl-C, too.
+    RuntimeError: Triton is asked for something here that other nodes would not ask for."""
     check_host()
-    outcome = Outcome()
-    with knobs.compilation.scope(), ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-        knobs.compilation.disable_line_info = True  # lines name this machine's folders, and are a third of a binary
+    outcome = Outcome() if outcome is None else outcome
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         waiting = {pool.submit(build, job, arch): job for job in todo}
-        for done, future in enumerate(as_completed(waiting), 1):
-            try:
-                key, new = future.result()
-            except CompileError as error:
-                outcome.failures.append((waiting[future], str(error)))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-            else:
-                outcome.entries[key] = new
-            progress(done)
+        try:
+            for done, future in enumerate(as_completed(waiting), 1):
+                job = waiting.pop(future)
+                try:
+                    key, new = future.result()
+                except CompileError as error:
+                    outcome.failures.append((job, str(error)))
+                else:
+                    outcome.entries[key] = new
+                progress(done)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # those that are under way come to their end
+            for future in waiting:
+                if not future.cancelled() and future.exception() is None:
+                    outcome.entries.update([future.result()])
+            raise
     return outcome
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """For a start to take instead of parsing kernels: digest of the sources -> name -> hash."""
-    hashes = {variant.name: fingerprint.kernel_hash(variant) for variant in compiler.variants().values()}
+    """Digest of the sources -> "kernel mask" -> hash of its source, which saves a process that loads the file from parsing
+    kernels."""
+    hashes = {
+        f"{variant.short_name} {mask}": fingerprint.kernel_hash(variant, mask)
+        for variant in registry.variants().values()
+        for mask in maskfile.names()
+    }
     return {fingerprint.source_digest(): {**hashes, **fingerprint.kernel_hashes()}}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What lies in a file now."""
+    """What a file holds after a save."""
 
     binaries: int  #: in all
-    kept: int  #: of those, which were there before
-    dropped: int  #: made by this Triton from other sources: no call can find them any more
+    kept: int  #: of those, the ones that were in the file before
+    dropped: int  #: made by this Triton from other sources, which no call can find any more, or damaged
     size: int  #: bytes
     digest: str  #: sha256 of the header
 
@@ -177,7 +238,7 @@ class Saved:
 def save(path: Path, outcome: Outcome) -> Saved:
     """Add the binaries to a file. Writers take turns.
 
-    BinariesError: there is a file already that is damaged or not trusted, and what it holds is not to be passed on."""
+    BinariesError: there is a file that is damaged as a whole or not trusted, so its content is not passed on."""
     today = sources()
     made_here = {hash_ for hashes in today.values() for hash_ in hashes.values()}
     kept: dict[str, New] = {}
@@ -186,7 +247,11 @@ def save(path: Path, outcome: Outcome) -> Saved:
     with binaries.turn(path):
         if path.exists():
             file = File(path)
+            damaged = {entry.key for entry in file.damaged()}
             for key, entry in file.entries.items():
+                if key in damaged:
+                    dropped += 1
+                    continue
                 if key in outcome.entries:
                     continue
                 if (
@@ -195,7 +260,7 @@ def save(path: Path, outcome: Outcome) -> Saved:
                 ):
                     dropped += 1
                     continue
-                kept[key] = New(entry.about, entry.launch, file.cubin(entry))
+                kept[key] = New(entry.code, entry.about, entry.launch, file.cubin(entry))
             still = {new.about["source"] for new in kept.values()}
             known = {digest: hashes for digest, hashes in file.sources.items() if still & set(hashes.values())}
         content = binaries.packed({**kept, **outcome.entries}, {**known, **today})

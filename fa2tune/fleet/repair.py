@@ -1,9 +1,9 @@
-"""Acts on what ``upkeep.py`` found: rows that hold are filed with today's evidence, those that do not are tuned anew.
+"""Acts on the results of ``upkeep.py``: rows that hold get today's evidence, the others are tuned again.
 
-Nothing is dropped in silence. A row that lost and that no search improves on is kept with today's time. One that was launched
-and failed, and that nothing replaces, would fail in the call that it serves: it moves to a file beside the cache,
-``<name>.sqlite.withdrawn``, which serves nobody and from which ``cache merge`` brings it back. One that does not compile here
-stays: every call passes it over, and other machines of the fleet may have the older compiler still.
+Every row that is removed is reported. A row that lost, and that no search improves on, is kept with today's time. A row that
+was launched and failed, and that nothing replaces, would fail in a call: it moves to a file beside the cache,
+``<name>.sqlite.withdrawn``, which is not read by calls and from which ``cache merge`` restores it. A row that does not compile
+here stays: every call skips it, and other machines of the fleet may still have the older compiler.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from pathlib import Path
 
 from fa2tune.fleet.finding import FAILS, HOLDS, LOST, UNTOLD, Finding, odd_key
 from fa2tune.fleet.upkeep import Verification
-from fa2tune.problem import BACKWARD, TuningKey
 from fa2tune.rows import record
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.rows.store import Store
-from fa2tune.tuning.books import Report
-from fa2tune.tuning.plan import PASSES, TuneRequest, make_plan
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD
+from fa2tune.tuning.request.plan import KERNELS_OF_PASS, TuneRequest, make_plan
+from fa2tune.tuning.select.report import Report
 
-REFRESH_SECONDS = 1.0  #: between writes of rows that hold: so much a killed run loses
+REFRESH_SECONDS = 1.0  #: between writes of rows that hold; a killed run loses that much
 
 
 @dataclass
 class Repaired:
-    """What became of the rows of a file."""
+    """What was done with the rows of a file."""
 
-    refreshed: list[Row] = field(default_factory=list)  #: held: filed with today's evidence
+    refreshed: list[Row] = field(default_factory=list)  #: held; now with today's evidence
     retuned: list[Row] = field(default_factory=list)  #: had lost or failed; the new rows
-    kept: list[tuple[Row, str]] = field(default_factory=list)  #: not mended, still in the file, and why
+    kept: list[tuple[Row, str]] = field(default_factory=list)  #: not repaired, still in the file, and why
     withdrawn: list[tuple[Row, str]] = field(default_factory=list)  #: out of the file, and why
 
 
 def withdrawn_path(path: Path) -> Path:
-    """Where rows go that a file cannot keep. Its name ends as no cache file's does: a folder of those serves whole."""
+    """The file for rows that are taken out. Its suffix is not that of a cache file, so no layer reads it."""
     return path.with_name(f"{path.name}.withdrawn")
 
 
 class Refresher:
-    """Files rows that hold with today's evidence, as findings come in: from then on they are fresh."""
+    """Writes rows that hold with today's evidence, as findings come in. They are fresh from then on."""
 
     def __init__(self, path: Path) -> None:
         self.store = Store(path)
@@ -59,14 +60,14 @@ class Refresher:
     def flush(self) -> None:
         """What is waiting is on disk afterwards."""
         if self.waiting:
-            self.store.put(self.waiting)
+            self.store.renew(self.waiting)
         self.filed += self.waiting
         self.waiting = []
         self.last = time.monotonic()
 
 
 def searchable(key: TuningKey) -> bool:
-    """Whether ``fa2tune tune`` can be asked for a key. Files are data from somewhere else, of a later release perhaps."""
+    """Whether ``fa2tune tune`` can search for a key. A file may come from a later release."""
     return odd_key(key) is None and key.kernel != BACKWARD and key.precision == "ieee"
 
 
@@ -78,14 +79,14 @@ def requests(findings: Sequence[Finding], path: Path, **search: object) -> list[
         key = finding.row.key
         if not searchable(key):
             continue
-        about = (key.gpu, key.kernel, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.causal)
+        about = (key.gpu, key.kernel, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.mask)
         groups.setdefault((*about, finding.row.obtained, bool(finding.stale)), []).append(finding)
     found = []
     for members in groups.values():
         key = members[0].row.key
         request = TuneRequest(
-            gpu=key.gpu, head_dims=(key.head_dim,), head_dim_v=key.head_dim_v, dtypes=(key.dtype,), causal=(key.causal,),
-            pass_=next(name for name, kernels in PASSES.items() if key.kernel in kernels), kernels=(key.kernel,),
+            gpu=key.gpu, head_dims=(key.head_dim,), head_dim_v=key.head_dim_v, dtypes=(key.dtype,), masks=(key.mask,),
+            pass_=next(name for name, kernels in KERNELS_OF_PASS.items() if key.kernel in kernels), kernels=(key.kernel,),
             buckets=tuple(sorted({finding.row.key.bucket for finding in members})), cache=path,
             **search,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -97,9 +98,9 @@ def repair(
     path: Path, findings: Sequence[Finding], look: Verification, tune: Callable[[TuneRequest], Report],
     say: Callable[[str], None] = lambda text: None, **search: object,
 ) -> Repaired:  # fmt: skip
-    """Mend ``path`` by what ``look`` found of it. ``tune``: runs a search, as ``tuner.tune`` does.
+    """Repair ``path`` by the ``findings`` of ``look``. ``tune``: runs a search, as ``tuner.tune`` does.
 
-    Every step is filed as soon as it is done: killed at any moment, the same command goes on from there."""
+    Every step is written as soon as it is done, so a killed command continues from there."""
     store, done = Store(path), Repaired()
     refresher = look.found if isinstance(look.found, Refresher) else Refresher(path)
     if look.found is not refresher:
@@ -109,7 +110,7 @@ def repair(
     broken = [finding for finding in findings if finding.state in (LOST, FAILS)]
     single = [finding for finding in broken if finding.row.key.kernel != BACKWARD]
     beyond = [finding for finding in single if not searchable(finding.row.key)]
-    _settle(store, beyond, [], "`fa2tune tune` searches no such key", done)
+    _settle(store, beyond, [], "`fa2tune tune` cannot search for its key", done)
     for request, members in requests(single, path, **search):
         new, why = _tuned(store, request, members, tune, say)
         done.retuned += new
@@ -125,18 +126,18 @@ def _tuned(
     store: Store, request: TuneRequest, members: Sequence[Finding], tune: Callable[[TuneRequest], Report],
     say: Callable[[str], None],
 ) -> tuple[list[Row], str]:  # fmt: skip
-    """The rows of a search that are filed, and why there are none. It works on a copy of the file, since it finds rows for
-    every way of its keys: the file takes what is to be mended and what it lacked. A way that holds, or of which nothing
-    could be told, stays as it is."""
+    """The new rows of a search, and why there are none. The search works on a copy of the file, since it finds rows for every
+    implementation of its keys. The file takes the rows that are repaired and those that it lacked; the others stay as they
+    are."""
     key = members[0].row.key
     wanted = members[0].row.obtained
-    title = f"{key.gpu} {key.kernel} {key.dtype} {key.head_dim} {'causal' if key.causal else 'full'}"
+    title = f"{key.gpu} {key.kernel} {key.dtype} {key.head_dim} {key.mask}"
     try:
         target = make_plan(request).target
     except ValueError as error:
         return [], f"cannot be tuned here: {error}"
     if wanted != PREDICTED and target.obtained != wanted:
-        return [], f"{members[0].row.obtained_on or key.gpu}, on which it was measured, is not here"
+        return [], f"{members[0].row.obtained_on or key.gpu}, which measured it, is not here"
     say(f"tuning {title}, {', '.join(map(str, request.buckets))}")
     there = store.rows()
     with tempfile.TemporaryDirectory() as folder:
@@ -145,51 +146,51 @@ def _tuned(
         # of a row made by this very toolchain the studies would hand back what they found then
         studies = (store.path.parent if members[0].stale else aside) / "studies.sqlite"
         report = tune(replace(request, cache=aside / "cache.sqlite", studies=studies))
-    mended = {record.identity(finding.row) for finding in members}
-    stays = {record.identity(row) for row in there} - mended
-    new = [row for row in report.rows if record.identity(row) not in stays]
+    mended = {record.slot(finding.row) for finding in members}
+    stays = {record.slot(row) for row in there} - mended
+    new = [row for row in report.rows if record.slot(row) not in stays]
     store.put(new)
     if report.interrupted:  # what it did not come to is not settled
         raise KeyboardInterrupt
-    return new, ""
+    return new, "the search did not come to its end" if report.missing else ""
 
 
 def _settle(store: Store, members: Sequence[Finding], new: Sequence[Row], why: str, done: Repaired) -> None:
-    """What becomes of the rows that no new one replaces."""
-    replaced = {record.identity(row) for row in new}
+    """Keep or withdraw the rows that no new one replaces."""
+    replaced = {record.slot(row) for row in new}
     for finding in members:
         row = finding.row
-        if record.identity(row) in replaced:
+        if record.slot(row) in replaced:
             continue
         reason = why or "the search found nothing better"
         if finding.state == LOST and finding.fresh:
-            store.put([finding.fresh])  # what it says of itself is true again
+            store.renew([finding.fresh])  # what it says of itself is true again
             done.kept.append((row, f"{finding.why}; {reason}: kept with today's time"))
         elif finding.dangerous:
             gone = Store(withdrawn_path(store.path))
             for before in gone.rows():
                 if record.identity(before) == record.identity(row) and before != row:
-                    reason += f"; takes the place of the row made {before.created} that was withdrawn before"
-            gone.put([row])
+                    reason += f"; replaces the row of {before.created} that was withdrawn before"
+            gone.renew([row])
             store.remove([row])
             done.withdrawn.append((row, f"{finding.why}; {reason}"))
         else:
-            done.kept.append((row, f"{finding.why}; {reason}: kept, calls pass it over"))
+            done.kept.append((row, f"{finding.why}; {reason}: kept, calls skip it"))
 
 
 def _whole(store: Store, findings: Sequence[Finding], look: Verification, done: Repaired) -> None:
-    """Whole backwards are compared anew, on the kernels that serve now; there is nothing to search."""
+    """Compare whole backwards again, with the kernels that serve now. Nothing is searched."""
     rows = store.rows()
-    broken = {record.identity(f.row): f for f in findings if f.row.key.kernel == BACKWARD and f.state in (LOST, FAILS)}
-    now = [row for row in rows if record.identity(row) in broken]
+    broken = {record.slot(f.row): f for f in findings if f.row.key.kernel == BACKWARD and f.state in (LOST, FAILS)}
+    now = [row for row in rows if record.slot(row) in broken]
     if not now:
         return
     parts = [row for row in rows if any(_is_part(row, whole) for whole in now)]
-    again = Verification([*parts, *now], rows, look.card, look.hands, look.workers, look.progress).go()
+    again = Verification([*parts, *now], rows, look.present, look.functions, look.workers, look.progress).go()
     for finding in again[len(parts) :]:
-        before = broken[record.identity(finding.row)]
+        before = broken[record.slot(finding.row)]
         if finding.fresh:
-            store.put([finding.fresh])
+            store.renew([finding.fresh])
             done.retuned.append(finding.fresh)
         elif finding.state != HOLDS:
             _settle(store, [before if before.dangerous else finding], [], finding.why, done)

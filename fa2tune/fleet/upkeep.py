@@ -1,8 +1,9 @@
-"""Does a cache file still hold on this toolchain? What each of its rows claims is shown again, as far as this machine can.
+"""Checks whether the rows of a cache file still hold: what a row claims is reproduced, as far as this machine can.
 
-Every row: it compiles, and keeps the limits of its GPU. Its numerics: on a GPU of its architecture; of a predicted row, where
-none is here, in Triton's interpreter. Its time: on the GPU that measured it, in rounds interleaved with the default config; a
-predicted row is predicted again. Child processes do the work, so a row that crashes or hangs costs its own verdict.
+Every row is compiled and checked against the limits of its GPU. Numerics are checked on a GPU of its architecture; without
+one, those of a predicted row in Triton's interpreter. Its time is measured on the GPU that measured it, in rounds interleaved
+with the default config; a predicted row is predicted again. Child processes do the work, so a crash or a hang affects one row
+only.
 
 Nothing is written here; ``repair.py`` acts on the findings.
 """
@@ -15,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fa2tune.compiling.compiler import is_gluon, variant_named
+from fa2tune.compiling.compiler import is_gluon
+from fa2tune.compiling.registry import portable_of
 from fa2tune.fleet.finding import (
     FAILS,
     HOLDS,
@@ -23,8 +25,8 @@ from fa2tune.fleet.finding import (
     TOLERANCE,
     UNTIMED,
     UNTOLD,
-    Card,
     Finding,
+    PresentGpu,
     gpu_of,
     misfit,
     odd_key,
@@ -34,15 +36,18 @@ from fa2tune.fleet.finding import (
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, gain_over
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.problem import BACKWARD, ROADS, SPLIT, Config, TuningKey
 from fa2tune.rows.row import MEASURED, PREDICTED, PROOFS, Row
-from fa2tune.tuning import crown
-from fa2tune.tuning.books import Hands, fate_of, word_for
-from fa2tune.tuning.candidates import point
-from fa2tune.tuning.judge import Verdict
-from fa2tune.tuning.ledger import BLAMELESS
-from fa2tune.tuning.measured import GpuLost
-from fa2tune.variant import OPTIONS, way_of
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
+from fa2tune.spec.variant import OPTIONS, implementation_of
+from fa2tune.tuning.request.provenance import Provenance
+from fa2tune.tuning.request.watcher import WorkerFunctions
+from fa2tune.tuning.search.candidates import point
+from fa2tune.tuning.search.compile_check import CompileResult
+from fa2tune.tuning.search.failures import BLAMELESS
+from fa2tune.tuning.search.status import status_of, word_for
+from fa2tune.tuning.select import evidence, finalists
+from fa2tune.tuning.select.gpu_jobs import GpuLost
 
 COMPILE_SECONDS, CHECK_SECONDS, RACE_SECONDS = 180.0, 180.0, 60.0
 COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
@@ -59,21 +64,23 @@ class _Said:
     """What became of a job: its result, or why there is none."""
 
     result: Any = None
-    fate: str = ""
+    status: str = ""
     why: str = ""
 
     @property
     def state(self) -> str:
-        return UNTOLD if self.fate in BLAMELESS else FAILS
+        return UNTOLD if self.status in BLAMELESS else FAILS
 
 
 def _said(job: Job) -> _Said:
     if job.failure is None:
         return _Said(job.result)
-    fate = fate_of(job)
-    if fate == "out_of_memory" and not job.died:  # of the GPU's, which somebody else may hold; kernels allocate nothing
-        fate = "failed"
-    return _Said(None, fate, f"{fate}: {job.failure}")
+    status = status_of(job)
+    if (
+        status == "out_of_memory" and not job.died
+    ):  # of the GPU, which another process may hold; kernels allocate nothing
+        status = "failed"
+    return _Said(None, status, f"{status}: {job.failure}")
 
 
 @dataclass
@@ -82,8 +89,8 @@ class Verification:
 
     rows: Sequence[Row]
     among: Sequence[Row]
-    card: Card | None = None
-    hands: Hands = field(default_factory=Hands)
+    present: PresentGpu | None = None
+    functions: WorkerFunctions = field(default_factory=WorkerFunctions)
     workers: int | None = None  #: compiling, or checking in the interpreter, at a time; None: one per core
     progress: Callable[[str, int, int], None] = lambda what, done, total: None
     #: called with each finding as it is made
@@ -91,9 +98,9 @@ class Verification:
 
     def __post_init__(self) -> None:
         self.size = self.workers or len(os.sched_getaffinity(0))
-        self.toolchain = toolchain_here(self.card)
+        self.toolchain = toolchain_here(self.present)
         self.findings: dict[int, Finding] = {}  #: by id of the row
-        self._verdicts: dict[Any, _Said] = {}
+        self._results: dict[Any, _Said] = {}
         self._checked: dict[Any, _Said] = {}
 
     def go(self) -> list[Finding]:
@@ -101,7 +108,7 @@ class Verification:
         single = [row for row in self.rows if row.key.kernel != BACKWARD]
         fit = []
         for row in single:
-            why = misfit(row, gpu_of(row.key, self.card))
+            why = misfit(row, gpu_of(row.key, self.present))
             if why is None:
                 fit.append(row)
             else:
@@ -109,7 +116,7 @@ class Verification:
         self._compile(fit)
         compiled = [row for row in fit if not self._of_compile(row)]
         self._check_interpreted([row for row in compiled if self._place(row) == "cpu"])
-        crew = Crew(1, spare=self.hands.race.partition(":")[0]) if self.card else None
+        crew = Crew(1, spare=self.functions.race.partition(":")[0]) if self.present else None
         try:
             for number, row in enumerate(compiled):
                 if self._place(row) == "cuda":
@@ -125,7 +132,7 @@ class Verification:
         return [self.findings[id(row)] for row in self.rows]
 
     def _file(self, row: Row, state: str, why: str = "", **more: Any) -> Finding:
-        finding = Finding(row, state, why, self.toolchain.stale(row), **more)
+        finding = Finding(row, state, why, self.toolchain.stale(row), self.toolchain.other_driver(row), **more)
         self.findings[id(row)] = finding
         self.found(finding)
         return finding
@@ -133,12 +140,12 @@ class Verification:
     # ---- compiling
 
     def _binary(self, row: Row, config: Config) -> Any:
-        return row.key.kernel, row.key.specialization(), point(config), gpu_of(row.key, self.card)
+        return row.key.kernel, row.key.specialization(), point(config), gpu_of(row.key, self.present)
 
     def _rival(self, row: Row) -> Config:
         """The default that would serve in its place."""
-        portable = variant_named(row.key.kernel).space
-        return dict(crown.rival(portable, row.key.specialization(), row.key.arch, way_of(row.config)))
+        portable = portable_of(row.key.kernel).space
+        return dict(finalists.rival(portable, row.key.specialization(), row.key.arch, implementation_of(row.config)))
 
     def _compile(self, rows: Sequence[Row]) -> None:
         """Each config once, and beside a predicted row its default, for all the lengths that predictions are wanted of."""
@@ -154,25 +161,25 @@ class Verification:
             lengths_in_order = sorted(keys)
             problems = [key.workload() for key in lengths_in_order]
             arguments = (kernel, spec, dict(where), gpu, problems)
-            jobs[what] = Job(self.hands.judge, arguments, COMPILE_SECONDS, tag=(what, lengths_in_order))
+            jobs[what] = Job(self.functions.compile_check, arguments, COMPILE_SECONDS, tag=(what, lengths_in_order))
 
         def take(job: Job) -> None:
             what, keys = job.tag
             said = _said(job)
             if said.result is not None:
-                verdict: Verdict = said.result
-                times = dict(zip(keys, verdict.predicted_us, strict=bool(verdict.predicted_us)))
-                why = f"{verdict.fate}: {verdict.why}" if verdict.fate else ""
-                said = _Said((verdict, times), verdict.fate, why)
-            self._verdicts[what] = said
+                result: CompileResult = said.result
+                times = dict(zip(keys, result.predicted_us, strict=bool(result.predicted_us)))
+                why = f"{result.status}: {result.why}" if result.status else ""
+                said = _Said((result, times), result.status, why)
+            self._results[what] = said
 
         with Crew(self.size, {"OMP_NUM_THREADS": "1"}, memory=COMPILE_MEMORY) as crew:
             self._run(crew, jobs.values(), take, "configs compiled")
 
     def _of_compile(self, row: Row) -> Finding | None:
         """A finding where the compile, or what the binary takes, settles the matter."""
-        said = self._verdicts[self._binary(row, row.config)]
-        return self._file(row, said.state, said.why) if said.fate else None
+        said = self._results[self._binary(row, row.config)]
+        return self._file(row, said.state, said.why) if said.status else None
 
     def _run(self, crew: Crew, jobs: Iterable[Job], take: Callable[[Job], None], what: str) -> None:
         jobs = list(jobs)
@@ -189,7 +196,7 @@ class Verification:
 
     def _place(self, row: Row) -> str:
         """Where its numerics can be shown: "cuda", "cpu" (the interpreter), or "" nowhere."""
-        if self.card and self.card.gpu.arch == row.key.arch:
+        if self.present and self.present.gpu.arch == row.key.arch:
             return "cuda"
         interpreted = row.obtained == PREDICTED and not is_gluon(variant_of(row))
         return "cpu" if interpreted else ""
@@ -206,7 +213,7 @@ class Verification:
         for row in rows:
             what = self._numerics(row, "cpu")
             arguments = (row.key.kernel, dict(row.config), row.key.specialization(), row.key.arch, "cpu", True)
-            jobs[what] = Job(self.hands.check, arguments, CHECK_SECONDS, tag=what)
+            jobs[what] = Job(self.functions.check, arguments, CHECK_SECONDS, tag=what)
 
         def take(job: Job) -> None:
             self._checked[job.tag] = _said(job)
@@ -222,7 +229,7 @@ class Verification:
             while crew.load:
                 worker.wait([crew], 1.0)
             if job.stuck:
-                raise GpuLost(f"{function}: {job.failure}; its process cannot be killed and may keep the GPU busy")
+                raise GpuLost(f"{function}: {job.failure}; its process cannot be killed and may still use the GPU")
             if job.failure is None or job.notes:
                 break
         return job
@@ -231,7 +238,7 @@ class Verification:
         what = self._numerics(row, "cuda")
         if what not in self._checked:
             arguments = (row.key.kernel, dict(row.config), row.key.specialization(), row.key.arch, "cuda")
-            self._checked[what] = _launched(self._on_gpu(crew, self.hands.check, arguments, CHECK_SECONDS))
+            self._checked[what] = _launched(self._on_gpu(crew, self.functions.check, arguments, CHECK_SECONDS))
         return self._checked[what]
 
     # ---- time
@@ -240,59 +247,59 @@ class Verification:
         """Numerics and time of a row that compiles."""
         place = self._place(row)
         if not place:
-            self._file(row, UNTIMED, f"compiles and keeps its limits; {self._no_time(row)}")
+            self._file(row, UNTIMED, f"compiles within the limits; {self._no_time(row)}")
             return
         checked = (
             self._check_on_gpu(row, crew) if crew and place == "cuda" else self._checked[self._numerics(row, place)]
         )
-        if checked.fate:
+        if checked.status:
             self._file(row, checked.state, checked.why, dangerous=checked.state == FAILS)
         elif row.obtained == PREDICTED:
             self._predict(row, checked.result, "interpreter" if place == "cpu" else self._proof(row))
         elif crew and self._measures(row):
             self._time(row, checked.result, crew)
         else:
-            self._file(row, UNTIMED, f"compiles, keeps its limits and is right on {self._here}; {self._no_time(row)}")
+            self._file(row, UNTIMED, f"compiles within the limits, correct on {self._here}; {self._no_time(row)}")
 
     def _proof(self, row: Row) -> str:
         """What a check on the GPU here proves."""
-        exact = self.card and (row.key.gpu, row.key.sm_count) == (self.card.gpu.name, self.card.gpu.sm_count)
+        exact = self.present and (row.key.gpu, row.key.sm_count) == (self.present.gpu.name, self.present.gpu.sm_count)
         return "target" if exact else "sibling"
 
     @property
     def _here(self) -> str:
-        return self.card.name if self.card else "this machine"
+        return self.present.name if self.present else "this machine"
 
     def _no_time(self, row: Row) -> str:
-        return f"no time, as {row.obtained_on or row.key.gpu} is not here"
+        return f"{row.obtained_on or row.key.gpu} is not here to time it"
 
     def _measures(self, row: Row) -> bool:
         """Whether the GPU here is the one that measured it."""
-        if self.card is None or row.obtained == PREDICTED:
+        if self.present is None or row.obtained == PREDICTED:
             return False
         if row.obtained == MEASURED:
-            return (row.key.gpu, row.key.sm_count) == (self.card.gpu.name, self.card.gpu.sm_count)
-        return row.obtained_on == self.card.name
+            return (row.key.gpu, row.key.sm_count) == (self.present.gpu.name, self.present.gpu.sm_count)
+        return row.obtained_on == self.present.name
 
     def _evidence(self, row: Row) -> dict[str, Any]:
         """Of the binary, today; of the search, as it was."""
-        verdict, _ = self._verdicts[self._binary(row, row.config)].result
-        binary = {name: verdict.binary.get(name) for name in ("registers", "spills", "shared_bytes")}
+        result, _ = self._results[self._binary(row, row.config)].result
+        binary = {name: result.binary.get(name) for name in evidence.FACTS}
         return {**binary, "tried": row.tried, "pruned": dict(row.pruned)}
 
-    def _stamp(self, row: Row) -> crown.Toolchain:
+    def _stamp(self, row: Row) -> Provenance:
         if row.obtained == PREDICTED:
-            return crown.Toolchain(PREDICTED)
-        assert self.card is not None
-        return crown.Toolchain(row.obtained, self.card.name, self.card.driver)
+            return Provenance(PREDICTED)
+        assert self.present is not None
+        return Provenance(row.obtained, self.present.name, self.present.driver)
 
     def _predict(self, row: Row, errors: Mapping[str, Any], proof: str) -> None:
-        _, times = self._verdicts[self._binary(row, row.config)].result
-        rival = self._verdicts[self._binary(row, self._rival(row))]
+        _, times = self._results[self._binary(row, row.config)].result
+        rival = self._results[self._binary(row, self._rival(row))]
         time_us = times[row.key]
-        default_us = rival.result[1][row.key] if not rival.fate else None
-        fresh = crown.predicted(
-            row.key, row.variant, row.config, self._stamp(row), time_us, default_us, errors=errors,
+        default_us = rival.result[1][row.key] if not rival.status else None
+        fresh = evidence.predicted(
+            row.key, row.implementation, row.config, self._stamp(row), time_us, default_us, errors=errors,
             **self._evidence(row),
         )  # fmt: skip
         self._weigh(row, replace(fresh, proof=proof), None)
@@ -304,39 +311,39 @@ class Verification:
         if race is None:
             self._file(row, said.state, said.why, dangerous=said.state == FAILS)
             return
-        evidence = {"errors": errors, **self._evidence(row)}
-        self._timed(row, race, evidence, lambda: self._race(row.key, contenders, crew)[0])
+        known = {"errors": errors, **self._evidence(row)}
+        self._timed(row, race, known, lambda: self._race(row.key, contenders, crew)[0])
 
     def _race(self, key: TuningKey, contenders: Sequence[Any], crew: Crew) -> tuple[Race | None, _Said]:
         """The race of the last contender against the first; alone where the first does not run."""
-        job = self._on_gpu(crew, self.hands.race, (key, list(contenders), "proof"), RACE_SECONDS)
+        job = self._on_gpu(crew, self.functions.race, (key, list(contenders), "proof"), RACE_SECONDS)
         last = len(contenders) - 1
         if job.failure is None:
             race: Race = job.result
             if last not in race.failures:
                 return race, _Said()
             why = race.failures[last]
-            fate = word_for(why)
-            return None, _Said(None, "failed" if fate == "out_of_memory" else fate, why)
+            status = word_for(why)
+            return None, _Said(None, "failed" if status == "out_of_memory" else status, why)
         if last and (not job.notes or job.notes[-1] != last):
             return self._race(key, contenders[last:], crew)
         return None, _launched(job)
 
-    def _timed(self, row: Row, race: Race, evidence: Mapping[str, Any], again: Callable[[], Race | None]) -> None:
+    def _timed(self, row: Row, race: Race, known: Mapping[str, Any], again: Callable[[], Race | None]) -> None:
         """File a finding by what a race says, or by two, where the first says that the row has lost."""
         if race.tainted:
-            self._file(row, UNTOLD, "the card stayed throttled while it was timed")
+            self._file(row, UNTOLD, "the GPU stayed throttled while it was timed")
             return
-        fresh = self._fresh(row, race, evidence)
+        fresh = self._fresh(row, race, known)
         if self._lost(row, fresh, race):
             second = again()
             if second is not None and not second.tainted:
-                other = self._fresh(row, second, evidence)
+                other = self._fresh(row, second, known)
                 if (other.time_us or 0.0) < (fresh.time_us or 0.0):
                     fresh, race = other, second
         if _slower_clock(row, fresh) > CLOCKS and (fresh.time_us or 0.0) > (row.time_us or 0.0) * (1 + TOLERANCE):
-            clocks = f"the card ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} when it was timed"
-            if self._keeps_its_lead(row, fresh, race):  # its time is another card's still, so nothing is filed
+            clocks = f"the GPU ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} MHz when the row was timed"
+            if self._keeps_its_lead(row, fresh, race):  # its time is another GPU's still, so nothing is filed
                 self._file(
                     row, HOLDS, f"{fresh.gain:.2f} x the default config, as before; {clocks}", time_us=fresh.time_us
                 )
@@ -346,26 +353,26 @@ class Verification:
         self._weigh(row, fresh, race)
 
     def _keeps_its_lead(self, row: Row, fresh: Row, race: Race) -> bool:
-        """Whether it is as far ahead of the default config as it says. Of a row made by another toolchain that says little: the
-        default may have lost as much as it."""
+        """Whether it is as far ahead of the default config as it says. Of a stale row that says little: the default may have
+        lost as much as it."""
         if self.toolchain.stale(row) or len(race.times) < 2 or not row.gain or not fresh.gain:
             return False
         return fresh.gain >= row.gain / (1 + TOLERANCE)
 
-    def _fresh(self, row: Row, race: Race, evidence: Mapping[str, Any]) -> Row:
+    def _fresh(self, row: Row, race: Race, known: Mapping[str, Any]) -> Row:
         alone = len(race.times) == 1
         is_default = alone and row.key.kernel != BACKWARD and row.config == self._rival(row)
         default_times = None if alone and not is_default else race.times[0]
-        return crown.measured(
-            row.key, row.variant, row.config, self._stamp(row), race.times[-1], default_times, **evidence,
-            **crown.watched(race),
+        return evidence.measured(
+            row.key, row.implementation, row.config, self._stamp(row), race.times[-1], default_times, row.strategy,
+            **known, **evidence.watched(race),
         )  # fmt: skip
 
     def _lost(self, row: Row, fresh: Row, race: Race | None) -> str:
         """In what a row has lost, or ""."""
         loss = self._loss(row, fresh)
         if loss is not None and loss > TOLERANCE:
-            return f"{100 * loss:.1f} % slower than it says" + (", by the model" if row.obtained == PREDICTED else "")
+            return f"{100 * loss:.1f} % slower than recorded" + (", by the model" if row.obtained == PREDICTED else "")
         if race is not None and len(race.times) > 1 and row.key.kernel != BACKWARD:
             gain = gain_over(race.times[0], race.times[-1])
             if gain.high < 1 / (1 + TOLERANCE):
@@ -387,12 +394,12 @@ class Verification:
     # ---- the whole backward
 
     def _parts(self, row: Row) -> dict[str, Row | None]:
-        """Per kernel of its road, the row that serves: of the way that it names, else the best portable one."""
+        """Per kernel of its strategy, the row that serves: of the implementation that it names, else the best portable one."""
         found: dict[str, Row | None] = {}
-        for name in ROADS.get(row.road, ()):
-            key, way = row.key.with_(kernel=name), row.config.get(name)
+        for name in STRATEGIES.get(row.strategy, ()):
+            key, named = row.key.with_(kernel=name), row.config.get(name)
             alike = [other for other in self.among if (other.key, other.obtained) == (key, row.obtained)]
-            alike = [other for other in alike if (other.variant == way if way else not other.specialized)]
+            alike = [other for other in alike if (other.implementation == named if named else not other.specialized)]
             found[name] = min(alike, key=lambda other: other.rank_us, default=None)
         return found
 
@@ -402,7 +409,7 @@ class Verification:
             self._file(row, FAILS, f"refused: {odd}")
             return
         parts = {name: part for name, part in self._parts(row).items() if part}
-        missing = set(ROADS.get(row.road, (row.road,))) - parts.keys()
+        missing = set(STRATEGIES.get(row.strategy, (row.strategy,))) - parts.keys()
         if missing:
             self._file(row, UNTOLD, f"no {row.obtained} row for its {', '.join(sorted(missing))}")
             return
@@ -421,32 +428,34 @@ class Verification:
     def _whole_predicted(self, row: Row, parts: Mapping[str, Row]) -> None:
         fresh = [found.fresh for part in parts.values() if (found := self.findings.get(id(part))) and found.fresh]
         if len(fresh) < len(parts):
-            self._file(row, UNTIMED, "its kernels were not looked at")
+            self._file(row, UNTIMED, "its kernels were not checked")
             return
-        gpu = gpu_of(row.key, self.card)
-        around = crown.streaming_us(row.key.workload(), row.road, gpu)
-        errors = crown.worst_errors([part.errors for part in fresh])
+        gpu = gpu_of(row.key, self.present)
+        around = evidence.streaming_us(row.key.workload(), row.strategy, gpu)
+        errors = evidence.worst_errors([part.errors for part in fresh])
         time_us = sum(part.time_us or 0.0 for part in fresh) + around
-        whole = crown.predicted(row.key, row.variant, row.config, self._stamp(row), time_us, None, errors=errors)
+        whole = evidence.predicted(
+            row.key, row.implementation, row.config, self._stamp(row), time_us, None, row.strategy, errors=errors
+        )
         proof = max((part.proof for part in fresh), key=PROOFS.index)  # the weakest
-        if row.default_time_us is not None:  # the split road of default configs: what it was compared with, then
+        if row.default_time_us is not None:  # the split strategy of default configs: what it was compared with, then
             whole = replace(whole, default_time_us=row.default_time_us, gain=row.default_time_us / time_us)
         self._weigh(row, replace(whole, proof=proof), None)
 
     def _whole_timed(self, row: Row, configs: Mapping[str, Config], crew: Crew) -> None:
         spec, arch = row.key.specialization(), row.key.arch
-        defaults = {name: dict(variant_named(name).space.default(spec, arch)) for name in ("fwd", *ROADS[SPLIT])}
+        defaults = {name: dict(portable_of(name).space.default(spec, arch)) for name in ("fwd", *STRATEGIES[SPLIT])}
         mine = {name: dict(config) for name, config in configs.items()}
-        what = (row.road, spec, *(point(config) for config in mine.values()))
+        what = (row.strategy, spec, *(point(config) for config in mine.values()))
         if what not in self._checked:
-            arguments = ({"fwd": defaults["fwd"], **mine}, spec, row.road, "cuda")
-            self._checked[what] = _launched(self._on_gpu(crew, self.hands.check_backward, arguments, CHECK_SECONDS))
+            arguments = ({"fwd": defaults["fwd"], **mine}, spec, row.strategy, "cuda")
+            self._checked[what] = _launched(self._on_gpu(crew, self.functions.check_backward, arguments, CHECK_SECONDS))
         checked = self._checked[what]
-        if checked.fate:
+        if checked.status:
             self._file(row, checked.state, checked.why, dangerous=checked.state == FAILS)
             return
-        split = {name: defaults[name] for name in ROADS[SPLIT]}
-        contenders = [{"road": SPLIT, "configs": split}, {"road": row.road, "configs": mine}]
+        split = {name: defaults[name] for name in STRATEGIES[SPLIT]}
+        contenders = [{"strategy": SPLIT, "configs": split}, {"strategy": row.strategy, "configs": mine}]
         race, said = self._race(row.key, contenders, crew)
         if race is None:
             self._file(row, said.state, said.why, dangerous=said.state == FAILS)
@@ -460,10 +469,10 @@ def _slower_clock(row: Row, fresh: Row) -> float:
 
 
 def _launched(job: Job) -> _Said:
-    """Of a job that launches: what failed before its first launch is nobody's fault, but for a launch that was refused."""
+    """The result of a job that launches. A failure before its first launch is not the row's, unless the launch was refused."""
     said = _said(job)
-    if said.fate in BLAMELESS and not job.died and REFUSED.search(said.why):
-        return replace(said, fate="launch_error")
-    if said.fate and not job.notes:
-        return replace(said, fate="failed")
+    if said.status in BLAMELESS and not job.died and REFUSED.search(said.why):
+        return replace(said, status="launch_error")
+    if said.status and not job.notes:
+        return replace(said, status="failed")
     return said

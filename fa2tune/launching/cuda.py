@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from ctypes import addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import addressof, byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+
+from fa2tune.devices import library, refusal
+from fa2tune.launching.image import Image, MapFormat
 
 WARP_THREADS = 32
 #: Kinds of kernel parameters -> bytes. "map" is a TMA descriptor, passed by value.
@@ -58,43 +59,10 @@ class _LaunchConfig(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MapFormat:
-    """How the compiled kernel wants one of its TMA descriptors."""
-
-    swizzle: int  #: CUtensorMapSwizzle
-    element_bytes: int
-    element_type: int  #: CUtensorMapDataType
-    block: tuple[int, ...]  #: elements of the block that one copy moves, slowest dimension first
-
-
-@dataclass(frozen=True)
-class Image:
-    """A compiled kernel, and what its launch has to know."""
-
-    name: str  #: in the cubin
-    cubin: bytes
-    shared: int  #: bytes of dynamic shared memory per block
-    warps: int  #: per block, those of all partitions
-    ctas: int  #: blocks per cluster; 1: no cluster
-    cooperative: bool
-    programmatic: bool  #: may start before the kernel before it has ended
-    maps: tuple[MapFormat, ...]  #: of its descriptors, in the order of its parameters
-
-
-@cache
-def library() -> Any:
-    """libcuda, which torch has loaded long ago."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
 def check(code: int, doing: str) -> None:
     """CudaError, in the driver's words, if ``code`` is one."""
     if code:
-        text = c_char_p()
-        library().cuGetErrorString(code, byref(text))
-        reason = text.value.decode(errors="replace") if text.value else "unknown error"
-        raise CudaError(f"CUDA error {code} while {doing}: {reason}")
+        raise CudaError(refusal(library(), code, doing))
 
 
 @cache
@@ -116,7 +84,7 @@ def ensure_context(device_index: int) -> None:
 
 
 def _out_of_resources(asked: int, most: int, what: str) -> Exception:
-    from triton.runtime.errors import OutOfResources  # here alone: who finds kernels compiled imports no Triton
+    from triton.runtime.errors import OutOfResources  # only here: with precompiled kernels Triton is not imported
 
     found: Exception = OutOfResources(asked, most, what)
     return found
@@ -139,7 +107,7 @@ class Function:
     __slots__ = ("handle", "image", "kinds", "origin")
 
     def __init__(self, image: Image, kinds: Sequence[str], device_index: int, origin: str) -> None:
-        """``origin``: where the image comes from, for whoever asks. CudaError: the driver does not take it; Triton's
+        """``origin``: where the image comes from, for messages. CudaError: the driver does not take it; Triton's
         OutOfResources: this GPU has less than it needs."""
         self.image, self.kinds, self.origin = image, tuple(kinds), origin
         with torch.cuda.device(device_index), _relaxed_mode():  # another thread may be capturing a graph
@@ -236,12 +204,14 @@ Packed = tuple[Callable[[], int], Sequence[Any]]
 
 
 class NoAddressError(RuntimeError):
-    """A tensor has no memory: who wraps it has to unwrap it first."""
+    """A tensor has no storage: its wrapper has to be removed first."""
 
 
 def refuse_nowhere(addresses: Sequence[int]) -> None:
     if 0 in addresses:
-        raise NoAddressError("attention: got a tensor without memory of its own: a wrapper's, or a zero not yet made")
+        raise NoAddressError(
+            "attention: got a tensor without storage (of a tensor subclass, or one that is not materialised yet)"
+        )
 
 
 class Launch:

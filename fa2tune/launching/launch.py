@@ -1,4 +1,4 @@
-"""A kernel bound to one problem, ready to launch: the short road from tensors to the GPU, and the interpreter's beside it.
+"""A kernel bound to one problem, ready to launch: the short path from tensors to the GPU, and the interpreter's beside it.
 
 A chain of launches holds every argument but the tensors. Calling it costs an address per tensor, one look-up and a foreign call
 per launch (``cuda.py``): no signature binding, no lock (Triton's own ``kernel[grid](...)`` spends about 14 us there, 35 with
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +19,18 @@ from typing import Any
 
 import torch
 
-from fa2tune import collected
+from fa2tune import collected, versions
 from fa2tune.compiling import compiler
-from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.compiler import CompileError, NoTritonError
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching import cuda, precompiled
-from fa2tune.launching.cuda import Chain, CudaError, Function, Image, Launch, MapFormat, Maps
-from fa2tune.problem import Config, Problem, Specialization
-from fa2tune.variant import Variant
+from fa2tune.launching.cuda import Chain, CudaError, Function, Launch, Maps
+from fa2tune.launching.image import Image, MapFormat
+from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.variant import SCORE, WINDOW, Variant
+
+versions.check("torch", torch.__version__)
+versions.check("triton", triton_version())
 
 log = logging.getLogger("fa2tune")
 
@@ -53,7 +59,7 @@ def image_of(compiled: Any) -> Image:
     maps = []
     for wanted in getattr(known, "tensordesc_meta", None) or ():
         if wanted is None or wanted["fp4_padded"] or wanted.get("is_im2col"):
-            raise CompileError(f"{known.name} wants a descriptor of a kind that no launch here makes: {wanted}")
+            raise CompileError(f"{known.name} needs a kind of tensor descriptor that is not supported: {wanted}")
         kind, block = wanted["elem_type"], tuple(wanted["block_size"])
         maps.append(MapFormat(wanted["swizzle"], wanted["elem_size"], _HOST_TYPES.get(kind, kind), block))
     return Image(
@@ -134,26 +140,40 @@ def sm_count(device_index: int) -> int:
 
 
 @cache
-def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Function:
+def load(
+    variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int, measured: str = ""
+) -> Function:
     """The kernel of a ``compiler.binary_config``, loaded on a device: out of a trusted file of binaries, or
-    else compiled by Triton, on the first call.
+    else compiled by Triton, on the first call. ``measured``: as ``precompiled.find`` has it.
 
-    Raises CompileError, Triton's OutOfResources, or CaptureMiss."""
+    Raises CompileError, Triton's OutOfResources, NoTritonError, or CaptureMiss."""
     if not cuda.may_load():
-        raise CaptureMiss(variant.name)
-    binary, arch = dict(config), arch_of(device_index)
-    wanted = kinds(variant, spec, binary)
-    image, found = precompiled.find(variant, spec, binary, arch)
-    described = [name for name in compiler.parameters(variant) if name in _described(variant, binary)]
+        raise CaptureMiss(variant.short_name)
+    image, found = precompiled.find(variant, spec, dict(config), arch_of(device_index), measured)
+    try:
+        return _loaded(variant, spec, dict(config), device_index, image, found)
+    except NoTritonError as error:
+        image, found = precompiled.find(variant, spec, dict(config), arch_of(device_index))  # what any Triton compiled
+        if image is None:
+            raise error.of(variant.short_name, spec, arch_of(device_index), found) from error
+        return _loaded(variant, spec, dict(config), device_index, image, found)
+
+
+def _loaded(
+    variant: Variant, spec: Specialization, binary: Config, device_index: int, image: Image | None, found: str
+) -> Function:
+    """An image that was found, or, without one that loads, a compiled one."""
+    wanted, arch = kinds(variant, spec, binary), arch_of(device_index)
+    described = [name for name in variant.parameters if name in _described(variant, binary)]
     ranks = [len(compiler.block_of(variant, spec, binary, name)) for name in described]
     if image is not None and [len(one.block) for one in image.maps] != ranks:
-        image, found = None, f"{found} is damaged: {variant.name} has other descriptors"
+        image, found = None, f"{found} is damaged: {variant.short_name} has other descriptors"
     if image is not None:
         try:
             return Function(image, wanted, device_index, found)
         except CudaError as error:
             found = f"{found}: {error}"
-    log.info("compiling %s: %s", variant.name, found)
+    log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes
     compiled = compiler.compile_kernel(variant, spec, binary, arch)
     try:
@@ -174,10 +194,13 @@ def _values(
     spec = problem.specialization
     values: dict[str, Any] = {name: config[name] for name in compiler.runtime_names(variant)}
     scale = -softmax_scale if spec.negate else softmax_scale
+    first, second = problem.score.arguments(_away_from_zero(scale))
     values |= {
         "qk_scale": _away_from_zero(scale * LOG2E), "softmax_scale": softmax_scale,
         "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
+        **dict(zip(SCORE, (first, second), strict=True)),
+        **dict(zip(WINDOW, problem.mask.arguments(problem.seqlen_q, problem.seqlen_k), strict=True)),
     }  # fmt: skip
     absent = dict.fromkeys(variant.tensors, (0, 0, 0))  # dlse, where lse has no gradient
     for name, (b, h, m) in {**absent, **strides}.items():
@@ -205,7 +228,7 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
 
 
 def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int, ...]]:
-    return variant.descriptors if compiler.uses_descriptors(config) else {}
+    return variant.descriptors if compiler.uses_descriptors(variant, config) else {}
 
 
 def starts_early(variant: Variant, config: Config) -> bool:
@@ -215,18 +238,18 @@ def starts_early(variant: Variant, config: Config) -> bool:
 
 def _bound(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
-    device_index: int, workspaces: Placed, scalars: Mapping[str, int],
+    device_index: int, workspaces: Placed, scalars: Mapping[str, int], measured: str,
 ) -> Launch:  # fmt: skip
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
     values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
     described = _described(variant, config)
     constants = compiler.constexprs(variant, problem.specialization, config)
     compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
-    function = load(variant, problem.specialization, compiled_in, device_index)
+    function = load(variant, problem.specialization, compiled_in, device_index, measured)
     formats = iter(function.image.maps)
     arguments: list[Any] = []
     slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
-    for name in compiler.parameters(variant):
+    for name in variant.parameters:
         if name in described:
             shape = _shape(name, problem, workspaces)
             steps = _steps(shape, strides.get(name))
@@ -234,7 +257,7 @@ def _bound(
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)
             except CudaError as error:
-                raise CompileError(f"{variant.name}, {name}: {error}") from error
+                raise CompileError(f"{variant.short_name}, {name}: {error}") from error
             slots[name] = len(arguments), maps
             arguments += [0, *shape, *steps]
         elif name in variant.tensors:
@@ -247,23 +270,29 @@ def _bound(
     return Launch(function, grid, arguments, [slots[name] for name in names], early)
 
 
+#: Held while the interpreter runs a kernel: it replaces functions of triton.language for the whole process and puts them back
+#: afterwards, so a second thread would find them in the wrong state.
+INTERPRETING = threading.Lock()
+
+
 class InterpretedLaunch:
-    """The same for CPU tensors, in Triton's interpreter."""
+    """The same for CPU tensors, in Triton's interpreter. Threads take turns."""
 
     def __init__(
         self, variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float,
-        names: tuple[str, ...], device_index: int, workspaces: Placed, scalars: Mapping[str, int],
+        names: tuple[str, ...], device_index: int, workspaces: Placed, scalars: Mapping[str, int], measured: str,
     ) -> None:  # fmt: skip
         values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
-        values |= compiler.constexprs(variant, problem.specialization, config)
+        values |= compiler.with_hooks(compiler.constexprs(variant, problem.specialization, config))
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
-        self.scalars = {name: values[name] for name in compiler.parameters(variant) if name not in variant.tensors}
+        self.scalars = {name: values[name] for name in variant.parameters if name not in variant.tensors}
         spec = problem.specialization
         self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in _described(variant, config)}
         self.grid = variant.programs(problem, config, 1)
         self.shapes = {name: _shape(name, problem, workspaces) for name in self.blocks}
 
     def __call__(self, *tensors: torch.Tensor) -> None:
+        import numpy as np
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         arguments: dict[str, Any] = dict(self.scalars)
@@ -274,20 +303,24 @@ class InterpretedLaunch:
                 steps = _steps(shape, self.strides.get(name))
                 arguments[name] = TensorDescriptor(tensor, shape, steps, self.blocks[name])
         missing = {name: torch.empty(0) for name in self.variant.tensors if name not in arguments}
-        self.variant.kernel[(self.grid,)](**arguments, **missing)
+        # A row that sees no key, as those of a tile behind the last query, has a sum of 0: kernels divide 0 by it and take its
+        # logarithm, as IEEE defines it, and write neither. NumPy, which computes here, would warn of both.
+        with INTERPRETING, np.errstate(divide="ignore", invalid="ignore"):
+            self.variant.kernel[(self.grid,)](**arguments, **missing)
 
 
 def bind(
     variant: Variant, problem: Problem, config: Config, strides: Strides, softmax_scale: float, names: tuple[str, ...],
     device_index: int, workspaces: Placed = MappingProxyType({}), scalars: Mapping[str, int] = MappingProxyType({}),
+    measured: str = "",
 ) -> Launch | InterpretedLaunch:  # fmt: skip
     """Load (compiling on the first call) and bind. ``device_index`` -1: the interpreter, on CPU tensors. ``workspaces``:
     those of ``names`` that are contiguous and of a shape of their own, which alone counts; ``scalars``: arguments by name,
-    beside those that every kernel may ask for.
+    beside those that every kernel may ask for; ``measured``: as ``precompiled.find`` has it.
 
-    Raises CompileError, Triton's OutOfResources, or ValueError if the config does not fit the kernel."""
+    Raises CompileError, Triton's OutOfResources, NoTritonError, or ValueError if the config does not fit the kernel."""
     make = InterpretedLaunch if device_index < 0 else _bound
-    return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars)
+    return make(variant, problem, config, strides, softmax_scale, names, device_index, workspaces, scalars, measured)
 
 
 #: Where a launch finds a tensor: which one of a call's it is, or where in the block of workspaces, the last of a call's.

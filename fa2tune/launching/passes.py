@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.compiler import Launches, around, variant_named, variant_of
+from fa2tune.compiling.compiler import Launches, around
+from fa2tune.compiling.registry import variant_named, variant_of
 from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
-from fa2tune.problem import ROADS, Config, Problem, Specialization
-from fa2tune.variant import Workspaces
+from fa2tune.spec.mask import Mask
+from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
+from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.variant import Workspaces
 
 #: The kernel that sums dQ. Its portable variant adds to float32 zeros and reads delta, all of which is made around it here;
 #: a variant that names kernels of its own for that leaves nothing to do.
@@ -36,8 +39,9 @@ def describe(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
+    mask: Mask,
     softmax_scale: float,
+    score: Score = NONE,
     **gradient: torch.Tensor,
 ) -> Problem:
     """The Problem that these tensors pose; with ``o`` and ``do``, the backward's."""
@@ -50,9 +54,11 @@ def describe(
     widest = max(head_dim, head_dim_v)
     wide |= max(heads_q * seqlen_q, heads_kv * seqlen_k) * widest >= 1 << 31
     return Problem(
-        dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal,
+        dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v,
+        mask.fitted(seqlen_q, seqlen_k),
         precision=float32_precision() if dtype == "fp32" else "ieee",
-        aligned=aligned, wide=wide, negate=not gradient and softmax_scale < 0, tma=tma,
+        aligned=aligned, wide=wide, negate=not gradient and softmax_scale < 0,
+        score=score, tma=tma,
     )  # fmt: skip
 
 
@@ -85,7 +91,7 @@ def runs(kernel: str, spec: Specialization, config: Config, arch: int) -> Launch
     variant = variant_of(kernel, config)
     before, after = around(variant, spec, config, arch)
     if kernel == SUMS_DQ and not variant.before:
-        delta = variant_named("bwd_delta")
+        delta = variant_named("portable/bwd_delta")
         before = [(delta, delta.space.default(spec, arch))]
     return [*before, (variant, config), *after]
 
@@ -127,9 +133,10 @@ class Kernels:
     Called with all tensors in the order in which it was made with them, and ``size`` bytes for workspaces."""
 
     def __init__(self, configs: Mapping[str, Config], problem: Problem, tensors: Mapping[str, torch.Tensor],
-                 softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({})) -> None:  # fmt: skip
+                 softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
+                 measured: Mapping[str, str] = MappingProxyType({})) -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use."""
+        ``shared``: workspaces that any of the kernels may use; ``measured``: by kernel, as ``precompiled.find`` has it."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None
@@ -145,10 +152,13 @@ class Kernels:
                 self.casts = given["dq"]
             own, size = _placed(tuned.workspaces(problem, config), some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
-            workspaces, scalars = common | own, tuned.integers(problem, config, early)
+            workspaces, scalars = common | own, tuned.scalars(problem, config, early)
             for one, its_config in runs(kernel, problem.specialization, config, arch):
                 names = tuple(name for name in one.tensors if name in given or name in workspaces)
-                bound = bind(one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
+                bound = bind(
+                    one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars,
+                    measured.get(kernel, ""),
+                )  # fmt: skip
                 launches.append((bound, [given[name] if name in given else workspaces[name] for name in names]))
         self.chain, self.size = chain(launches, device_index), size
 
@@ -167,7 +177,7 @@ class Kernels:
 
 
 class Step:
-    """One kernel of a road by itself. Called with the tensors by name."""
+    """One kernel of a strategy by itself. Called with the tensors by name."""
 
     def __init__(self, kernel: str, problem: Problem, config: Config, tensors: Mapping[str, torch.Tensor],
                  softmax_scale: float, device_index: int) -> None:  # fmt: skip
@@ -184,12 +194,14 @@ class ForwardPlan:
     """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension."""
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
-                 config: Config) -> None:  # fmt: skip
-        self.causal, self.softmax_scale = problem.causal, softmax_scale
+                 config: Config, measured: str = "") -> None:  # fmt: skip
+        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
+        kernels = Kernels(
+            {"fwd": config}, problem, tensors, softmax_scale, q.get_device(), measured={"fwd": measured}
+        )  # fmt: skip
         self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,8 +214,9 @@ class BackwardPlan:
     """do, dlse, q, k, v, o, lse -> (dq, dk, dv), each in the memory order of its input."""
 
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
-                 v: torch.Tensor, o: torch.Tensor, softmax_scale: float, road: str,
-                 configs: Mapping[str, Config]) -> None:  # fmt: skip
+                 v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
+                 configs: Mapping[str, Config],
+                 measured: Mapping[str, str] = MappingProxyType({})) -> None:  # fmt: skip
         dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
         rows = tuple(q.shape[:3])
         tensors = {
@@ -218,8 +231,9 @@ class BackwardPlan:
             "dv": dv,
         }
         tensors |= {} if dlse is None else {"dlse": dlse}
-        ordered = {kernel: configs[kernel] for kernel in ROADS[road]}
-        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), {"delta": (rows, "fp32")})
+        ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
+        shared: Workspaces = {"delta": (rows, "fp32")}
+        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, measured)
         self.fresh = Fresh(q.device, dq, dk, dv, *self.kernels.block())
 
     def __call__(
@@ -233,19 +247,21 @@ class BackwardPlan:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, softmax_scale: float, config: Config
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, softmax_scale: float, config: Config,
+    score: Score = NONE,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One forward with an explicit config. q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o, lse (of
     ``lse_shape``, as the backward wants it)."""
-    problem = describe(q, k, v, causal, softmax_scale)
+    problem = describe(q, k, v, mask, softmax_scale, score)
     return ForwardPlan(problem, q, k, v, softmax_scale, config)(q, k, v)
 
 
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, *, causal: bool, softmax_scale: float, road: str, configs: Mapping[str, Config],
+    lse: torch.Tensor, *, mask: Mask, softmax_scale: float, strategy: str, configs: Mapping[str, Config],
+    score: Score = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One backward with explicit configs. road: "split" (deterministic) or "fused" (atomic sums of dQ)."""
-    problem = describe(q, k, v, causal, softmax_scale, o=o, do=do)
-    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, road, configs)
+    """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ)."""
+    problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
+    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs)
     return plan(do, dlse, q, k, v, o, lse)

@@ -1,7 +1,9 @@
 """Whether a kernel need not be compiled: (variant, specialization, config, arch) -> its image, out of a trusted file.
 
-A binary fits where everything that Triton would compile it from is the same: Triton's build, the kernel's source, its
-signature, constants, assumptions on its arguments, options, and the architecture. All of it is hashed into the key.
+A binary fits where everything that Triton would compile it from is the same: the kernel's source, its signature, constants,
+assumptions on its arguments, options, and the architecture. All of it is hashed. The Triton that compiled it need not be the
+one that is installed, nor need there be one: the driver runs it. A row's times hold for the machine code that was measured, so
+a call that a row serves takes only what the row's Triton compiled.
 """
 
 from __future__ import annotations
@@ -19,34 +21,16 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from fa2tune.compiling import binaries, compiler, fingerprint
+from fa2tune import versions
+from fa2tune.compiling import binaries, compiler, fingerprint, overrules
 from fa2tune.compiling.binaries import BinariesError, Entry
 from fa2tune.compiling.fingerprint import triton_version
-from fa2tune.launching.cuda import Image, MapFormat
-from fa2tune.problem import Config, Specialization
-from fa2tune.variant import Variant
+from fa2tune.launching.image import Image, MapFormat
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import Variant
+from fa2tune.text import plain
 
 log = logging.getLogger("fa2tune")
-
-#: How the variables begin by which Triton and its LLVM compile otherwise.
-TRITONS = (
-    "TRITON_", "ALLOW_LHS_", "DISABLE_LLVM_OPT", "DISABLE_MMA_", "DISABLE_PTXAS_OPT", "LLVM_ENABLE_TIMING", "LLVM_IR_ENABLE_",
-    "LLVM_PASS_PLUGIN_PATH", "MLIR_DUMP_PATH", "MLIR_ENABLE_", "NVPTX_ENABLE_", "PTXAS_OPTIONS", "USE_IR_LOC",
-)  # fmt: skip
-#: Of them, those that change no instruction, or name another assembler for the same program.
-HARMLESS = {f"TRITON_{name}" for name in (
-    "CACHE_DIR", "CACHE_MANAGER", "CUDACRT_PATH", "CUDART_PATH", "CUOBJDUMP_PATH", "CUPTI_INCLUDE_PATH", "CUPTI_LIB_PATH",
-    "DISABLE_LINE_INFO", "DUMP_DIR", "HOME", "INTERPRET", "LIBCUDA_PATH", "LIBDEVICE_PATH", "NVDISASM_PATH", "OVERRIDE_DIR",
-    "PRINT_AUTOTUNING", "PTXAS_BLACKWELL_PATH", "PTXAS_PATH", "REPRODUCER_PATH", "STORE_BINARY_ONLY",
-)}  # fmt: skip
-
-
-#: What a program may ask of Triton that changes what it compiles, by group.
-KNOBS = {
-    "compilation": ("always_compile", "override", "instrumentation_mode", "enable_asan"),
-    "nvidia": ("disable_ptxas_opt", "ptxas_options"),
-}
-
 
 #: The folder that an installer leaves beside Triton's own, by which name it ever comes.
 _INSTALLED = re.compile(r"(?:pytorch[-_])?triton(?:[-_]nightly)?-([^-]+)\.dist-info")
@@ -78,19 +62,25 @@ def triton_build() -> str:
 def about(variant: Variant, spec: Specialization, config: Config, arch: int) -> dict[str, Any]:
     """What a binary is made from, for people. ``config``: a ``compiler.binary_config``."""
     return {
-        "triton": triton_build(), "kernel": variant.name, "source": fingerprint.kernel_hash(variant), "arch": arch,
-        "spec": asdict(spec), "config": dict(config),
+        "triton": triton_build(), "kernel": variant.short_name,
+        "source": fingerprint.kernel_hash(variant, spec.mask, spec.score), "arch": arch, "spec": asdict(spec),
+        "config": dict(config),
     }  # fmt: skip
 
 
-def key_of(variant: Variant, spec: Specialization, config: Config, arch: int) -> str:
+def code_of(variant: Variant, spec: Specialization, config: Config, arch: int) -> str:
     """sha256 of all that a binary is made from, 64 hexadecimal digits."""
     made_from = [
-        triton_build(), variant.name, fingerprint.kernel_hash(variant), arch,
+        variant.short_name, fingerprint.kernel_hash(variant, spec.mask, spec.score), arch,
         compiler.signature(variant, spec, config, layouts=False), repr(compiler.constexprs(variant, spec, config)),
         repr(compiler.attributes(variant, spec, config)), repr(sorted(compiler.options(config).items())),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+
+
+def key_of(code: str, build: str) -> str:
+    """What a binary is filed under: ``code_of`` it, and the build of Triton that compiled it; 64 hexadecimal digits."""
+    return hashlib.sha256(f"{code} {build}".encode()).hexdigest()
 
 
 def launch_of(image: Image) -> dict[str, Any]:
@@ -115,50 +105,62 @@ def image_of(launch: Mapping[str, Any], cubin: bytes) -> Image:
         or not image.name.isidentifier()
         or not all(type(flag) is bool for flag in flags)
     ):
-        raise BinariesError("is damaged: what a launch must know makes no sense")
+        raise BinariesError("is damaged: the launch parameters are not valid")
     if not all(type(count) is int and low <= count <= high for count, low, high in counts):
-        raise BinariesError("is damaged: what a launch must know is out of bounds")
+        raise BinariesError("is damaged: the launch parameters are out of bounds")
     return image
 
 
-def overruled() -> str | None:
-    """Why binaries are left aside, where Triton is not known or asked for something out of the ordinary. By the names of its
-    variables, since it may not be imported yet: one that is not known here counts."""
-    if not triton_build():
-        return "nothing says which build of Triton this is"
-    named = [name for name in os.environ if name.startswith(TRITONS) and name not in HARMLESS]
-    found = [f"{name} is set" for name in sorted(named) if os.environ[name] not in ("", "0")]
-    knobs = sys.modules.get("triton.knobs")
-    for group, names in KNOBS.items():
-        for name in names:
-            if getattr(getattr(knobs, group, None), name, None) and not found:
-                found.append(f"Triton is asked for {name}")
-    return ", ".join(found) or None
+def find(
+    variant: Variant, spec: Specialization, config: Config, arch: int, measured: str = ""
+) -> tuple[Image | None, str]:
+    """(image, the file it comes from), or (None, why there is none). ``config``: a ``compiler.binary_config``.
 
-
-def find(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[Image | None, str]:
-    """(image, the file it comes from), or (None, why there is none). ``config``: a ``compiler.binary_config``."""
+    ``measured``: the version of Triton that compiled what a row was measured with. Its code is taken, or that of the Triton
+    here, which is what would be compiled otherwise. Where no row says so (""), or no Triton is installed, any code is taken."""
     held = binaries.trusted()
     if not held.files:
         return None, _no_files(held)
-    if (why := overruled()) is not None:
-        _warn_once(f"binaries are left aside: {why}")
+    if (why := overrules.found()) is not None:
+        _warn_once(f"precompiled binaries are not used: {why}")
         return None, why
-    key, damaged = key_of(variant, spec, config, arch), []
-    for place, file in held.files:
-        entry = file.entries.get(key)
-        if entry is not None:
-            try:
-                return image_of(entry.launch, file.cubin(entry)), str(place.path)
-            except BinariesError as error:
-                log.warning("%s kernels: %s %s", place.layer, place.path, error)
-                damaged.append(f"{place.path} {error}")
+    damaged, others = [], set[str]()
+    for place, file, entry in _ordered(held, code_of(variant, spec, config, arch), measured):
+        build = str(entry.about.get("triton"))
+        if measured and triton_version() and not entry.compiled_by(measured) and build != triton_build():
+            others.add(build)
+            continue
+        try:
+            return image_of(entry.launch, file.cubin(entry)), str(place.path)
+        except BinariesError as error:
+            log.warning("%s kernels: %s %s", place.layer, place.path, error)
+            damaged.append(f"{place.path} {error}")
     if damaged:
         return None, "; ".join(damaged)
+    if others:
+        return (
+            None,
+            f"binary made with Triton {plain(' and '.join(sorted(others)))}, the row was measured with {measured}",
+        )
     wanted = about(variant, spec, config, arch)
     near = [_difference(wanted, entry) for _, file in held.files for entry in file.entries.values()]
     fitting = sorted({why for why in near if why})
     return None, fitting[0] if fitting else "no file of binaries has this kernel, config and kind of tensors"
+
+
+def _ordered(held: binaries.Trusted, code: str, measured: str) -> list[tuple[binaries.Place, binaries.File, Entry]]:
+    """The binaries of one code: first those that the row was measured with, then those that the Triton here compiled, then
+    those of the newest one."""
+    found = [(place, file, entry) for place, file in held.files for entry in file.by_code.get(code, ())]
+    if len(found) < 2:
+        return found
+    build = triton_build()
+
+    def order(one: tuple[binaries.Place, binaries.File, Entry]) -> tuple[bool, bool, list[int]]:
+        made = str(one[2].about.get("triton"))
+        return not (measured and one[2].compiled_by(measured)), made != build, [-n for n in versions.numbers(made)]
+
+    return sorted(found, key=order)
 
 
 @cache
@@ -177,7 +179,7 @@ def _difference(wanted: Mapping[str, Any], entry: Entry) -> str | None:
     has = entry.about
     if any(has.get(name) != wanted[name] for name in ("kernel", "spec", "config")):
         return None
-    names = {"triton": "Triton", "arch": "compute capability", "source": "kernel source"}
+    names = {"arch": "compute capability", "source": "kernel source"}
     found = [
         f"{said} {has.get(name)}, here {wanted[name]}" for name, said in names.items() if has.get(name) != wanted[name]
     ]

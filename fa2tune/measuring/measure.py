@@ -1,4 +1,4 @@
-"""Timing on the GPU that is there, a warm card: contenders interleaved round by round, each launch out of a cold L2, or in
+"""Timing on the GPU that is there, kept warm: contenders interleaved round by round, each launch out of a cold L2, or in
 turns alone.
 
 Runs in a child process that may die (``worker.py``): before a contender's first launch it reports which one it is.
@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.compiler import CompileError, variant_named
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
-from fa2tune.measuring import racing, reference, witness, worker
+from fa2tune.measuring import clock_monitor, racing, reference, worker
+from fa2tune.measuring.clock_monitor import Reading
 from fa2tune.measuring.samples import CRAWLING, EFFORTS, Race
-from fa2tune.measuring.witness import Reading
-from fa2tune.problem import BACKWARD, Config, Problem, TuningKey
-from fa2tune.variant import way_of
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, Config, Problem
+from fa2tune.spec.variant import implementation_of
 
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
 IDLE_SECONDS = 1.0  #: a pause that lets the clocks drop
@@ -32,16 +34,16 @@ LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track._l
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
 SLOW_SECONDS, SLOWER = 0.2, 50.0
-HOT_SECONDS = 1.0  #: before the first turn of a race: a card that was cool, or waited, clocks higher for so long
-#: Share of a turn that is not timed: the card's power management takes a fifth of a second or more to follow.
+HOT_SECONDS = 1.0  #: before the first turn of a race: a GPU that was cool, or waited, clocks higher for so long
+#: Share of a turn that is not timed: the GPU's power management takes a fifth of a second or more to follow.
 SETTLING = 0.5
 FEW = 8  #: launches, of which a turn has as many at least
-REST_SECONDS = 0.5  #: at a time, for a throttled card
-RESTS = 20  #: in a race; then the card is taken as it is
+REST_SECONDS = 0.5  #: at a time, for a throttled GPU
+RESTS = 20  #: in a race; then the GPU is taken as it is
 TURN_RESTS = 2  #: in one by turns, which are long
 
 
-class _Card:
+class _WarmGpu:
     """The current device: kept warm, its L2 flushed on demand, and the tensors of the last key."""
 
     def __init__(self) -> None:
@@ -69,8 +71,8 @@ class _Card:
             inputs = reference.make_inputs(problem, "cuda", on_device=True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
             staged = {"q": q, "k": k, "v": v}
-            config = variant_named("fwd").space.default(problem.specialization, key.arch)
-            o, lse = passes.forward(q, k, v, causal=key.causal, softmax_scale=key.head_dim**-0.5, config=config)
+            config = portable_of("fwd").space.default(problem.specialization, key.arch)
+            o, lse = passes.forward(q, k, v, mask=problem.mask, softmax_scale=key.head_dim**-0.5, config=config)
             staged |= {"o": o, "lse": lse}
             if backward:
                 staged |= {"do": do, "delta": (o.float() * do.float()).sum(-1), "dk": torch.empty_like(k),
@@ -80,20 +82,20 @@ class _Card:
 
 
 @cache
-def _card() -> _Card:
-    return _Card()
+def _warm_gpu() -> _WarmGpu:
+    return _WarmGpu()
 
 
 def _runner(key: TuningKey, contender: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], object]:
     """What one sample launches: a kernel with a config, and what its variant runs around it, or for ``bwd`` a whole pass:
-    {"road": .., "configs": ..}."""
+    {"strategy": .., "configs": ..}."""
     scale = key.head_dim**-0.5
     device = torch.cuda.current_device()
     problem = key.workload()
     if key.kernel == BACKWARD:
         order = ("do", "q", "k", "v", "o")
         do, q, k, v, o = (tensors[name] for name in order)
-        plan = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, contender["road"], contender["configs"])
+        plan = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, contender["strategy"], contender["configs"])
         return lambda: plan(do, None, q, k, v, o, tensors["lse"])
     step = passes.Step(key.kernel, problem, contender, tensors, scale, device)
     return lambda: step(tensors)
@@ -115,7 +117,7 @@ def _line_up(
             worker.report(index, patience)  # compiled and loaded: from here on the GPU alone takes time
             took = _seconds(runner)
             slow = took > max(SLOW_SECONDS, SLOWER * first)
-            if slow:  # perhaps the host was busy, or the card
+            if slow:  # perhaps the host was busy, or the GPU
                 worker.report(index, patience)
                 took = _seconds(runner)
                 slow = took > max(SLOW_SECONDS, SLOWER * first)
@@ -125,7 +127,9 @@ def _line_up(
         if index == 0:
             first, patience = took, max(LAUNCH_SECONDS, SLOWER * took)
         elif slow:
-            failures[index] = f"{CRAWLING}: its second launch still took {took:.2f} s, the anchor's first {first:.3f} s"
+            failures[index] = (
+                f"{CRAWLING}: its second launch took {took:.2f} s, the reference config's first {first:.3f} s"
+            )
             continue
         runners[index] = runner
     return runners, failures
@@ -142,10 +146,14 @@ class _Track:
     """The current device, for ``racing.run``."""
 
     def __init__(
-        self, card: _Card, runners: Mapping[int, Callable[[], object]], seen: witness.Witness, turn_seconds: float
+        self,
+        gpu: _WarmGpu,
+        runners: Mapping[int, Callable[[], object]],
+        seen: clock_monitor.ClockMonitor,
+        turn_seconds: float,
     ) -> None:
         """``turn_seconds``: as ``Effort`` has it."""
-        self.card, self.runners, self.seen, self.turn_seconds = card, runners, seen, turn_seconds
+        self.gpu, self.runners, self.seen, self.turn_seconds = gpu, runners, seen, turn_seconds
         self.rests, self.hot = TURN_RESTS if turn_seconds else RESTS, False
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
@@ -156,7 +164,7 @@ class _Track:
                 self._turn(self.runners[schedule[0]], HOT_SECONDS)
                 self.hot = True
             found = [self._turn(self.runners[index], self.turn_seconds) for index in schedule]
-        self.card.last_used = time.monotonic()
+        self.gpu.last_used = time.monotonic()
         return found
 
     def _turn(self, runner: Callable[[], object], seconds: float) -> float:
@@ -189,7 +197,7 @@ class _Track:
         GPU is behind the host. An overwrite, of four times the L2, takes the memory longer than a launch takes the host, and
         ``LEAD`` of them at the start give the host its head start. So launch gaps do not count, not those between the kernels
         of a whole backward either, and a CUDA graph would cost a capture a candidate to show the same."""
-        flush = self.card.flush_buffer.zero_
+        flush = self.gpu.flush_buffer.zero_
         for _ in range(LEAD):
             flush()
         events = []
@@ -213,7 +221,7 @@ class _Track:
             return False
         time.sleep(REST_SECONDS)
         worker.report(-1)
-        self.card.warm_up()
+        self.gpu.warm_up()
         return True
 
 
@@ -222,22 +230,22 @@ def race(
     best_ratios: Mapping[Any, float] = MappingProxyType({}),
 ) -> Race:  # fmt: skip
     """Time the contenders against each other at the key's workload. ``contenders[0]`` is the anchor of every comparison, the
-    default in most races. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: way -> its best time so
-    far over the anchor's, by which the hopeless are told.
+    default in most races. ``effort``: one of ``samples.EFFORTS``; ``best_ratios``: implementation -> its best time so
+    far over the anchor's, by which those far behind are dropped.
 
     Reports the index of each contender before its first launch. Raises what CUDA raises when a launch goes wrong."""
-    card = _card()
-    tensors = card.tensors(key)
+    gpu = _warm_gpu()
+    tensors = gpu.tensors(key)
     runners, failures = _line_up(key, contenders, tensors)
     if 0 not in runners:
         worker.report(0)
         raise RuntimeError(f"the anchor cannot be launched: {failures[0]}")
     worker.report(-1, BLOCK_SECONDS)
-    card.warm_up()
-    seen = witness.of_device(torch.cuda.current_device())
-    # each way has a row, so a leader, of its own
-    groups = ["" if key.kernel == BACKWARD else way_of(contender) for contender in contenders]
+    gpu.warm_up()
+    seen = clock_monitor.of_device(torch.cuda.current_device())
+    # each implementation has a row, so a leader, of its own
+    groups = ["" if key.kernel == BACKWARD else implementation_of(contender) for contender in contenders]
     found = racing.run(
-        _Track(card, runners, seen, EFFORTS[effort].turn_seconds), groups, list(runners), EFFORTS[effort], best_ratios
+        _Track(gpu, runners, seen, EFFORTS[effort].turn_seconds), groups, list(runners), EFFORTS[effort], best_ratios
     )
     return replace(found, failures=failures, power_limit_w=seen.power_limit_w())

@@ -1,17 +1,18 @@
-"""A race: who is launched when, who is dropped, and when enough is known. Pure Python: the GPU is behind ``Track``.
+"""A race: the order of launches, when a contender is dropped, and when enough is known. Pure Python: the GPU is behind
+``Track``.
 
 In every round each contender still in the race is launched once (or has a turn alone), in a random order, and every second
-round runs the order of the one before backwards: what drifts evenly (the clocks of a card that was cool at first) cancels
-within such a block of two rounds, and nobody always runs behind the same neighbour. Contenders are compared by ratios of
+round runs the order of the one before backwards: what drifts evenly (the clocks of a GPU that was cool at first) cancels
+within such a block of two rounds, and no contender always follows the same one. Contenders are compared by ratios of
 launches of one round only; a time by itself says as much about the clocks as about the kernel.
 
-After each block the race is looked at. Who is far behind leaves after a few launches, who is behind beyond the interval of
-the median ratio leaves then; samples go to those who are close, until the leader is known for as good as the best (within
-``Effort.tie``) or the rounds are used up. That an interval is looked at more than once makes it promise less: that may drop
-one of several equals, which costs nothing, and says nothing about the winner, who is proved on samples of its own.
+After each block, contenders are dropped: those far behind after a few launches, then those behind beyond the interval of the
+median ratio. Samples go to the close ones, until the leader is known to be as good as the best (within ``Effort.tie``) or the
+rounds are used up. Looking at an interval more than once weakens it: one of several equal contenders may be dropped, which
+costs nothing, and the winner is raced again on samples of its own.
 
-The card is looked at before and after each block. A block in which it was throttled is rejected and run again; where the card
-does not recover it is kept, and said to be tainted.
+The GPU's clocks are read before and after each block. A block in which it was throttled is rejected and run again; if the GPU
+does not recover, the block is kept and marked as tainted.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import Protocol
 
+from fa2tune.measuring.clock_monitor import Reading
 from fa2tune.measuring.samples import Effort, Race, median_interval, ratios
-from fa2tune.measuring.witness import Reading
 
 FIRST_LOOK = 6  #: rounds, from which on a 95 % interval of the median exists
-#: rounds -> who is slower than the best by this factor in each of them is dropped, before there are intervals
-HOPELESS = {2: 1.3, 4: 1.1}
+#: rounds -> a contender slower than the best by this factor in each of them is dropped, before there are intervals
+DROPPED_BEYOND = {2: 1.3, 4: 1.1}
 
 
 class Track(Protocol):
@@ -38,10 +39,10 @@ class Track(Protocol):
         """Launch contenders in this order, each once out of a cold L2, or for a turn of its own: microseconds a launch."""
 
     def read(self) -> Reading:
-        """How the card is."""
+        """How the GPU is."""
 
     def rest(self) -> bool:
-        """Wait for a throttled card to recover; False: it has had time enough, take it as it is."""
+        """Wait for a throttled GPU to recover; False: it has had time enough, take it as it is."""
 
 
 class _Field:
@@ -75,7 +76,7 @@ class _Field:
         }
 
     def drop(self) -> None:
-        """Whoever is behind the leader of its group, or behind the best of that group known from elsewhere."""
+        """Drop contenders behind the leader of their group, or behind the best of that group known from elsewhere."""
         leaders = self._leaders()
         self.alive = [
             index for index in self.alive
@@ -88,10 +89,10 @@ class _Field:
         """Whether these ratios to a rival's times say that it is lost."""
         if self.done >= FIRST_LOOK:
             return median_interval(pairs)[0] > 1.0
-        return self.done in HOPELESS and min(pairs) > HOPELESS[self.done]
+        return self.done in DROPPED_BEYOND and min(pairs) > DROPPED_BEYOND[self.done]
 
     def over(self) -> bool:
-        """Nobody is left beside the anchor; or each leader's place is known, and nobody can be ahead of it by much."""
+        """Only the anchor is left; or each leader is known, and no contender can be faster by much."""
         if self.alive == [0]:
             return True
         if self.done < FIRST_LOOK:

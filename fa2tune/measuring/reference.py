@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fa2tune.problem import Problem
+from fa2tune.spec.mask import FULL, Mask
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import NONE, Score
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -57,10 +60,12 @@ def make_inputs(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, softmax_scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask = FULL, softmax_scale: float | None = None,
+    score: Score = NONE,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq], differentiable, every
-    tensor in the dtype of q. Causal is bottom-right aligned. Rows that see no key: o = 0, lse = -inf, no gradient."""
+    tensor in the dtype of q. Rows that see no key: o = 0,
+    lse = -inf, no gradient."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     heads_kv, seqlen_k = k.shape[1], k.shape[2]
     scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
@@ -71,10 +76,12 @@ def attention(
     group = heads_q // heads_kv
     # the query heads of one key head are one tall matrix: [B, Hkv, G * Sq, D]
     scores = q.reshape(batch, heads_kv, group * seqlen_q, head_dim) @ k.transpose(2, 3) * scale
+    scores = score.transformed(scores)
     blind = None
-    if causal:
+    if mask != FULL:
         rows = torch.arange(seqlen_q, device=q.device).repeat(group)[:, None]
-        hidden = torch.arange(seqlen_k, device=q.device) > rows + (seqlen_k - seqlen_q)  # [G * Sq, Sk]
+        keys = torch.arange(seqlen_k, device=q.device)
+        hidden = ~mask.visible(rows, keys, seqlen_q, seqlen_k)  # [G * Sq, Sk]
         blind = hidden.all(1, keepdim=True)  # [G * Sq, 1]
         # blind rows keep their scores: all -inf would put NaN into the gradient; they are zeroed below
         scores = scores.masked_fill(hidden & ~blind, float("-inf"))
@@ -87,13 +94,13 @@ def attention(
 
 
 def evaluate(
-    inputs: Inputs, dtype: torch.dtype, *, causal: bool = False, softmax_scale: float | None = None,
-    gradients: bool = True,
+    inputs: Inputs, dtype: torch.dtype, *, mask: Mask = FULL, softmax_scale: float | None = None,
+    score: Score = NONE, gradients: bool = True,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """o, lse and, with ``gradients``, dq, dk, dv, all computed in ``dtype`` (float64: the oracle; the dtype of the
     inputs: the reference)."""
     q, k, v = (tensor.detach().to(dtype).requires_grad_(gradients) for tensor in (inputs.q, inputs.k, inputs.v))
-    o, lse = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    o, lse = attention(q, k, v, mask=mask, softmax_scale=softmax_scale, score=score)
     results = {"o": o.detach(), "lse": lse.detach()}
     if gradients:
         outputs, incoming = [o], [inputs.do.to(dtype)]
@@ -105,9 +112,15 @@ def evaluate(
 
 
 def oracle_and_reference(
-    inputs: Inputs, *, causal: bool = False, softmax_scale: float | None = None, gradients: bool = True
+    inputs: Inputs,
+    *,
+    mask: Mask = FULL,
+    softmax_scale: float | None = None,
+    score: Score = NONE,
+    gradients: bool = True,
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """``evaluate`` in float64 and in the dtype of the inputs."""
-    oracle = evaluate(inputs, torch.float64, causal=causal, softmax_scale=softmax_scale, gradients=gradients)
-    same = evaluate(inputs, inputs.q.dtype, causal=causal, softmax_scale=softmax_scale, gradients=gradients)
+    options: dict[str, Any] = {"mask": mask, "softmax_scale": softmax_scale, "score": score, "gradients": gradients}
+    oracle = evaluate(inputs, torch.float64, **options)
+    same = evaluate(inputs, inputs.q.dtype, **options)
     return oracle, same

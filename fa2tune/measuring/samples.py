@@ -17,7 +17,7 @@ class Effort:
     fewest: int  #: rounds that are enough for the slowest kernels
     most: int  #: rounds
     #: a race is over when picking its leader can cost no more than this share of the time; None: every round is run, and
-    #: nobody is dropped, so that the intervals are those of a number of samples fixed beforehand
+    #: no contender is dropped, so that the intervals are those of a number of samples fixed beforehand
     tie: float | None
     #: that a contender runs alone, over and over, for one sample; 0: a sample is one launch, out of a cold L2
     turn_seconds: float = 0.0
@@ -27,17 +27,17 @@ class Effort:
         return max(self.fewest, min(self.most, int(self.seconds / launch_seconds)))
 
 
-#: How the reason begins of a contender that is not raced because it is too slow: no failure, so nothing for the ledger.
+#: How the reason begins of a contender that is not raced because it is too slow: no failure, so nothing for the failure record.
 CRAWLING = "crawling"
 
 EFFORTS = {
     #: every candidate, once: which of them are worth a final
     "screen": Effort(0.020, 6, 20, tie=0.01),
-    #: the fastest of the screening: who leads
+    #: the fastest of the screening: which one leads
     "final": Effort(0.100, 20, 100, tie=0.003),
-    #: those whom the final leaves close, each alone, until power and clock have settled. A card at its power limit runs at the
-    #: clock that all who race launch by launch leave it on the average, so there one that wins by energy is not seen, nor one
-    #: that costs others their clock.
+    #: those that the final leaves close, each alone, until power and clock have settled. In a race launch by launch, a GPU at
+    #: its power limit runs at a clock set by the average power of all contenders, so one that needs less energy has no
+    #: advantage there.
     "sustained": Effort(0.0, 2, 2, tie=None, turn_seconds=0.4),
     #: leader against default on samples of its own. Those of the final chose it, so they flatter it: of twenty equal
     #: candidates the luckiest looks faster than the default, often beyond its interval.
@@ -53,10 +53,10 @@ class Race:
     failures: dict[int, str] = field(default_factory=dict)  #: contender -> why it could not be launched
     clock_mhz: int | None = None  #: SM clock, the median over the race
     power_limit_w: int | None = None
-    #: launches timed while the card was throttled, which were rejected and taken again; None: nobody watched
+    #: launches timed while the GPU was throttled, which were rejected and taken again; None: not monitored
     throttled: int | None = None
-    tainted: int = 0  #: launches timed while the card was throttled and kept, as it did not recover in time
-    #: share of the looks at which the card was at its power limit, as it normally is under full load; None: nobody watched
+    tainted: int = 0  #: launches timed while the GPU was throttled and kept, as it did not recover in time
+    #: share of the looks at which the GPU was at its power limit, as it normally is under full load; None: not monitored
     power_capped: float | None = None
 
 

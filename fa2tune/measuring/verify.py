@@ -1,4 +1,4 @@
-"""The numerics gate: no config is crowned unless its results, gradients included, keep the error rule.
+"""The numerics gate: no config is selected unless its results, gradients included, keep the error rule.
 
 Error rule: for each tensor, the maximum and the RMS error against float64 are at most twice those of the same computation
 written out in the input dtype (``reference.py``), plus 2 ulp of the tensor's dtype at that magnitude. A NaN or an infinity
@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import torch
 
-from fa2tune.compiling.compiler import variant_named, variant_of
+from fa2tune.compiling.registry import portable_of, variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, worker
-from fa2tune.problem import ROADS, Config, Problem, Specialization
+from fa2tune.spec.mask import row_mask_named
+from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 
 #: tensor -> {"max": .., "max_allowed": .., "rms": .., "rms_allowed": ..}: the form of Row.errors
 Errors = dict[str, dict[str, float]]
@@ -57,7 +58,7 @@ def compare_tensor(name: str, got: torch.Tensor, oracle: torch.Tensor, same_dtyp
         what = "NaN" if torch.isnan(wide[wrong]).any() else "non-finite or falsely finite values"
         raise WrongResult(f"{name}: {what} in {int(wrong.sum())} of {wrong.numel()} elements")
     if not torch.equal(wide[~finite].nan_to_num(nan=0.0), oracle[~finite].nan_to_num(nan=0.0)):
-        raise WrongResult(f"{name}: infinity or NaN of another kind than the oracle's")
+        raise WrongResult(f"{name}: infinity or NaN of another kind than in the reference")
     truth = oracle[finite]
     error_max, error_rms = _max_rms(wide[finite] - truth)
     usable = finite & torch.isfinite(same_dtype)  # where the reference overflows it allows nothing
@@ -111,8 +112,8 @@ def cases(spec: Specialization, *, small: bool) -> tuple[Case, ...]:
 
     def problem(batch: int, heads_q: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Problem:
         return Problem(
-            spec.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, spec.head_dim, spec.head_dim_v, spec.causal,
-            precision=spec.precision,
+            spec.dtype, batch, heads_q, heads_kv, seqlen_q, seqlen_k, spec.head_dim, spec.head_dim_v,
+            row_mask_named(spec.mask), precision=spec.precision,
         )  # fmt: skip
 
     if small:  # no outliers: over so few elements the reference may have the luck to be nearly exact
@@ -130,7 +131,7 @@ def _answers(
     case: Case, device: str, gradients: bool
 ) -> tuple[reference.Inputs, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     inputs = reference.make_inputs(case.problem, device, scale=case.scale, outlier=case.outlier)
-    oracle, same = reference.oracle_and_reference(inputs, causal=case.problem.causal, gradients=gradients)
+    oracle, same = reference.oracle_and_reference(inputs, mask=case.problem.mask, gradients=gradients)
     return inputs, oracle, same
 
 
@@ -167,28 +168,27 @@ def check_forward(config: Config, spec: Specialization, device: str, small: bool
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, False)
             worker.report("launch")
-            o, lse = passes.forward(
-                inputs.q, inputs.k, inputs.v, causal=spec.causal, softmax_scale=spec.head_dim**-0.5, config=its_config
-            )
+            q, k, v, mask = inputs.q, inputs.k, inputs.v, case.problem.mask
+            o, lse = passes.forward(q, k, v, mask=mask, softmax_scale=spec.head_dim**-0.5, config=its_config)
             worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same))
     return worst(found)
 
 
 def check_backward(
-    configs: Mapping[str, Config], spec: Specialization, road: str, device: str, small: bool = False
+    configs: Mapping[str, Config], spec: Specialization, strategy: str, device: str, small: bool = False
 ) -> Errors:
     """Run forward and whole backward ("split" or "fused"); ``configs`` by kernel name, the forward's included. Errors of
     dq, dk and dv, each of its worst case. Raises as ``check_forward``."""
     found = []
     for case in cases(spec, small=small):
-        options = {"causal": spec.causal, "softmax_scale": spec.head_dim**-0.5}
+        options = {"mask": case.problem.mask, "softmax_scale": spec.head_dim**-0.5}
         with _strict(spec.precision):
             inputs, oracle, same = _answers(case, device, True)
             q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
             worker.report("launch")
             o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
-            gradients = passes.backward(do, None, q, k, v, o, lse, **options, road=road, configs=configs)
+            gradients = passes.backward(do, None, q, k, v, o, lse, **options, strategy=strategy, configs=configs)
             worker.report("launched", LAUNCHED_SECONDS)
         found.append(compare(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), oracle, same))
     return worst(found)
@@ -199,6 +199,6 @@ def check(kernel: str, config: Config, spec: Specialization, arch: int, device: 
     others. Raises as ``check_forward``."""
     if kernel == "fwd":
         return check_forward(config, spec, device, small)
-    road = next(road for road, kernels in ROADS.items() if kernel in kernels)
-    configs = {name: variant_named(name).space.default(spec, arch) for name in ("fwd", *ROADS[road])} | {kernel: config}
-    return check_backward(configs, spec, road, device, small)
+    strategy = next(strategy for strategy, kernels in STRATEGIES.items() if kernel in kernels)
+    defaults = {name: portable_of(name).space.default(spec, arch) for name in ("fwd", *STRATEGIES[strategy])}
+    return check_backward(defaults | {kernel: config}, spec, strategy, device, small)

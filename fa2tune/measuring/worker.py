@@ -227,7 +227,7 @@ class _Child:
         code = self.process.returncode
         if job is not None:
             said = self._telling_line()
-            why = reason or f"process died ({_cause(code)}): {said or 'it said nothing'}"
+            why = reason or f"process died ({_cause(code)}): {said or 'no output'}"
             job.failure = (f"{why}; {said}" if reason and said else why)[:300]
             job.died, job.stuck = True, code is None
             job.took = time.monotonic() - self.begun
@@ -244,7 +244,7 @@ class _Child:
 
 def _cause(code: int | None) -> str:
     if code is None:
-        return "and is still there"
+        return "and cannot be killed"
     try:
         return signal.Signals(-code).name if code < 0 else f"exit {code}"
     except ValueError:
@@ -305,7 +305,7 @@ class Crew:
                 [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, text=True, process_group=0
             )
         assert self._guardian.stdin is not None
-        with suppress(OSError):  # somebody killed it: then the pipes alone tell children that they are orphans
+        with suppress(OSError):  # it was killed: then only the pipes tell children that this process has ended
             self._guardian.stdin.write(f"{sign}{child.process.pid}\n")
             self._guardian.stdin.flush()
 
@@ -327,7 +327,7 @@ class Crew:
                 if idle and pipe.closed:
                     self.spare = ""  # it died by itself: so would the next
             elif pipe.poll():
-                pass  # it spoke while others were buried: heard next
+                pass  # its message is read next time
             elif child.job is not None and (reason := child.overdrawn(self.memory)) is not None:
                 job = child.bury(reason)
             if job is not None:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from fa2tune.compiling import limits, sass
-from fa2tune.compiling.compiler import Binary, uses_descriptors, variant_named
+from fa2tune.compiling.compiler import Binary
+from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import tiles
 from fa2tune.predicting.tiles import Tiling
-from fa2tune.problem import ITEMSIZE, Config, Problem, padded_head_dim
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
+from fa2tune.spec.variant import DESCRIPTOR, implementation_of
 
 Array = Any  #: a numpy array of floats
 
@@ -46,7 +49,7 @@ class Calibration:
     mma_sync_on_blackwell: float = 0.25
     #: clocks tensor cores lose between one batch of products and the next
     start: float = 13.5
-    #: clocks from a product's end to its result being there for those who wait
+    #: clocks from a product's end until its result can be used
     drain: float = 30.1
     #: share of the shorter of products and other instructions of a trip with mma.sync that does not run beside the longer
     serial: float = 0.565
@@ -164,7 +167,7 @@ def gather(
         block_n=_column([config["BLOCK_N"] for config in configs]),
         warps=_column(warps),
         stages=_column([config["num_stages"] for config in configs]),
-        described=np.array([[uses_descriptors(config)] for config in configs]),
+        described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
         heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) for config in configs], dtype=float),
         fit=np.array(fit, dtype=float),
         mma=np.array([[MMA[loop.mma] for loop in pair] for pair in ways]),
@@ -201,7 +204,7 @@ def _fp32_lanes(gpu: Gpu) -> float:
 def _tile_flops(kernel: str, problem: Problem, x: Candidates) -> Array:
     """Of one trip by the block sizes: what tcgen05 instructions, whose shape SASS does not show, have to do."""
     d, dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    unit = Problem(problem.dtype, 1, 1, 1, 1, 1, d, dv, causal=False).flops(kernel)
+    unit = Problem(problem.dtype, 1, 1, 1, 1, 1, d, dv, FULL).flops(kernel)
     return x.block_m * x.block_n * unit
 
 
@@ -401,7 +404,7 @@ def of_tiles(x: Candidates, kernel: str, t: Tilings, problem: Problem, gpu: Gpu,
     resident = np.minimum(x.fit, per_sm)
     clocks = _clocks(x, trip, resident, c)
     longest = c.block + (t.longest * clocks).sum(1)
-    if not problem.causal:  # equal tiles: whole rounds, then a last one with fewer blocks on an SM
+    if problem.mask.row_mask == "full":  # equal tiles: whole rounds, then a last one with fewer blocks on an SM
         rounds = np.floor(per_sm / resident)
         rest = per_sm - rounds * resident
         last = c.block + (t.longest * _clocks(x, trip, np.maximum(1.0, rest), c)).sum(1)
@@ -439,12 +442,13 @@ def explain(
         moved = rows * (2 * problem.head_dim_v * ITEMSIZE[problem.dtype] + 4)
         seconds = moved / (gpu.hbm_gbs * 1e9 * calibration.hbm)
         return Prediction(seconds, fit, {}, 0.0, seconds)
-    owns_queries = limits.owns_queries(variant_named(binary.kernel), binary.config)
+    variant = variant_named(binary.kernel)
+    owns_queries = limits.owns_queries(variant, binary.config)
     tiling = tiles.tiling(owns_queries, problem, binary.config["BLOCK_M"], binary.config["BLOCK_N"])
     if tiling.heads * tiling.tiles == 0:
         return Prediction(0.0, fit, {}, 0.0, 0.0)
     x = gather([binary.config], [binary.num_warps], [fit], [loops])
-    found = of_tiles(x, binary.kernel, side_by_side([tiling]), problem, gpu, calibration)
+    found = of_tiles(x, variant.serves, side_by_side([tiling]), problem, gpu, calibration)
     return Prediction(
         float(found.seconds[0]),
         int(found.resident[0]),

@@ -18,8 +18,8 @@ from fa2tune.compiling import limits
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
 from fa2tune.predicting.model import MMA, WARP_THREADS, Array, Candidates
-from fa2tune.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
-from fa2tune.variant import DESCRIPTOR, WARP_SPECIALIZED, Variant
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.variant import DESCRIPTOR, Variant
 
 MIN_REGISTERS, MAX_REGISTERS = 40, 255  #: of a thread
 MIN_GROUP_ROWS = 64  #: rows of a product that a warp group of Hopper shares out
@@ -60,8 +60,8 @@ def _arrays(configs: Sequence[Config]) -> dict[str, Array]:
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg")
     found: dict[str, Array] = {name: np.array([[float(config[name])] for config in configs]) for name in names}
     found["heads_per_wave"] = np.array([float(config.get("HEADS_PER_WAVE", 1)) for config in configs])
-    found["descriptor"] = np.array([[config["LOADS"] == DESCRIPTOR] for config in configs])
-    found["inside"] = np.array([[config["MASKED"] == "inside"] for config in configs])
+    found["descriptor"] = np.array([[config.get("LOADS") == DESCRIPTOR] for config in configs])
+    found["inside"] = np.array([[config.get("MASKED") == "inside"] for config in configs])
     return found
 
 
@@ -70,7 +70,7 @@ class Guess:
 
     def __init__(self, variant: Variant, spec: Specialization, configs: Sequence[Config], gpu: Gpu) -> None:
         x = _arrays(configs)
-        self.x, self.gpu, self.kernel = x, gpu, variant.name
+        self.x, self.gpu, self.kernel = x, gpu, variant.serves
         self.size = ITEMSIZE[spec.dtype]
         self.d, self.dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
         self.owns_queries = limits.owns_queries(variant, configs[0])
@@ -98,7 +98,7 @@ class Guess:
         self.scores = self.repeat * own * stream / self.threads  #: a thread's
         self.accumulators = own * {
             "fwd": self.dv, "bwd_dq": self.d, "bwd_dkdv": self.d + self.dv, "bwd_fused": self.d + self.dv
-        }[variant.name] / self.threads  # fmt: skip
+        }[self.kernel] / self.threads  # fmt: skip
 
     # ---- what a trip holds
 
@@ -290,12 +290,12 @@ def estimates(
     """Microseconds each config should take for ``problem`` on ``gpu``, by arithmetic alone."""
     if not configs:
         return []
-    if WARP_SPECIALIZED in variant.ways:  # not modelled: all alike, and none of them hopeless
-        return [problem.flops(variant.filed_under) / (gpu.peak(problem.dtype, problem.precision) * 1e12) * 1e6] * len(
+    if not variant.modelled:  # all alike, and none of them hopeless
+        return [problem.flops(variant.serves) / (gpu.peak(problem.dtype, problem.precision) * 1e12) * 1e6] * len(
             configs
         )
     guess = Guess(variant, spec, configs, gpu)
-    found = model.times(guess.candidates(), variant.name, guess.owns_queries, problem, gpu, calibration)
+    found = model.times(guess.candidates(), variant.serves, guess.owns_queries, problem, gpu, calibration)
     return [float(seconds) * 1e6 for seconds in found.seconds]
 
 

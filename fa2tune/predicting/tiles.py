@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fa2tune.problem import ITEMSIZE, Problem
+from fa2tune.spec.problem import ITEMSIZE, Problem
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def of_queries(p: Problem, m: int, n: int) -> tuple[tuple[int, int], ...]:
     tiles = []
     for start in range(0, p.seqlen_q, m):
         end, full = p.seqlen_k, p.seqlen_k // n * n
-        if p.causal:
+        if p.mask.row_mask == "causal":
             offset = p.seqlen_k - p.seqlen_q
             end = min(p.seqlen_k, max(start + m + offset, 0))
             full = min(p.seqlen_k, max(start + 1 + offset, 0)) // n * n
@@ -44,7 +44,7 @@ def of_keys(p: Problem, m: int, n: int) -> tuple[tuple[int, int], ...]:
     last = -(-p.seqlen_q // m) * m
     for start in range(0, p.seqlen_k, n):
         begin = full = 0
-        if p.causal:
+        if p.mask.row_mask == "causal":
             offset = p.seqlen_k - p.seqlen_q
             begin = min(max(start - offset, 0) // m * m, last)
             full = min(-(-max(start + n - 1 - offset, 0) // m) * m, last)

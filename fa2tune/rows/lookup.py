@@ -1,21 +1,25 @@
 """Which row serves a tuning key, and why: the lookup ladder.
 
-What no row may ever differ in: kernel, causal or not, float32 precision, padded head dims, compute capability, 16-bit
-or 32-bit element type. Among the rest the first difference decides, in this order:
+What no row may ever differ in: kernel, family, causal or not, float32 precision, padded head dims, compute capability,
+16-bit or 32-bit element type. Among the rest the first difference decides, in this order:
 
-1. **Problem**: exact key; same padded head dim; nearest bucket; other 16-bit dtype. Each rung allows what those before
-   it allow. Within a rung the nearest bucket comes first (the longer of two as near), then the nearest head dims.
-2. **GPU and evidence**, ``_STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
-   MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then predicted. With
-   one exception: what was measured on this silicon stands before what was predicted for the exact GPU, as it is what a
-   row "measured on a sibling" holds. So a laptop's prediction never shadows a fleet's measurement of the same problem.
-   Of two GPUs on one rung the one with the nearest SM count comes first. An unlisted GPU matches its own name exactly
-   or else the architecture rung.
-3. **Fresh** over stale: made with this kernel source, this Triton and this driver. Of stale rows first those of this kernel
-   source, then those of the nearest minor release of Triton (another one cost rows up to half their speed), then those of
-   this driver, then those of this very Triton.
-4. **Layer**: named over user over fleet over shipped.
-5. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
+1. **Problem**: exact key; same padded head dim; nearest bucket; other 16-bit dtype. Each step allows what those before
+   it allow. Within a step the nearest bucket comes first (the longer of two as near), then the nearest head dims.
+2. **GPU and evidence**, ``STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
+   MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then ported (measured on
+   a GPU of another architecture that ran this one's code), then predicted. With one exception: what was measured on this
+   silicon stands before what was ported to or predicted for the exact GPU, as it is what a row "measured on a sibling"
+   holds, and what was ported to this silicon before what was predicted for the GPU. So a laptop's prediction never shadows
+   a fleet's measurement of the same problem.
+   Of two GPUs on one step the one with the nearest SM count comes first. An unlisted GPU matches its own name exactly
+   or else the architecture step.
+3. **Fresh** over stale: made with this kernel source and this Triton, or with another one whose machine code is here. Of
+   stale rows first those of this kernel source, then those of the nearest minor release of Triton (another one cost rows up
+   to half their speed), then those of this very Triton.
+4. **Layer**: named over user over fleet over shipped; of the fleet's files the first. Shipped files have no order.
+5. **Driver**: of a layer's rows, otherwise equal so far, first those timed under this driver. Another driver makes no row
+   stale: ptxas comes with Triton, so the machine code is the same.
+6. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
    ``Row.rank_us``.
 
 The first row in this order that ``acceptable`` does not refuse is the answer; without one, the caller takes its
@@ -33,46 +37,53 @@ from operator import itemgetter
 from typing import Any
 
 from fa2tune import gpus
-from fa2tune.problem import TuningKey, padded_head_dim
 from fa2tune.rows.reader import Layer, Rows
-from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING, Row, hashed_as
+from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING, Row
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import padded_head_dim
 
-PROBLEM_RUNGS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
-GPU_RUNGS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
+PROBLEM_STEPS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
+GPU_STEPS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
 SIXTEEN_BIT = ("bf16", "fp16")
 
-#: (GPU rung, evidence), best first.
-_STANDING = (
+#: (GPU step, evidence), best first.
+STANDING = (
     (EXACT, MEASURED),
     (EXACT, SIBLING),
     (SILICON, MEASURED),
     (SILICON, SIBLING),
+    (EXACT, PORTED),
+    (SILICON, PORTED),
     (EXACT, PREDICTED),
     (SILICON, PREDICTED),
     (ARCHITECTURE, MEASURED),
     (ARCHITECTURE, SIBLING),
+    (ARCHITECTURE, PORTED),
     (ARCHITECTURE, PREDICTED),
 )
-_PLACE = {standing: place for place, standing in enumerate(_STANDING)}
+_PLACE = {standing: place for place, standing in enumerate(STANDING)}
+
+
+def _not_here(row: Row) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a row must have been made with to be fresh. An empty or missing entry is not compared: ``explain`` for a GPU
-    that is not there knows no driver."""
+    """What a row must have been made with to be fresh, and the driver. An empty or missing entry is not compared: a machine
+    without a GPU has no driver."""
 
     triton: str = ""
-    driver: str = ""
+    driver: str = ""  #: orders rows that are as fresh; makes none stale
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)  #: fingerprint.kernel_hashes
+    #: whether the machine code that a row was measured with is here, so that no Triton compiles it
+    held: Callable[[Row], bool] = field(default=_not_here, compare=False)
 
     def _parts(self, row: Row) -> tuple[tuple[str, str, str], ...]:
-        """(what, then, now) of all that is compared. A prediction involved no driver."""
-        kernel_hash = self.kernel_hashes.get(hashed_as(row.key.kernel, row.variant), "")
-        return (
-            ("triton", row.triton, self.triton),
-            ("driver", row.driver, "" if row.obtained == PREDICTED else self.driver),
-            ("kernel source", row.kernel_hash, kernel_hash),
-        )
+        """(what, then, now) of all that decides the machine code."""
+        compiler = self.triton if self.triton in ("", row.triton) or not self.held(row) else row.triton
+        kernel_hash = self.kernel_hashes.get(row.source, "")
+        return ("triton", row.triton, compiler), ("kernel source", row.kernel_hash, kernel_hash)
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh."""
@@ -80,11 +91,18 @@ class Toolchain:
             f"{part} {then or 'unknown'}, now {now}" for part, then, now in self._parts(row) if now not in ("", then)
         )
 
-    def age(self, row: Row) -> tuple[bool, float, bool, bool]:
+    def age(self, row: Row) -> tuple[bool, float, bool]:
         """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
-        another driver, another Triton)."""
-        triton, driver, source = (now not in ("", then) for _, then, now in self._parts(row))
-        return source, _apart(row.triton, self.triton) if triton else 0.0, driver, triton
+        another Triton)."""
+        triton, source = (now not in ("", then) for _, then, now in self._parts(row))
+        return source, _apart(row.triton, self.triton) if triton else 0.0, triton
+
+    def other_driver(self, row: Row) -> str:
+        """That ``row`` was timed under another driver than today's, as half a sentence; "": it was not. A prediction involved
+        no driver."""
+        if row.obtained == PREDICTED or self.driver in ("", row.driver):
+            return ""
+        return f"timed under driver {row.driver or 'unknown'}, here {self.driver}"
 
 
 def _apart(one: str, other: str) -> float:
@@ -102,15 +120,15 @@ class Candidate:
 
     row: Row
     layer: Layer
-    problem_rung: str  #: one of PROBLEM_RUNGS
-    gpu_rung: str  #: one of GPU_RUNGS
+    problem_step: str  #: one of PROBLEM_STEPS
+    gpu_step: str  #: one of GPU_STEPS
     stale: tuple[str, ...]  #: what it was made with that is not so today; empty: fresh
 
     @property
-    def rung(self) -> str:
+    def step(self) -> str:
         """For counting and logging: "problem exact, GPU same silicon, measured, fresh, shipped layer"."""
         age = "stale" if self.stale else "fresh"
-        return f"problem {self.problem_rung}, GPU {self.gpu_rung}, {self.row.obtained}, {age}, {self.layer.name} layer"
+        return f"problem {self.problem_step}, GPU {self.gpu_step}, {self.row.obtained}, {age}, {self.layer.name} layer"
 
 
 @dataclass(frozen=True)
@@ -137,28 +155,28 @@ def differences(key: TuningKey, other: TuningKey) -> Differences:
     return {name: (mine, theirs) for name, (mine, theirs) in pairs.items() if mine != theirs}
 
 
-def _family(key: TuningKey) -> tuple[Any, ...]:
-    """What no rung crosses."""
+def _fixed(key: TuningKey) -> tuple[Any, ...]:
+    """What no step crosses."""
     width = 16 if key.dtype in SIXTEEN_BIT else key.dtype
     padded = padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)
-    return key.arch, key.kernel, key.causal, width, key.precision, padded
+    return key.arch, key.kernel, key.mask, key.family, width, key.precision, padded
 
 
 @lru_cache(maxsize=64)
-def _families(layer: Layer) -> dict[tuple[Any, ...], list[Row]]:
+def _by_fixed(layer: Layer) -> dict[tuple[Any, ...], list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in layer.rows:
-        found.setdefault(_family(row.key), []).append(row)
+        found.setdefault(_fixed(row.key), []).append(row)
     return found
 
 
 @lru_cache(maxsize=4096)
-def _relatives(layer: Layer, family: tuple[Any, ...]) -> Sequence[Row]:
-    """The rows of a layer that are of one family."""
+def _relatives(layer: Layer, fixed: tuple[Any, ...]) -> Sequence[Row]:
+    """The rows of a layer that agree in what no step crosses."""
     if not isinstance(layer.rows, Rows):
-        return _families(layer).get(family, ())
-    arch, kernel, causal = family[:3]
-    return [row for row in layer.rows.of(arch=arch, kernel=kernel, causal=int(causal)) if _family(row.key) == family]
+        return _by_fixed(layer).get(fixed, ())
+    arch, kernel, mask = fixed[:3]
+    return [row for row in layer.rows.of(arch=arch, kernel=kernel, mask=mask) if _fixed(row.key) == fixed]
 
 
 @cache
@@ -172,16 +190,24 @@ def _silicon(gpu: str, arch: int) -> str:
 
 
 def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int]:
-    """(problem rung, distances in bucket and head dims); smaller is better."""
+    """(problem step, distances in bucket and head dims); smaller is better."""
     same_dims = (key.head_dim, key.head_dim_v) == (row.head_dim, row.head_dim_v)
-    rung = 3 if key.dtype != row.dtype else 2 if key.bucket != row.bucket else 0 if same_dims else 1
+    step = 3 if key.dtype != row.dtype else 2 if key.bucket != row.bucket else 0 if same_dims else 1
     buckets = math.log2(row.bucket / key.bucket)
     dims = abs(key.head_dim - row.head_dim) + abs(key.head_dim_v - row.head_dim_v)
-    return rung, abs(buckets), -buckets, dims
+    return step, abs(buckets), -buckets, dims
 
 
-def _gpu_rung(key: TuningKey, silicon: str, row: TuningKey) -> str:
-    if (key.gpu, key.sm_count) == (row.gpu, row.sm_count):
+def _same_gpu(key: TuningKey, row: TuningKey) -> bool:
+    """Rows that were tuned before their GPU was in the catalogue are filed under its driver's name."""
+    if key.sm_count != row.sm_count:
+        return False
+    return key.gpu == row.gpu or key.gpu == gpus.identify(row.gpu, row.arch, row.sm_count).name
+
+
+def gpu_step(key: TuningKey, silicon: str, row: TuningKey) -> str:
+    """One of GPU_STEPS, for a GPU (that of ``key``) and the GPU of a row, of the same architecture."""
+    if _same_gpu(key, row):
         return EXACT
     # Of an unlisted GPU only the name is known: with another SM count it is a slice of the same silicon.
     return SILICON if key.gpu == row.gpu or silicon == _silicon(row.gpu, row.arch) else ARCHITECTURE
@@ -189,16 +215,19 @@ def _gpu_rung(key: TuningKey, silicon: str, row: TuningKey) -> str:
 
 def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain) -> Iterator[Candidate]:
     """Every row that could serve ``key``, best first. ``gpu_silicon``: ``Gpu.silicon`` of the GPU that asks."""
-    family, found = _family(key), []
+    fixed, found = _fixed(key), []
+    shipped = next((place for place, layer in enumerate(layers) if layer.name == "shipped"), 0)
     for place, layer in enumerate(layers):
-        for row in _relatives(layer, family):
-            rung, *distances = _problem(key, row.key)
-            gpu_rung = _gpu_rung(key, gpu_silicon, row.key)
-            standing = _PLACE[gpu_rung, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
-            order = (rung, *distances, *standing, toolchain.age(row), place, row.rank_us, row.variant)
-            found.append((order, row, layer, rung, gpu_rung))
-    for _, row, layer, rung, gpu_rung in sorted(found, key=itemgetter(0)):
-        yield Candidate(row, layer, PROBLEM_RUNGS[rung], gpu_rung, toolchain.stale(row))
+        place = shipped if layer.name == "shipped" else place  # their files have no order
+        for row in _relatives(layer, fixed):
+            step, *distances = _problem(key, row.key)
+            on = gpu_step(key, gpu_silicon, row.key)
+            standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
+            driver = bool(toolchain.other_driver(row))
+            order = (step, *distances, *standing, toolchain.age(row), place, driver, row.rank_us, row.filed_as)
+            found.append((order, row, layer, step, on))
+    for _, row, layer, step, on in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_STEPS[step], on, toolchain.stale(row))
 
 
 def find(
@@ -227,6 +256,30 @@ def choose(
             return Answer(**vars(candidate), refused=refused), refused
         refused = (*refused, Refused(candidate, why))
     return None, refused
+
+
+def of_other_lengths(answer: Answer, toolchain: Toolchain) -> list[Row]:
+    """Rows of the answer's file that differ from its row in the length bucket alone, and are as fresh."""
+    mine = answer.row
+    return [
+        row
+        for row in _relatives(answer.layer, _fixed(mine.key))
+        if (row.filed_as, row.obtained, row.key.with_(bucket=mine.key.bucket))
+        == (mine.filed_as, mine.obtained, mine.key)
+        and row.key.bucket != mine.key.bucket
+        and bool(toolchain.stale(row)) == bool(answer.stale)
+    ]
+
+
+def driver_decides(rows: Iterable[Row]) -> bool:
+    """Whether the driver can decide which of a layer's ``rows`` serves a call: some that no earlier step of the ladder need
+    tell apart were timed under different drivers."""
+    drivers: dict[tuple[Any, ...], str] = {}
+    for row in rows:
+        alike = _fixed(row.key), row.key.dtype, row.key.bucket, row.key.gpu, row.obtained
+        if row.obtained != PREDICTED and drivers.setdefault(alike, row.driver) != row.driver:
+            return True
+    return False
 
 
 def near_misses(key: TuningKey, layers: Sequence[Layer], most: int = 3) -> list[tuple[Differences, Layer]]:

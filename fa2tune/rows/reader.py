@@ -1,8 +1,8 @@
-"""Reads cache files on the way to the first launch, and finds those that serve.
+"""Finds and reads the cache files that serve, before the first launch.
 
 Only the standard library's ``sqlite3``: SQLAlchemy, which owns every write (``store.py``), costs 0.25 s to import.
-Files are opened read-only and immutable: no lock and no journal, so that they may lie on read-only and network disks.
-That is safe because fa2tune replaces a cache file whole and never writes into one.
+Files are opened read-only and immutable, without lock and journal, so they may be on read-only and network disks. That is safe
+because fa2tune replaces a cache file as a whole and never writes into one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from typing import Any
 
 from fa2tune.rows import record
 from fa2tune.rows.row import Row
+from fa2tune.text import plain
 
 logger = logging.getLogger("fa2tune")
 
 #: SQLite's ``application_id`` of a cache file: "fa2t".
 APPLICATION_ID = 0x66613274
+TWIN = b'{"schema": '  #: the beginning of a JSON twin
 #: Bytes; ten thousand rows take some 10 MB.
 MAX_FILE = 256 << 20
-#: How often a file that changes under the reader is looked at, and how long to wait in between.
+#: Steps of SQLite's virtual machine that reading may take: for any file, and for each of its bytes. A row takes about 45 steps
+#: and has more bytes than that, so a file that takes more steps leads in a circle, or to the same pages again and again.
+STEPS, STEPS_A_BYTE = 1_000_000, 4
+#: How often a file that changes while it is read is read again, and the pause in between.
 ATTEMPTS, PAUSE_S = 4, 0.05
 #: Environment variable that names fleet files, separated as PATH is.
 FLEET_VARIABLE = "FA2TUNE_CACHE"
@@ -38,7 +43,8 @@ class CacheFileError(ValueError):
     """A cache file that cannot be used. The message names the file and the reason."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
-        super().__init__(f"cache file {os.fspath(path)}: {reason}")
+        reason = plain(reason)  # it may quote the file
+        super().__init__(f"cache file {plain(os.fspath(path), None)}: {reason}")
         self.path, self.reason = Path(path), reason
 
 
@@ -53,7 +59,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a file holds, not looked at."""
+    """The content of a file, values not checked yet."""
 
     path: Path
     version: int
@@ -70,8 +76,8 @@ class _Held:
 
 
 class Rows(Sequence[Row]):
-    """The rows of a file that came with fa2tune, each checked when it is asked for: all of them take 0.1 s, which a first
-    call would wait for. One that is not as it must be empties the whole, with a warning, when it is met."""
+    """The rows of a file that came with fa2tune, each checked when it is asked for: checking all of them takes 0.1 s, which a
+    first call would wait for. The first bad row is logged as a warning, and the file counts as empty from then on."""
 
     def __init__(self, held: _Held) -> None:
         self._held, self._count = held, len(held.records)
@@ -106,7 +112,7 @@ class Rows(Sequence[Row]):
 
 
 def _schema_version(path: Path) -> int:
-    """Schema version by the file's header (sqlite.org/fileformat.html), which SQLite need not be asked for."""
+    """Schema version, from the file's header (sqlite.org/fileformat.html), without SQLite."""
     if not path.exists():
         raise CacheFileError(path, "no such file")
     if not path.is_file():
@@ -118,16 +124,16 @@ def _schema_version(path: Path) -> int:
     if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
         raise CacheFileError(path, "is not an SQLite database")
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        raise CacheFileError(path, "is an SQLite database, but no fa2tune cache")
+        raise CacheFileError(path, "is an SQLite database, but not a fa2tune cache")
     version = int.from_bytes(header[60:64], "big")
     if version > record.SCHEMA_VERSION:
-        raise CacheFileError(
-            path, f"has schema version {version}, this fa2tune reads up to {record.SCHEMA_VERSION}: upgrade fa2tune"
-        )
-    if header[18:20] != b"\1\1":  # what is still in the log would be missed
+        raise CacheFileError(path, record.NEWER.format(version=version))
+    if header[18:20] != b"\1\1":  # rows that are still in the log would be missed
         raise CacheFileError(path, "is in WAL mode: run PRAGMA journal_mode=DELETE on it")
     if path.with_name(path.name + "-journal").exists():
-        raise CacheFileError(path, "was left in the middle of a write: open it once with sqlite3 to roll that back")
+        raise CacheFileError(
+            path, "has the journal of an unfinished write next to it: open it once with sqlite3 to roll that back"
+        )
     return version
 
 
@@ -146,7 +152,7 @@ def _checked_columns(database: sqlite3.Connection, path: Path, version: int) -> 
 
 
 def _state(path: Path) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Which file lies at ``path``, and what changes when it is written into; None: there is none to be seen."""
+    """The identity of the file at ``path``, and what changes when it is written into; None: no file."""
     try:
         found = path.stat()
     except OSError:
@@ -155,20 +161,47 @@ def _state(path: Path) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 
 def read(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a cache file, of this or an older schema version, every value checked.
+    """The rows of a cache file or of its JSON twin, of this or an older schema version, every value checked.
 
-    CacheFileError names the file and what is wrong with it. A file that is replaced meanwhile is the old one or the new
-    one; on a network disk the old one may vanish under the reader, who then looks again.
+    CacheFileError names the file and what is wrong with it. If the file is replaced meanwhile, these are the rows of the old
+    file or of the new one; on a network disk the old one may disappear, and the file is read again.
     """
-    held = _held(path)
-    rows = [held.row(number) for number in range(len(held.records))]
+    return _of_twin(Path(path)) if is_twin(path) else _decoded(_held(path))
+
+
+def is_twin(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the readable twin of a cache file (``record.to_json``). False where there is none."""
+    try:
+        if not os.path.isfile(path):  # a pipe would be waited for
+            return False
+        with open(path, "rb") as file:
+            return file.read(len(TWIN)) == TWIN
+    except OSError:
+        return False
+
+
+def _of_twin(path: Path) -> list[Row]:
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise ValueError(f"is larger than {MAX_FILE >> 20} MiB")
+        return _distinct(record.of_json(path.read_text(encoding="utf-8")), path)
+    except (OSError, ValueError) as error:  # among them what is no JSON
+        raise error if isinstance(error, CacheFileError) else CacheFileError(path, str(error)) from error
+
+
+def _decoded(held: _Held) -> list[Row]:
+    """Every row, checked."""
+    return _distinct([held.row(number) for number in range(len(held.records))], held.path)
+
+
+def _distinct(rows: list[Row], path: Path) -> list[Row]:
     if len({record.identity(row) for row in rows}) != len(rows):
-        raise CacheFileError(held.path, "holds a key, variant and way of obtaining it twice")
+        raise CacheFileError(path, "holds two rows with the same key, implementation, workload, origin and config")
     return rows
 
 
 def _held(path: str | os.PathLike[str]) -> _Held:
-    """What a cache file holds, read at one moment. CacheFileError."""
+    """The content of a cache file at one moment. CacheFileError."""
     try:
         path = Path(path).absolute()
     except OSError as error:  # a relative path, and the working directory is gone
@@ -187,7 +220,7 @@ def _held(path: str | os.PathLike[str]) -> _Held:
             if failure is None:
                 break
         else:  # written into: what was read may be half the one and half the other
-            failure = CacheFileError(path, "was written into while it was read: ship a file by a copy and a rename")
+            failure = CacheFileError(path, "was written into while it was read: replace a file by a copy and a rename")
             time.sleep(PAUSE_S)
     if failure is not None or found is None:
         raise failure or CacheFileError(path, "cannot be read")
@@ -195,16 +228,21 @@ def _held(path: str | os.PathLike[str]) -> _Held:
 
 
 def _read(path: Path) -> _Held:
-    """What the file that lies there, absolutely, holds at this moment."""
+    """The content of the file at an absolute path, read once."""
     try:
         version = _schema_version(path)
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * record.MAX_JSON)
+            database.set_progress_handler(lambda: 1, STEPS + STEPS_A_BYTE * path.stat().st_size)  # 1: stop
             for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON"):
                 database.execute(f"PRAGMA {pragma}")
             names = _checked_columns(database, path, version)
             return _Held(path, version, names, database.execute(f"SELECT {', '.join(names)} FROM rows").fetchall())
+    except UnicodeDecodeError as error:  # the text of SQLite's own error, which quotes the damaged schema
+        raise CacheFileError(path, "is damaged: its schema is not valid UTF-8") from error
     except (sqlite3.Error, OSError) as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+            raise CacheFileError(path, "is damaged: it has more to read than fits in a file of its size") from error
         raise CacheFileError(path, str(error)) from error
 
 
@@ -227,7 +265,7 @@ def user_path() -> Path:
 
 
 def _discovered() -> Iterator[tuple[str, Path]]:
-    """(layer, path) of every file that may serve unasked, first come first served."""
+    """(layer, path) of every file that may serve without being named, in lookup order."""
     try:
         user = user_path()
     except RuntimeError as error:
@@ -263,7 +301,9 @@ def layers(named: Sequence[str | os.PathLike[str]] = ()) -> list[Layer]:
     found = [Layer("named", Path(path), read(path)) for path in named]
     for name, path in _discovered():
         try:
-            found.append(Layer(name, path, Rows(_held(path)) if name == "shipped" else read(path)))
+            held = _held(path)
+            one_by_one = name == "shipped" and held.version == record.SCHEMA_VERSION
+            found.append(Layer(name, path, Rows(held) if one_by_one else _decoded(held)))
         except CacheFileError as error:
             logger.warning("%s layer skipped: %s", name, error)
     return found

@@ -1,54 +1,68 @@
-"""A cache row: the winner for one tuning key and one variant, with the evidence for it.
+"""A cache row: a config for one tuning key and one implementation, with the evidence for it.
 
 Pure data, shared by the tuner (which makes rows), the store (which writes them), the reader and the lookup.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from fa2tune.problem import BACKWARD, FUSED, TuningKey
-from fa2tune.variant import POINTER, WARP_SPECIALIZED
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, FUSED
+from fa2tune.spec.variant import DESCRIPTOR, POINTER, PORTABLE, WARP_SPECIALIZED
 
-#: How a row was obtained, best evidence first.
-MEASURED, SIBLING, PREDICTED = "measured", "sibling", "predicted"
-OBTAINED = (MEASURED, SIBLING, PREDICTED)
+#: How a row was obtained, best evidence first: measured on its GPU, on another of the same silicon, on one of another
+#: architecture that ran the code of this one (sm_80 code on an sm_90 GPU), or by the model.
+OBTAINED = MEASURED, SIBLING, PORTED, PREDICTED = ("measured", "sibling", "ported", "predicted")
 #: Where its numerics were proved, best first: on the target, on other silicon, in the interpreter.
 PROOFS = ("target", "sibling", "interpreter")
-#: Variants that must be faster than the others of their key by ``MARGIN`` to be taken where both can serve: the default
-#: takes neither, and two times that are closer may be told apart by nothing but noise.
-SECOND_CHOICE, MARGIN = (POINTER, FUSED, f"{FUSED}_{WARP_SPECIALIZED}"), 0.005
+#: Rows for pointer loads and of the fused strategy must be faster than the others of their key by this share to be taken
+#: where both can serve: the default takes neither, and two times that are closer may differ by noise alone.
+MARGIN = 0.005
+#: Fields of a row that say on which problem it was timed; the head dims and the mask are the key's.
+WORKLOAD = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
+
+#: An object as files have it: JSON without spaces, sorted by name.
+canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(frozen=True)
 class Row:
-    """Unique per (key, variant, obtained). Times are microseconds for the key's workload; None where nothing was timed."""
+    """Rows of one key, strategy, implementation, workload and kind of evidence fill a slot together, each with another config
+    (``record.SLOT``). Times are microseconds for the workload; None where nothing was timed."""
 
     key: TuningKey
-    #: which way this row takes: one of variant.WAYS for a kernel; for a whole backward the road, "split" or "fused", with
-    #: "_warp_specialized" behind it where a kernel on it is
-    variant: str
-    config: Mapping[str, Any]  #: plain ints, strings and bools; of a whole backward the way of each kernel on the road
-    obtained: str  #: "measured", "sibling" (measured on ``obtained_on``) or "predicted"
+    #: of a kernel one of ``variant.IMPLEMENTATIONS``, or the name that a kernel gives itself; of a whole backward
+    #: "warp_specialized" where one of its kernels is, else "portable"
+    implementation: str
+    config: Mapping[
+        str, Any
+    ]  #: plain ints, strings and bools; of a whole backward the implementation of each of its kernels
+    obtained: str  #: one of ``OBTAINED``; "sibling" and "ported" were measured on ``obtained_on``
     proof: str  #: "target", "sibling" or "interpreter"
     obtained_on: str = ""  #: name of the GPU that measured it, as its driver says; "" if predicted
     time_us: float | None = None  #: median measured, or predicted by the model
     time_low_us: float | None = None  #: 10 % quantile of the samples
     time_high_us: float | None = None  #: 90 % quantile
     samples: int = 0
-    #: of the default config, interleaved with this one (or predicted alike); in a row for pointer loads, of the default for
-    #: tensors that no descriptor can address
+    #: of the portable default config, interleaved with this one (or predicted alike); in a row for pointer loads, of the
+    #: default for tensors that no descriptor can address
     default_time_us: float | None = None
     gain: float | None = None  #: median over pairs of default time / this time
     gain_low: float | None = None  #: lower end of the 95 % interval of that median
     gain_high: float | None = None
     tflops: float | None = None
-    batch: int = 0  #: the workload it was tuned on
+    batch: int = 0  #: the workload it was tuned on; 0, here and below: as ``key.workload()`` has it
     heads_q: int = 0
     heads_kv: int = 0
+    seqlen_q: int = 0
+    seqlen_k: int = 0
     #: tensor -> {"max": error, "max_allowed": .., "rms": .., "rms_allowed": ..} against float64
     errors: Mapping[str, Any] = field(default_factory=dict)
     registers: int | None = None  #: per thread
@@ -58,7 +72,7 @@ class Row:
     pruned: Mapping[str, int] = field(default_factory=dict)  #: reason -> how many candidates
     clock_mhz: int | None = None  #: SM clock while measuring
     power_limit_w: int | None = None
-    #: launches rejected because the card was throttled, and taken again; None: nobody watched. (Where the card does not
+    #: launches rejected because the card was throttled, and taken again; None: not monitored. (Where the card does not
     #: recover, times are of a throttled card, and replace no default.)
     throttled: int | None = None
     driver: str = ""
@@ -67,21 +81,40 @@ class Row:
     kernel_hash: str = ""  #: of the kernel's source without comments, see fingerprint.py
     space_hash: str = ""
     created: str = ""  #: UTC, ISO 8601, seconds
+    strategy: str = ""  #: of a whole backward, "split" or "fused"; of a kernel ""
+    #: SHA-256 of the machine code that was measured, 64 hex digits; None: not known, and of a whole backward
+    binary_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if lacking := [name for name in WORKLOAD if not getattr(self, name)]:
+            workload = self.key.workload()
+            for name in lacking:
+                object.__setattr__(self, name, getattr(workload, name))
 
     @property
     def specialized(self) -> bool:
         """Whether it rests on a warp-specialised kernel."""
-        return self.variant.endswith(WARP_SPECIALIZED)
+        return self.implementation == WARP_SPECIALIZED
 
     @property
-    def road(self) -> str:
-        """Of a whole backward."""
-        return self.variant.removesuffix(f"_{WARP_SPECIALIZED}")
+    def filed_as(self) -> str:
+        """For people: the implementation, of a whole backward after its strategy: "pointer", "split warp_specialized"."""
+        return f"{self.strategy} {self.implementation}".lstrip()
+
+    @property
+    def source(self) -> str:
+        """What fingerprint.kernel_hashes calls the hash of the source that it rests on."""
+        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy)
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Of the config, 16 hex digits. TypeError or ValueError: no file may hold it."""
+        return digest_of(canonical(dict(self.config)))
 
     @property
     def barred(self) -> str:
         """Why no call ever gets it, whatever else there is; "": a call may."""
-        if self.key.kernel == BACKWARD and self.road == FUSED and self.obtained == PREDICTED:
+        if self.key.kernel == BACKWARD and self.strategy == FUSED and self.obtained == PREDICTED:
             return "sums dQ in no fixed order, and only a measurement, not a prediction, makes up for that"
         return ""
 
@@ -90,12 +123,13 @@ class Row:
         """The time by which the rows of one key compete."""
         if self.time_us is None:
             return math.inf
-        return self.time_us * (1 + MARGIN if self.variant in SECOND_CHOICE else 1)
+        second_choice = self.implementation == POINTER or self.strategy == FUSED
+        return self.time_us * (1 + MARGIN if second_choice else 1)
 
 
 def precedence(row: Row) -> tuple[Any, ...]:
     """For sorting the rows of one key: as the lookup takes them where all can serve, those that no call gets behind them."""
-    return bool(row.barred), OBTAINED.index(row.obtained), row.rank_us, row.variant
+    return bool(row.barred), OBTAINED.index(row.obtained), row.rank_us, row.filed_as, row.config_hash
 
 
 def winner(rows: Iterable[Row]) -> Row | None:
@@ -104,17 +138,24 @@ def winner(rows: Iterable[Row]) -> Row | None:
     return None if best is None or best.barred else best
 
 
-def backward_way(road: str, specialized: bool) -> str:
-    """What the row of a whole backward is filed as."""
-    return f"{road}_{WARP_SPECIALIZED}" if specialized else road
+def digest_of(config: str) -> str:
+    """``Row.config_hash`` of a config as files have it, see ``canonical``."""
+    return hashlib.sha256(config.encode()).hexdigest()[:16]
 
 
-def hashed_as(kernel: str, variant: str) -> str:
-    """What fingerprint.kernel_hashes calls the hash of the source that a row filed as ``variant`` rests on: the kernel's; for a
-    whole backward, that of the kernels on its road."""
+def backward_implementation(specialized: bool) -> str:
+    """Of a whole backward, by whether one of its kernels is warp-specialised."""
+    return WARP_SPECIALIZED if specialized else PORTABLE
+
+
+def hashed_as(kernel: str, implementation: str, mask: str, strategy: str = "") -> str:
+    """What fingerprint.kernel_hashes calls the hash of the source that a row of this implementation rests on: the kernel's; for
+    a whole backward, that of the kernels of its strategy."""
     if kernel == BACKWARD:
-        return f"{kernel} {variant}"
-    return f"{kernel} {WARP_SPECIALIZED}" if variant == WARP_SPECIALIZED else kernel
+        return f"{kernel} {strategy} {implementation} {mask}"
+    if implementation in ("", POINTER, DESCRIPTOR):
+        return f"{kernel} {mask}"
+    return f"{kernel} {implementation} {mask}"
 
 
 def over_portable(row: Row, rows: Iterable[Row]) -> float | None:
@@ -125,7 +166,7 @@ def over_portable(row: Row, rows: Iterable[Row]) -> float | None:
     alike = [
         other for other in rows if (other.key, other.obtained) == (row.key, row.obtained) and not other.specialized
     ]
-    # the ways of a whole backward are held against one default; times of one that was verified later have another clock
+    # implementations of a whole backward are compared with one default; times of one that was verified later have another clock
     leads = [other.gain for other in alike if other.gain]
     if row.key.kernel == BACKWARD and row.gain and leads:
         return row.gain / max(leads)

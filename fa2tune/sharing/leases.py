@@ -1,12 +1,12 @@
-"""Who works on what: workers, and their leases on the lots (``lots.py``) that they tune.
+"""Workers, and their leases on the tuning jobs (``tuning/request/jobs.py``).
 
-A worker says now and then that it lives; its leases expire with it, and others take them over. Whoever holds no lease on a lot
-tunes nothing of it. Everything is one small transaction at a time, under one lock and by one clock, the database's, so that
-no two workers ever disagree and no host's clock counts.
+A worker renews its leases every few seconds. Those of a worker that stops doing so expire, and others take them over. A worker
+tunes only what it holds a lease on. Each step is one small transaction under one lock and by one clock, the database's, so
+workers always agree and the clocks of the hosts do not count.
 
-Workers share a lot only within a campaign (``lots.campaign``). A lot settled by one is settled for all of the campaign that
-ask for the same; a campaign is over when none of its workers lives, and the next one looks at every lot anew (which costs
-nothing where the trials are all there).
+Workers share jobs only within a campaign (``jobs.campaign``). A job settled by one worker is settled for all of the campaign
+that ask for the same. A campaign ends with its last worker; the next one looks at every job again, at no cost where all its
+trials are stored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import sqlalchemy as sa
 
 from fa2tune.sharing.storage import OUTAGE_S, Storage
 
-#: Seconds by the database's clock since a worker's last word: then it counts as gone. Who comes back from an outage first must
-#: not bury the others.
+#: Seconds by the database's clock since a worker's last renewal: then it counts as gone. The first worker to come back after
+#: an outage must not remove the others.
 EXPIRY_S = OUTAGE_S + 60.0
 BEAT_S = 2.0  #: between two words
 
@@ -57,7 +57,7 @@ SETTLED = sa.Table(
     sa.Column("lot", sa.TEXT, primary_key=True),
     sa.Column("request", sa.TEXT, primary_key=True),  # that it was settled for; or RETRIED
 )  # fmt: skip
-WANTED = sa.Table(  # lots that a worker has been asked for, and that are not settled for it
+WANTED = sa.Table(  # jobs that a worker has been asked for, and that are not settled for it
     "wanted", _META,
     sa.Column("campaign", sa.TEXT, primary_key=True),
     sa.Column("worker", sa.TEXT, primary_key=True),
@@ -70,19 +70,19 @@ RETRIED = "retried"  #: a mark: what had failed before was struck out, once
 class Standing:
     """How things are, after a meeting."""
 
-    held: frozenset[str] = frozenset()  #: lots that this worker holds
-    settled: frozenset[str] = frozenset()  #: lots that need no more work for this request
-    excess: int = 0  #: held lots above this worker's part: it should give back as many of those sought
-    sought: frozenset[str] = frozenset()  #: held lots that others want as well
-    lost: bool = False  #: this worker had been taken for dead; what it held before is not its own
+    held: frozenset[str] = frozenset()  #: jobs that this worker holds
+    settled: frozenset[str] = frozenset()  #: jobs that need no more work for this request
+    excess: int = 0  #: held jobs above this worker's part: it should give back as many of those sought
+    sought: frozenset[str] = frozenset()  #: held jobs that others want as well
+    lost: bool = False  #: this worker had been removed; what it held before is no longer its own
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One line for whoever looks."""
+    """One line of ``fa2tune leases``."""
 
     campaign: str
-    lot: str
+    job: str
     worker: str
     gpus: int
     held_s: float
@@ -121,7 +121,7 @@ def _ended(pid: int, born: str) -> bool:
 
 @dataclass
 class Leases:
-    """The leases of one worker. ``request``: what it was asked for, so that a settled lot is so for others that were asked
+    """The leases of one worker. ``request``: what it was asked for, so that a settled job is so for others that were asked
     for the same; ``gpus``: its part of the work."""
 
     storage: Storage
@@ -140,8 +140,8 @@ class Leases:
         return time.monotonic() >= self.met + BEAT_S
 
     def meet(self, wanted: Sequence[str]) -> Standing:
-        """Say that this worker lives, bury who does not, and take what is free, up to this worker's part: of each lot by its
-        GPUs, of those of all that want it. ``wanted``: every lot of the request, the largest first."""
+        """Renew this worker's leases, remove expired workers, and take free jobs up to this worker's part: of each job by its
+        GPUs, of those of all that want it. ``wanted``: every job of the request, the largest first."""
 
         def meeting(connection: sa.Connection) -> Standing:
             self.storage.alone(connection)
@@ -152,19 +152,19 @@ class Leases:
             held = {row.lot for row in table if row.worker == self.worker}
             done = (SETTLED.c.campaign == self.campaign, SETTLED.c.request == self.request)
             settled = {*connection.execute(sa.select(SETTLED.c.lot).where(*done)).scalars()}
-            open_ = [lot for lot in wanted if lot not in settled]
+            open_ = [job for job in wanted if job not in settled]
             rivals = self._want(connection, open_)
-            part = max(1, math.ceil(sum(Fraction(self.gpus, rivals[lot]) for lot in open_)))
-            # what nobody else wants comes first, and is not given back
-            free = sorted((lot for lot in open_ if lot not in taken), key=rivals.__getitem__)
+            part = max(1, math.ceil(sum(Fraction(self.gpus, rivals[job]) for job in open_)))
+            # what no other worker wants comes first, and is not given back
+            free = sorted((job for job in open_ if job not in taken), key=rivals.__getitem__)
             new = free[: max(0, part - len(held))]
-            for lot in new:
-                values = {"campaign": self.campaign, "lot": lot, "worker": self.worker}
+            for job in new:
+                values = {"campaign": self.campaign, "lot": job, "worker": self.worker}
                 connection.execute(LEASES.insert().values(**values, since=self.storage.now))
-            sought = frozenset(lot for lot in held if rivals[lot] > self.gpus)
+            sought = frozenset(job for job in held if rivals[job] > self.gpus)
             excess = max(0, len(held) - part)
             if len(held) > 1 and self._without(connection, sought):
-                excess = max(1, excess)  # parts are rounded up: who came first would keep all
+                excess = max(1, excess)  # parts are rounded up: the first worker would keep all
             excess = min(len(sought), excess)
             return Standing(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
 
@@ -172,31 +172,32 @@ class Leases:
         self.met, self.joined = time.monotonic(), True
         return self.standing
 
-    def _want(self, connection: sa.Connection, lots: Sequence[str]) -> Counter[str]:
-        """Say what this worker wants by now. Lot -> the GPUs of all workers that want it."""
+    def _want(self, connection: sa.Connection, jobs: Sequence[str]) -> Counter[str]:
+        """Say what this worker wants by now. Job -> the GPUs of all workers that want it."""
         mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker)
         before = {*connection.execute(sa.select(WANTED.c.lot).where(*mine)).scalars()}
-        if gone := before - {*lots}:
+        if gone := before - {*jobs}:
             connection.execute(WANTED.delete().where(*mine, WANTED.c.lot.in_(gone)))
-        if new := [{"campaign": self.campaign, "worker": self.worker, "lot": lot} for lot in {*lots} - before]:
+        if new := [{"campaign": self.campaign, "worker": self.worker, "lot": job} for job in {*jobs} - before]:
             connection.execute(WANTED.insert(), new)
         found = Counter[str]()
         of_all = sa.select(WANTED.c.lot, WORKERS.c.gpus).join(WORKERS, WORKERS.c.worker == WANTED.c.worker)
-        for lot, gpus in connection.execute(of_all.where(WANTED.c.campaign == self.campaign)).all():
-            found[lot] += gpus
+        for job, gpus in connection.execute(of_all.where(WANTED.c.campaign == self.campaign)).all():
+            found[job] += gpus
         return found
 
-    def _without(self, connection: sa.Connection, lots: frozenset[str]) -> bool:
-        """Whether anybody who wants one of ``lots`` has nothing to do."""
+    def _without(self, connection: sa.Connection, jobs: frozenset[str]) -> bool:
+        """Whether a worker that wants one of ``jobs`` has nothing to do."""
         holders = sa.select(LEASES.c.worker).where(LEASES.c.campaign == self.campaign)
         query = sa.select(WANTED.c.worker).where(
-            WANTED.c.campaign == self.campaign, WANTED.c.lot.in_(lots), WANTED.c.worker.not_in(holders)
+            WANTED.c.campaign == self.campaign, WANTED.c.lot.in_(jobs), WANTED.c.worker.not_in(holders)
         )
         return connection.execute(query).first() is not None
 
     def _bury(self, connection: sa.Connection) -> None:
-        """Take out who has said no word for long, and who was killed on this host. Of a campaign that nobody works on, forget
-        what was settled. An SQLite file has no clock but its host's, which may jump: there, nobody of this host is late."""
+        """Remove workers whose renewal is overdue, and those that were killed on this host. Forget what was settled in
+        campaigns without workers. An SQLite file has no clock but its host's, which may jump: there, no worker of this host is
+        overdue."""
         place = _place()
         for row in connection.execute(sa.select(WORKERS, (WORKERS.c.until < self.storage.now).label("late"))).all():
             here = row.place == place
@@ -212,7 +213,7 @@ class Leases:
             connection.execute(table.delete().where(table.c.worker == worker))
 
     def _breathe(self, connection: sa.Connection) -> bool:
-        """Live on until ``EXPIRY_S`` from now; False: it had been buried, or never lived."""
+        """Renew until ``EXPIRY_S`` from now; False: this worker was removed, or is new."""
         until = self.storage.now + EXPIRY_S
         mine = WORKERS.c.worker == self.worker
         if connection.execute(WORKERS.update().where(mine).values(until=until, gpus=self.gpus)).rowcount:
@@ -222,64 +223,64 @@ class Leases:
         connection.execute(WORKERS.insert().values(**about, gpus=self.gpus, since=self.storage.now, until=until))
         return False
 
-    def _release(self, connection: sa.Connection, lot: str) -> bool:
+    def _release(self, connection: sa.Connection, job: str) -> bool:
         """Whether it was still ours."""
         self.storage.alone(connection)
-        mine = (LEASES.c.campaign == self.campaign, LEASES.c.lot == lot, LEASES.c.worker == self.worker)
+        mine = (LEASES.c.campaign == self.campaign, LEASES.c.lot == job, LEASES.c.worker == self.worker)
         return connection.execute(LEASES.delete().where(*mine)).rowcount == 1
 
-    def give(self, lot: str) -> None:
-        """Give back a lease: whoever takes it finds what is stored by now."""
-        self.storage.do(lambda connection: self._release(connection, lot))
-        self.standing = replace(self.standing, held=self.standing.held - {lot})
+    def give(self, job: str) -> None:
+        """Give back a lease. The next holder finds what is stored by now."""
+        self.storage.do(lambda connection: self._release(connection, job))
+        self.standing = replace(self.standing, held=self.standing.held - {job})
 
     def holding(self, connection: sa.Connection) -> frozenset[str]:
-        """The lots that are still ours: who was stopped for a while may have been taken for dead. Until the transaction ends
-        they stay so."""
+        """The jobs that are still ours: a worker that was stopped for a while may have lost them. Until the transaction ends
+        they stay ours."""
         self.storage.alone(connection)
         mine = (LEASES.c.campaign == self.campaign, LEASES.c.worker == self.worker)
         return frozenset(connection.execute(sa.select(LEASES.c.lot).where(*mine)).scalars())
 
-    def marked(self, lot: str, what: str) -> bool:
-        """Whether anybody of this campaign has marked a lot."""
-        query = sa.select(SETTLED).where(*self._mark(lot, what))
+    def marked(self, job: str, what: str) -> bool:
+        """Whether a worker of this campaign has marked a job."""
+        query = sa.select(SETTLED).where(*self._mark(job, what))
         return bool(self.storage.select(query))
 
-    def mark(self, lot: str, what: str) -> None:
-        """Note something about a lot that we hold, for whoever holds it later, until the campaign is over."""
+    def mark(self, job: str, what: str) -> None:
+        """Note something about a job that we hold, for its later holders, until the campaign is over."""
 
         def marked(connection: sa.Connection) -> None:
             self.storage.alone(connection)
-            connection.execute(SETTLED.delete().where(*self._mark(lot, what)))
-            connection.execute(SETTLED.insert().values(campaign=self.campaign, lot=lot, request=what))
+            connection.execute(SETTLED.delete().where(*self._mark(job, what)))
+            connection.execute(SETTLED.insert().values(campaign=self.campaign, lot=job, request=what))
 
         self.storage.do(marked)
 
-    def _mark(self, lot: str, what: str) -> tuple[sa.ColumnElement[bool], ...]:
-        return SETTLED.c.campaign == self.campaign, SETTLED.c.lot == lot, SETTLED.c.request == what
+    def _mark(self, job: str, what: str) -> tuple[sa.ColumnElement[bool], ...]:
+        return SETTLED.c.campaign == self.campaign, SETTLED.c.lot == job, SETTLED.c.request == what
 
-    def settle(self, lot: str) -> bool:
-        """Everything of a lot is done, and stored. False: it had been taken over, so that is for its holder to say."""
+    def settle(self, job: str) -> bool:
+        """Everything of a job is done, and stored. False: it had been taken over, so that is for its holder to say."""
 
         def settled(connection: sa.Connection) -> bool:
-            if not self._release(connection, lot):
+            if not self._release(connection, job):
                 return False
-            mark = {"campaign": self.campaign, "lot": lot, "request": self.request}
+            mark = {"campaign": self.campaign, "lot": job, "request": self.request}
             connection.execute(SETTLED.insert().values(**mark))
-            mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker, WANTED.c.lot == lot)
+            mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker, WANTED.c.lot == job)
             connection.execute(WANTED.delete().where(*mine))
             return True
 
         found = self.storage.do(settled)
-        self.standing = replace(self.standing, held=self.standing.held - {lot})
+        self.standing = replace(self.standing, held=self.standing.held - {job})
         if found:
-            self.standing = replace(self.standing, settled=self.standing.settled | {lot})
+            self.standing = replace(self.standing, settled=self.standing.settled | {job})
         else:
             self.met = -math.inf
         return found
 
     def leave(self) -> None:
-        """Give back everything. What was settled stays so for those who are left."""
+        """Give back everything. What was settled stays so for the other workers."""
 
         def left(connection: sa.Connection) -> None:
             self.storage.alone(connection)

@@ -1,13 +1,16 @@
-"""The database that workers share: its URL, the tables of our own in it, and patience while it is away.
+"""The database that workers share: its URL, our own tables in it, and waiting while it does not answer.
 
-Optuna keeps the studies there and owns their table names. What is ours (what failed, who works on what, and the rows where no
+Optuna keeps the studies there and owns their table names. What is ours (failures, leases, and the rows where no
 cache file holds them) stands in PostgreSQL in a schema of its own, and with SQLite in a file of its own beside the studies.
 """
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +18,8 @@ from typing import Any, TypeVar
 import optuna
 import sqlalchemy as sa
 from sqlalchemy.pool import NullPool, StaticPool
+
+from fa2tune.rows.turns import in_turn
 
 SCHEMA = "fa2tune"  #: of our tables in PostgreSQL
 OWN_FILE = "ledger.sqlite"  #: with SQLite, the file with our tables, beside the studies
@@ -25,15 +30,20 @@ LOCK_TIMEOUT_S = 60  #: how long a writer to an SQLite file waits for its turn
 OUTAGE_S, RETRY_S = 120.0, 0.5
 HURRY_S = 10.0  #: the same after Ctrl-C
 CONNECT_S = 10  #: for one connection attempt
-#: Seconds after which the server ends a transaction whose client says nothing: who is stopped, or cut off, in the midst of one
-#: would else keep its locks, and every other worker waiting.
+#: Seconds after which the server ends a transaction whose client is silent: a worker that is stopped or cut off in the middle
+#: of one would otherwise keep its locks, and all others would wait.
 SILENT_S = 10.0
+#: SQLite's result codes that say nothing against the file itself.
+UNHARMED = {
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+}  # fmt: skip
 
 T = TypeVar("T")
 
 
 class StorageError(RuntimeError):
-    """The database is not what it should be, or stays away. The message names it, without a password."""
+    """The database is damaged, or does not answer. The message names it, without a password."""
 
 
 def shown(url: sa.URL) -> str:
@@ -75,10 +85,27 @@ def _gone(error: BaseException | None) -> bool:
     return False
 
 
-def _first_line(error: Exception) -> str:
+def _driver_error(error: BaseException) -> BaseException:
+    """The database driver's own error behind ``error``, which Optuna and SQLAlchemy wrap; ``error`` if there is none."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, sa.exc.DBAPIError) and found.orig is not None:
+            return found.orig
+        found = found.__cause__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
     """What the database's driver says."""
-    said = str(getattr(error, "orig", None) or error).strip().splitlines()
-    return said[0] if said else repr(error)
+    cause = _driver_error(error)
+    said = str(cause).strip().splitlines()
+    return said[0] if said else repr(cause)
+
+
+def _sound(error: BaseException) -> bool:
+    """Whether an SQLite error says nothing against the file: the disk is full, or the file is locked or cannot be written."""
+    code = getattr(_driver_error(error), "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in UNHARMED
 
 
 class Storage:
@@ -90,6 +117,8 @@ class Storage:
         self.url, self.file = url, file
         self.shared = url is not None and url.get_backend_name() == "postgresql"
         self.name = shown(url) if url is not None and self.shared else str(file)
+        #: what holds the studies: with SQLite another file than ours
+        self.studies = self.name if self.shared or url is None else str(url.database)
         self._reached = reached
         self.hurry = False  #: whether to wait only a little
         self.say: Callable[[str], None] = lambda text: None  #: what is waited for
@@ -116,7 +145,7 @@ class Storage:
             assert self.url is not None
             return sa.create_engine(
                 self.url, pool_pre_ping=True, pool_size=1, connect_args=self._connect(),
-                isolation_level="READ COMMITTED",  # who waited for its turn must see what was done meanwhile
+                isolation_level="READ COMMITTED",  # a writer that waited must see what was done meanwhile
                 execution_options={"schema_translate_map": {None: SCHEMA}},
             )  # fmt: skip
         engine = sa.create_engine(
@@ -141,7 +170,7 @@ class Storage:
         return sa.literal_column("(julianday('now') - 2440587.5) * 86400.0", sa.Double)
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """``work``, again and again while a shared database is away that was there before. StorageError."""
+        """``work``, tried again while a shared database that answered before does not. StorageError."""
         until = None
         while True:
             try:
@@ -153,9 +182,9 @@ class Storage:
                     wait_s = 0.0 if not self._reached else min(HURRY_S, OUTAGE_S) if self.hurry else OUTAGE_S
                     until = time.monotonic() + wait_s
                     if wait_s:
-                        self.say(f"storage: {self.name} is away, waiting for it for up to {wait_s:.0f} s")
+                        self.say(f"storage: {self.name} does not answer; waiting up to {wait_s:.0f} s")
                 if time.monotonic() >= until:
-                    self._reached = False  # whoever has something to store at the end need not wait again
+                    self._reached = False  # what is stored at the end need not wait again
                     raise StorageError(f"storage: {self.name} cannot be reached: {_first_line(error)}") from None
                 time.sleep(RETRY_S)
             else:
@@ -166,13 +195,29 @@ class Storage:
         """One transaction on our own tables."""
 
         def once() -> T:
-            with self.engine.begin() as connection:
+            with self._in_turn(self.file), self.engine.begin() as connection:
                 return work(connection)
 
         try:
             return self.patiently(once)
         except sa.exc.DatabaseError as error:
             raise self._trouble(self.name, error) from error
+
+    def _in_turn(self, file: str | os.PathLike[str] | None) -> AbstractContextManager[object]:
+        """For a transaction on an SQLite file. A PostgreSQL, and what is in memory, need no queue."""
+        return nullcontext() if self.shared or file is None else in_turn(file, LOCK_TIMEOUT_S)
+
+    def on_studies(self, work: Callable[[], T], writes: bool = False) -> T:
+        """``work`` on Optuna's tables. StorageError names what holds them."""
+
+        def once() -> T:
+            with self._in_turn(self.studies if writes and self.url is not None else None):
+                return work()
+
+        try:
+            return self.patiently(once)
+        except (sa.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+            raise StorageError(f"storage: {self.studies}: {_first_line(error)}") from error
 
     def select(self, query: sa.Select[Any]) -> list[sa.Row[Any]]:
         """What a query finds in our own tables."""
@@ -183,11 +228,11 @@ class Storage:
         self.do(lambda connection: connection.execute(statement, values))
 
     def _trouble(self, name: str, error: sa.exc.DatabaseError) -> StorageError:
-        remedy = "" if self.shared else "; move the file away to start a new one"
+        remedy = "" if self.shared or _sound(error) else "; move the file away to start a new one"
         return StorageError(f"storage: {name}: {_first_line(error)}{remedy}")
 
     def alone(self, connection: sa.Connection) -> None:
-        """Until this transaction ends, nobody else is in one that has asked for the same."""
+        """Until this transaction ends, no other one that called this runs."""
         if self.shared:  # an SQLite file has one writer at a time as it is
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtext(SCHEMA))))
 
@@ -212,7 +257,7 @@ class Storage:
         options: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT_S}}
         if self.shared:
             options = {"pool_pre_ping": True, "connect_args": self._connect()}
-        url, database = self.url.render_as_string(hide_password=False), self.url.database
+        url = self.url.render_as_string(hide_password=False)
 
         def opened(connection: sa.Connection) -> optuna.storages.BaseStorage:
             self.alone(connection)  # Optuna makes its tables without a lock
@@ -221,6 +266,6 @@ class Storage:
             except sa.exc.DatabaseError as error:
                 if self.shared and _gone(error):
                     raise
-                raise self._trouble(self.name if self.shared else str(database), error) from error
+                raise self._trouble(self.studies, error) from error
 
         return self.do(opened)

@@ -1,1 +1,1 @@
-"""From a request to cache rows: plan, candidates, verdicts, winners."""
+"""Tuning, in four floors, lowest first: request, search, select, run. A floor imports from itself and from those below."""

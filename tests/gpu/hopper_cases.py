@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fa2tune.calling import dispatch
-from fa2tune.compiling import compiler, limits
+from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import KERNELS, ROADS, Config, Problem, Specialization
-from fa2tune.variant import Variant
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import KERNELS, STRATEGIES, Config, Problem, Specialization
+from fa2tune.spec.variant import Variant
 
 Tensors = Mapping[str, torch.Tensor]
 DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128))
@@ -34,8 +35,8 @@ def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
     """Every warp-specialised variant of these kernels that can run on the GPU at hand."""
     gpu = dispatch.gpu_of(0)
     return [
-        variant for kernel in kernels for variant in compiler.variants_of(kernel)
-        if variant.serves and variant.min_arch <= gpu.arch <= variant.max_arch
+        variant for kernel in kernels for variant in registry.variants_of(kernel)
+        if not variant.portable and variant.min_arch <= gpu.arch <= variant.max_arch
     ]  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def spread(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
     """Legal configs, in which every dimension takes each of its values that is legal somewhere, and few binaries: whichever
     brings most values comes next, of those one whose binary is there already, and of the rest any, drawn by the problem."""
     found = legal(variant, asked)
-    random.Random(f"{variant.name} {asked.head_dim} {asked.causal}").shuffle(found)
+    random.Random(f"{variant.name} {asked.head_dim} {asked.mask == CAUSAL}").shuffle(found)
     missing = {entry for config in found for entry in config.items()}
     picked: list[dict[str, Any]] = []
     binaries: list[dict[str, Any]] = []
@@ -82,33 +83,35 @@ def spread(variant: Variant, asked: Problem) -> list[dict[str, Any]]:
     return picked
 
 
-def road_of(variant: Variant, config: Config, asked: Problem, portable: bool = True) -> tuple[str, dict[str, Config]]:
-    """The road of the backward that a variant is on ("": it is a forward), and a config of each kernel that runs with it: of
-    the others the portable default, or the warp-specialised one where that can serve. The forward comes first."""
-    road = next((road for road, kernels in ROADS.items() if variant.filed_under in kernels), "")
+def strategy_of(
+    variant: Variant, config: Config, asked: Problem, portable: bool = True
+) -> tuple[str, dict[str, Config]]:
+    """The strategy of the backward that a variant is on ("": it is a forward), and a config of each kernel that runs with it:
+    of the others the portable default, or the warp-specialised one where that can serve. The forward comes first."""
+    strategy = next((strategy for strategy, kernels in STRATEGIES.items() if variant.serves in kernels), "")
     configs = {}
-    for kernel in ("fwd", *ROADS.get(road, ())):
+    for kernel in ("fwd", *STRATEGIES.get(strategy, ())):
         others = [] if portable else [one for one in specialized((kernel,)) if not refusal(one, asked)]
-        other = others[0] if others else compiler.variant_named(kernel)
-        configs[kernel] = config if kernel == variant.filed_under else config_for(other, asked)
-    return road, configs
+        other = others[0] if others else registry.portable_of(kernel)
+        configs[kernel] = config if kernel == variant.serves else config_for(other, asked)
+    return strategy, configs
 
 
 def run(
     variant: Variant, config: Config, asked: Problem, inputs: Tensors, softmax_scale: float | None = None,
     portable: bool = True,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """What a config of one kernel makes of these tensors, with the other kernels as road_of says: o and lse, or the three
+    """What a config of one kernel makes of these tensors, with the other kernels as strategy_of says: o and lse, or the three
     gradients. Uninitialised memory holds NaN."""
     scale = asked.head_dim**-0.5 if softmax_scale is None else softmax_scale
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    road, configs = road_of(variant, config, asked, portable)
+    strategy, configs = strategy_of(variant, config, asked, portable)
     with verify._strict("ieee"):
-        o, lse = passes.forward(q, k, v, causal=asked.causal, softmax_scale=scale, config=configs["fwd"])
-        if not road:
+        o, lse = passes.forward(q, k, v, mask=asked.mask, softmax_scale=scale, config=configs["fwd"])
+        if not strategy:
             return {"o": o, "lse": lse}
         gradients = passes.backward(
-            inputs["do"], inputs.get("dlse"), q, k, v, o, lse, causal=asked.causal, softmax_scale=scale, road=road,
+            inputs["do"], inputs.get("dlse"), q, k, v, o, lse, mask=asked.mask, softmax_scale=scale, strategy=strategy,
             configs=configs,
         )  # fmt: skip
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
@@ -140,7 +143,7 @@ def answers(
 ) -> tuple[reference.Inputs, Tensors, Tensors]:
     """Inputs, oracle, reference: once for all configs that are checked on a problem one after the other."""
     made = reference.make_inputs(asked, "cuda", with_dlse=with_dlse, **dict(inputs))
-    found = reference.oracle_and_reference(made, causal=asked.causal, softmax_scale=softmax_scale, gradients=gradients)
+    found = reference.oracle_and_reference(made, mask=asked.mask, softmax_scale=softmax_scale, gradients=gradients)
     return made, *found
 
 
@@ -148,8 +151,8 @@ def check(
     variant: Variant, config: Config, asked: Problem, view: Callable[[torch.Tensor], torch.Tensor] = as_they_are,
     softmax_scale: float | None = None, with_dlse: bool = True, portable: bool = True, **inputs: Any,
 ) -> verify.Errors:  # fmt: skip
-    """Raises WrongResult where a result breaks the error rule. portable: see road_of."""
-    backward = variant.filed_under != "fwd"
+    """Raises WrongResult where a result breaks the error rule. portable: see strategy_of."""
+    backward = variant.serves != "fwd"
     made, oracle, same = answers(asked, with_dlse and backward, backward, softmax_scale, tuple(sorted(inputs.items())))
     tensors = {f.name: getattr(made, f.name) for f in fields(made) if isinstance(getattr(made, f.name), torch.Tensor)}
     viewed = {name: view(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
@@ -168,14 +171,14 @@ def binaries_of(
 ) -> list[tuple[Variant, Config]]:
     """What a check of a config launches, all of it."""
     spec, arch = asked.specialization, dispatch.gpu_of(0).arch
-    _, configs = road_of(variant, config, asked, portable)
+    _, configs = strategy_of(variant, config, asked, portable)
     return [launch for kernel, its in configs.items() for launch in passes.runs(kernel, spec, its, arch)]
 
 
 def _compile(name: str, spec: Specialization, config: Config, arch: int) -> str:
     """In a child process: into Triton's cache. Why not, or ""."""
     try:
-        compiler.compile_kernel(compiler.variant_named(name), spec, config, arch)
+        compiler.compile_kernel(registry.variant_named(name), spec, config, arch)
     except compiler.CompileError as error:
         return str(error)
     return ""
@@ -186,7 +189,9 @@ def draw(dice: random.Random, variants: Sequence[Variant], count: int) -> list[F
     found: list[Fixed] = []
     for _ in range(20 * count):
         variant, dims = dice.choice(variants), dice.choice(DIMS)
-        asked = Problem(dice.choice(("bf16", "bf16", "fp16")), 1, 1, 1, 64, 64, *dims, dice.random() < 0.6)
+        asked = Problem(
+            dice.choice(("bf16", "bf16", "fp16")), 1, 1, 1, 64, 64, *dims, CAUSAL if dice.random() < 0.6 else FULL
+        )
         able = legal(variant, asked)
         if able:
             default = config_for(variant, asked)
@@ -266,7 +271,7 @@ class Form(NamedTuple):
     changes: dict[str, Any]  #: beside the default of its head dim and mask, PERSISTENT, where that is a dimension
 
     def config(self, variant: Variant) -> dict[str, Any]:
-        spec = Specialization("bf16", self.dim, self.dim, self.causal)
+        spec = Specialization("bf16", self.dim, self.dim, "causal" if self.causal else "full")
         config = {**variant.space.default(spec, 90), **self.changes}
         return config | {"PERSISTENT": True} if "PERSISTENT" in config else config
 
@@ -275,9 +280,9 @@ class Form(NamedTuple):
 ONE = {"BLOCK_M": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False}
 #: Each on more tiles than there are programs, so that a program takes a second one.
 FORMS = (
-    Form("fwd_hopper", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
+    Form("sm90/fwd", 64, True, {"Q_STAGES": 2}),  # the next tile's Q and scores, while this one ends
     *(
-        Form("fwd_hopper", 64, causal, {**ONE, **sharing, "NUMBERED": numbered})
+        Form("sm90/fwd", 64, causal, {**ONE, **sharing, "NUMBERED": numbered})
         for causal, sharing in (
             (True, {"BLOCK_N": 128, "maxnreg": 128}),  # two programs a multiprocessor
             (False, {"BLOCK_N": 64, "maxnreg": 80}),  # three
@@ -286,17 +291,17 @@ FORMS = (
         for numbered in (False, True)
     ),
     *(
-        Form("fwd_hopper", 128, causal, {"NUMBERED": True, "PINGPONG": turns})
+        Form("sm90/fwd", 128, causal, {"NUMBERED": True, "PINGPONG": turns})
         for causal, turns in product((False, True), repeat=2)
     ),
     *(
-        Form("fwd_hopper", dim, causal, {"RESCALE": "never", **more})  # scores bounded by norms: two main loops
+        Form("sm90/fwd", dim, causal, {"RESCALE": "never", **more})  # scores bounded by norms: two main loops
         for (dim, causal), more in zip(
             product((64, 128, 256), (False, True)), ({}, {}, {}, {}, {}, {"O_THROUGH": "q"}), strict=True
         )
     ),
     *(
-        Form("bwd_fused_hopper", dim, causal, {
+        Form("sm90/bwd_fused", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,
             "PAIRS": tiles == "pairs", "DYNAMIC": tiles in ("counter", "beside", "both"),
             "BESIDE": tiles in ("beside", "both"), "FINISH_BESIDE": tiles == "both"})
@@ -329,7 +334,7 @@ def small_cases(kernels: Sequence[str] = KERNELS) -> list[Fixed]:
     variants = {variant.name: variant for variant in specialized(kernels)}
     cases: list[Fixed] = []
     for variant, dim, causal in product(variants.values(), (64, 128), (False, True)):
-        problem = Problem("bf16", 1, 2, 1, 150, 277, dim, dim, causal)
+        problem = Problem("bf16", 1, 2, 1, 150, 277, dim, dim, CAUSAL if causal else FULL)
         if not refusal(variant, problem):
             binaries: list[dict[str, Any]] = []
             for config in (config_for(variant, problem), *spread(variant, problem)):
@@ -344,7 +349,7 @@ def case_of(form: Form, variant: Variant) -> Fixed:
     gpu, config = dispatch.gpu_of(0), form.config(variant)
     # two query heads each, of one to three tiles of queries, and three of keys
     heads_kv = gpu.sm_count // 2 * (3 if config.get("maxnreg") else 1) + 4
-    problem = Problem("bf16", 1, 2 * heads_kv, heads_kv, 150, 277, form.dim, form.dim, form.causal)
+    problem = Problem("bf16", 1, 2 * heads_kv, heads_kv, 150, 277, form.dim, form.dim, CAUSAL if form.causal else FULL)
     refused = limits.before_compile(variant, problem.specialization, config, gpu)
     if refused is not None:
         raise ValueError(f"{form}: not legal any more, {refused.name}: {refused.why}")

@@ -146,7 +146,7 @@ def one_number(dtype):
     return torch.randn(1, 1, 1, 1, device="cuda", dtype=dtype).expand(SHAPE)
 
 
-@pytest.mark.parametrize("deterministic", [True, False], ids=["split", "any_road"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["split", "any_strategy"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("which", "kind"),
@@ -214,8 +214,8 @@ def kernels(tmp_path_factory):
     from fa2tune.fleet import precompile
 
     gpu = dispatch.gpu_of(0)
-    key = (64, "bf16", True, 1024)
-    of_key = lambda row: (row.key.head_dim, row.key.dtype, row.key.causal, row.key.bucket) == key  # noqa: E731
+    key = (64, "bf16", "causal", 1024)
+    of_key = lambda row: (row.key.head_dim, row.key.dtype, row.key.mask, row.key.bucket) == key  # noqa: E731
     few = [replace(layer, rows=list(filter(of_key, layer.rows))) for layer in dispatch.layers()]
     todo, _ = precompile.jobs(gpu, few, precompile.Wanted())
     if not todo:
@@ -296,7 +296,7 @@ def test_plans_keep_no_memory():
         before = torch.cuda.memory_allocated()
         q, k, v = qkv(2, 4, 2048, 64, requires_grad=True)
         # In this thread: autograd's own lets go of a backward's gradients after it has handed them over, and takes the
-        # interpreter's lock for that. Who looks at once sees them still there.
+        # interpreter's lock for that. A look right away sees them still there.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(fa2tune.attention(q, k, v).sum(), (q, k, v))
         del q, k, v
@@ -307,7 +307,7 @@ def test_plans_keep_no_memory():
 
 def test_opcheck():
     q, k, v = qkv(requires_grad=True)
-    torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, True, 0.125, True))
+    torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, -1, 0, 0.125, True))
 
 
 def test_threads_and_streams():

@@ -12,10 +12,12 @@ from triton.runtime.errors import OutOfResources
 import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling import limits
-from fa2tune.compiling.compiler import CompileError, variant_named
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.registry import portable_of
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import ROADS, Problem, Specialization
-from fa2tune.variant import DESCRIPTOR, POINTER
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import STRATEGIES, Problem, Specialization
+from fa2tune.spec.variant import DESCRIPTOR, POINTER
 
 ARCH = (
     10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
@@ -26,7 +28,7 @@ ARCH = (
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """torch.empty fills with NaN, so that an element nobody wrote is seen."""
+    """torch.empty fills with NaN, so that an element that was not written is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -34,11 +36,12 @@ def _poison():
 
 def check(dtype, seqlen_q, seqlen_k, head_dim=64, head_dim_v=None, causal=False, heads=(4, 2), batch=2, softmax_scale=None,
           precision="ieee", deterministic=None, scale=1.0, outlier=False, with_dlse=True, seed=0):  # fmt: skip
-    asked = Problem(dtype, batch, *heads, seqlen_q, seqlen_k, head_dim, head_dim_v or head_dim, causal, precision)
+    mask = CAUSAL if causal else FULL
+    asked = Problem(dtype, batch, *heads, seqlen_q, seqlen_k, head_dim, head_dim_v or head_dim, mask, precision)
     inputs = reference.make_inputs(asked, "cuda", scale=scale, outlier=outlier, with_dlse=with_dlse, seed=seed)
     options = {"causal": causal, "softmax_scale": softmax_scale}
     with verify._strict(precision):
-        oracle, same = reference.oracle_and_reference(inputs, **options)
+        oracle, same = reference.oracle_and_reference(inputs, mask=mask, softmax_scale=softmax_scale)
         q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
         o, lse = fa2tune.attention(q, k, v, return_lse=True, deterministic=deterministic, **options)
         outputs, incoming = ([o, lse], [inputs.do, inputs.dlse]) if with_dlse else ([o], [inputs.do])
@@ -105,8 +108,8 @@ def test_softmax_scale(softmax_scale):
 
 def legal(name, spec):
     """A spread of the space: every dimension takes each of its values in some legal config."""
-    space, gpu = variant_named(name).space, dispatch.gpu_of(0)
-    found = [c for c in space.points() if limits.before_compile(variant_named(name), spec, c, gpu) is None]
+    space, gpu = portable_of(name).space, dispatch.gpu_of(0)
+    found = [c for c in space.points() if limits.before_compile(portable_of(name), spec, c, gpu) is None]
     picked, missing = [], {(d, value) for config in found for d, value in config.items()}
     for config in sorted(found, key=lambda c: hash(str(sorted(c.items()))) % 1009):
         if missing & set(config.items()):
@@ -118,7 +121,7 @@ def legal(name, spec):
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dq", "bwd_dkdv", "bwd_fused"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_dimension_of_the_space(kernel, head_dim):
-    spec = Specialization("bf16", head_dim, head_dim, True)
+    spec = Specialization("bf16", head_dim, head_dim, "causal")
     tried = 0
     for config in legal(kernel, spec)[:8]:
         try:
@@ -130,15 +133,15 @@ def test_every_dimension_of_the_space(kernel, head_dim):
     assert tried >= 3
 
 
-@pytest.mark.parametrize("road", ["split", "fused"])
+@pytest.mark.parametrize("strategy", ["split", "fused"])
 @pytest.mark.parametrize("loads", [POINTER, DESCRIPTOR])
-def test_roads(road, loads):
+def test_strategies(strategy, loads):
     if loads == DESCRIPTOR and ARCH < 90:
         pytest.skip("descriptors need compute capability 9.0")
-    spec = Specialization("bf16", 128, 128, True, aligned=loads == DESCRIPTOR)
-    configs = {name: variant_named(name).space.default(spec, ARCH) for name in ("fwd", *ROADS[road])}
+    spec = Specialization("bf16", 128, 128, "causal", aligned=loads == DESCRIPTOR)
+    configs = {name: portable_of(name).space.default(spec, ARCH) for name in ("fwd", *STRATEGIES[strategy])}
     assert all(config["LOADS"] == loads or ARCH < 90 for config in configs.values())
-    verify.check_backward(configs, Specialization("bf16", 128, 128, True), road, device="cuda")
+    verify.check_backward(configs, Specialization("bf16", 128, 128, "causal"), strategy, device="cuda")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -181,7 +184,7 @@ def test_unaligned_and_odd_strides():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_and_inf(where, value):
-    asked = Problem("bf16", 1, 2, 2, 300, 400, 64, 64, False)
+    asked = Problem("bf16", 1, 2, 2, 300, 400, 64, 64, FULL)
     inputs = reference.make_inputs(asked, "cuda")
     getattr(inputs, where)[0, 0, 7, 3] = value
     o = fa2tune.attention(inputs.q, inputs.k, inputs.v)

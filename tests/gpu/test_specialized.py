@@ -1,4 +1,4 @@
-"""Warp-specialised variants on the GPU at hand, whichever there are: by the error rule, with NaN in what nobody wrote. Gluon
+"""Warp-specialised variants on the GPU at hand, whichever there are: by the error rule, with NaN in what was not written. Gluon
 has no interpreter, so these are their only tests of numerics. FA2TUNE_STRESS_SECONDS lengthens the last."""
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from hopper_cases import (
     config_for,
     inside_a_wider_one,
     refusal,
-    road_of,
     run,
     specialized,
     spread,
+    strategy_of,
 )
 
 import fa2tune
 from fa2tune.calling import dispatch
-from fa2tune.compiling.compiler import variant_named, variants_of
+from fa2tune.compiling.registry import portable_of, variants_of
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import KERNELS, ROADS, Config, Problem
 from fa2tune.rows.row import MEASURED, Row, hashed_as
 from fa2tune.rows.store import Store
-from fa2tune.variant import WARP_SPECIALIZED, Variant
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import KERNELS, STRATEGIES, Config, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
-VARIANTS = specialized() if torch.cuda.is_available() else [v for k in KERNELS for v in variants_of(k) if v.serves]
+VARIANTS = (
+    specialized() if torch.cuda.is_available() else [v for k in KERNELS for v in variants_of(k) if not v.portable]
+)
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no warp-specialised variant for this GPU")
 every = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-ROADS_AND_FORWARD = {"forward": ("fwd",), **ROADS}
-roads = pytest.mark.parametrize("road", ROADS_AND_FORWARD)
+STRATEGIES_AND_FORWARD = {"forward": ("fwd",), **STRATEGIES}
+strategies = pytest.mark.parametrize("strategy", STRATEGIES_AND_FORWARD)
 masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 STRESS_SECONDS = float(os.environ.get("FA2TUNE_STRESS_SECONDS", "10"))
 HERE = Path(__file__).parent
@@ -50,7 +53,7 @@ HERE = Path(__file__).parent
 
 def posed(*lengths: int, dims: tuple[int, int] = (128, 128), causal: bool = False, dtype: str = "bf16",
           heads: tuple[int, int] = (4, 2), batch: int = 2) -> Problem:  # fmt: skip
-    return Problem(dtype, batch, *heads, *lengths, *dims, causal)
+    return Problem(dtype, batch, *heads, *lengths, *dims, CAUSAL if causal else FULL)
 
 
 def asked_for(variant: Variant, *lengths: int, **more: object) -> Problem:
@@ -73,12 +76,12 @@ def checked(variant: Variant, *lengths: int, **more: object) -> None:
     check(variant, config_for(variant, asked), asked, **rest)  # type: ignore[arg-type]
 
 
-def checked_road(road: str, *lengths: int, **more: object) -> None:
-    """The forward, or all kernels of a road of the backward at once, warp-specialised where they can serve."""
+def checked_strategy(strategy: str, *lengths: int, **more: object) -> None:
+    """The forward, or all kernels of a strategy of the backward at once, warp-specialised where they can serve."""
     posing, rest = split(more)
     asked = posed(*lengths, **posing)  # type: ignore[arg-type]
     refused = {
-        variant: refusal(variant, asked) for variant in VARIANTS if variant.filed_under in ROADS_AND_FORWARD[road]
+        variant: refusal(variant, asked) for variant in VARIANTS if variant.serves in STRATEGIES_AND_FORWARD[strategy]
     }
     able = [variant for variant, why in refused.items() if not why]
     if not able:
@@ -114,32 +117,32 @@ def test_random_shapes_and_configs_for_a_while() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-# Where many head dims are swept, the kernels of a road are warp-specialised all together: nothing is compiled for the sake of
-# others, and the split road's two are checked at once. (The other tests have portable kernels beside the one they mean.)
+# Where many head dims are swept, the kernels of a strategy are warp-specialised all together: nothing is compiled for the sake
+# of others, and the split strategy's two are checked at once. (The other tests have portable kernels beside the one they mean.)
 # Neighbours among the cases, which one process takes, share binaries.
 
 
-@roads
+@strategies
 @pytest.mark.parametrize("dim", [16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
 @masks
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_head_dims_at_odd_lengths(road: str, dim: int, dtype: str, causal: bool) -> None:
-    checked_road(road, 113, 203, dims=(dim, dim), dtype=dtype, causal=causal)
-    checked_road(road, 1003, 517, dims=(dim, dim), dtype=dtype, causal=causal)
+def test_head_dims_at_odd_lengths(strategy: str, dim: int, dtype: str, causal: bool) -> None:
+    checked_strategy(strategy, 113, 203, dims=(dim, dim), dtype=dtype, causal=causal)
+    checked_strategy(strategy, 1003, 517, dims=(dim, dim), dtype=dtype, causal=causal)
 
 
-@roads
+@strategies
 @pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128), (40, 96), (72, 80), (256, 64)])
-def test_value_head_dim_apart(road: str, dims: tuple[int, int]) -> None:
-    checked_road(road, 333, 444, dims=dims, causal=True)
+def test_value_head_dim_apart(strategy: str, dims: tuple[int, int]) -> None:
+    checked_strategy(strategy, 333, 444, dims=dims, causal=True)
 
 
-@roads
+@strategies
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("scale", "outlier"), [(10.0, False), (1.0, True)])
-def test_hard_inputs(road: str, dim: int, dtype: str, scale: float, outlier: bool) -> None:
-    checked_road(road, 500, 700, dims=(dim, dim), dtype=dtype, causal=True, scale=scale, outlier=outlier)
+def test_hard_inputs(strategy: str, dim: int, dtype: str, scale: float, outlier: bool) -> None:
+    checked_strategy(strategy, 500, 700, dims=(dim, dim), dtype=dtype, causal=True, scale=scale, outlier=outlier)
 
 
 @every
@@ -182,7 +185,7 @@ def test_fewer_and_more_tiles_than_the_machine_holds(variant: Variant, causal: b
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.variant} {form.dim} {form.causal} {form.changes}")
 def test_forms_on_more_tiles_than_programs(form: Form) -> None:
-    """Several times: what is wrong there may depend on who shares a multiprocessor."""
+    """Several times: what is wrong there may depend on what shares a multiprocessor."""
     for variant in VARIANTS:
         if variant.name == form.variant:
             _, config, asked = case_of(form, variant)
@@ -254,7 +257,7 @@ def agree(variant: Variant, asked: Problem, config: Config) -> None:
     first = run(variant, config, asked, tensors)
     for _ in range(20):
         again = run(variant, config, asked, tensors)
-        for name in again.keys() - ({"dq"} if variant.filed_under == "bwd_fused" else set()):
+        for name in again.keys() - ({"dq"} if variant.serves == "bwd_fused" else set()):
             assert torch.equal(first[name], again[name]), name
 
 
@@ -267,7 +270,7 @@ def test_nan_and_inf_as_the_portable_kernel_has_them(variant: Variant, where: st
     asked = asked_for(variant, 300, 300 if causal else 400, dims=(64, 64), heads=(2, 2), batch=1, causal=causal)
     tensors = tensors_of(asked)
     tensors[where][0, 0, 0 if causal else 7, 3] = value
-    portable, spec, arch = variant_named(variant.filed_under), asked.specialization, dispatch.gpu_of(0).arch
+    portable, spec, arch = portable_of(variant.serves), asked.specialization, dispatch.gpu_of(0).arch
     theirs = run(portable, portable.space.default(spec, arch), asked, tensors)
     for name, tensor in run(variant, config_for(variant, asked), asked, tensors).items():
         assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), name
@@ -278,13 +281,13 @@ def test_nan_and_inf_as_the_portable_kernel_has_them(variant: Variant, where: st
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @masks
 def test_nan_and_inf_where_scores_are_bounded(where: str, value: float, causal: bool, dtype: str) -> None:
-    variant = next((one for one in VARIANTS if one.name == "fwd_hopper"), None)
+    variant = next((one for one in VARIANTS if one.name == "sm90/fwd"), None)
     if variant is None:
-        pytest.skip("no fwd_hopper for this GPU")
+        pytest.skip("no sm90/fwd for this GPU")
     asked = asked_for(variant, 448, 448, dims=(64, 64), heads=(2, 2), batch=2, causal=causal, dtype=dtype)
     tensors = tensors_of(asked)
     tensors[where][1, 0, 130, 3] = value
-    portable = variant_named("fwd")
+    portable = portable_of("fwd")
     theirs = run(portable, portable.space.default(asked.specialization, 90), asked, tensors)
     for name, tensor in run(variant, {**config_for(variant, asked), "RESCALE": "never"}, asked, tensors).items():
         assert torch.equal(torch.isnan(tensor), torch.isnan(theirs[name])), name
@@ -315,7 +318,7 @@ def test_tiles_whose_scores_are_bounded_beside_others(form: Form, dtype: str, le
     bound = q.float().norm(dim=-1) * norms * form.dim**-0.5 / math.log(2)
     assert (bound[:, :2, :64] < 40).all() and (bound[0, :, :64] < 40).all()
     assert (bound[:, :, 64:128] > 200).all() and (bound[1, 2:, :64] > 200).all()
-    oracle, same = reference.oracle_and_reference(inputs, causal=form.causal, softmax_scale=None, gradients=False)
+    oracle, same = reference.oracle_and_reference(inputs, mask=asked.mask, softmax_scale=None, gradients=False)
     _, config, _ = case_of(form, variant)
     verify.compare(run(variant, config, asked, {"q": q, "k": k, "v": made.v}), oracle, same)
 
@@ -330,20 +333,20 @@ def test_graphs_and_streams(variant: Variant, causal: bool) -> None:
 
 
 def captured_and_from_two_streams(variant: Variant, asked: Problem, config: Config) -> None:
-    causal, tensors = asked.causal, tensors_of(asked)
+    tensors = tensors_of(asked)
     run(variant, config, asked, tensors)
     torch.cuda.synchronize()
-    o, lse = passes.forward(tensors["q"], tensors["k"], tensors["v"], causal=causal, softmax_scale=0.1,
-                            config=variant_named("fwd").space.default(asked.specialization, 90))  # fmt: skip
+    o, lse = passes.forward(tensors["q"], tensors["k"], tensors["v"], mask=asked.mask, softmax_scale=0.1,
+                            config=portable_of("fwd").space.default(asked.specialization, 90))  # fmt: skip
     arguments = {name: tensors[name] for name in ("q", "k", "v")} | {"o": o}
-    if variant.filed_under == "fwd":
+    if variant.serves == "fwd":
         plan = passes.ForwardPlan(asked, *(tensors[n] for n in ("q", "k", "v")), 0.1, config)
 
         def call():
             return plan(*(tensors[n] for n in ("q", "k", "v")))
     else:
-        road, configs = road_of(variant, config, asked)
-        whole = passes.BackwardPlan(asked, tensors["do"], None, *arguments.values(), 0.1, road, configs)
+        strategy, configs = strategy_of(variant, config, asked)
+        whole = passes.BackwardPlan(asked, tensors["do"], None, *arguments.values(), 0.1, strategy, configs)
 
         def call():
             return whole(tensors["do"], None, *arguments.values(), lse)
@@ -376,25 +379,26 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gpu, today = dispatch.gpu_of(0), dispatch.toolchain()
     rows = []
 
-    def file(kernel: str, way: str, config: dict[str, object], time_us: float) -> None:
+    def file(kernel: str, config: dict[str, object], time_us: float, strategy: str = "") -> None:
+        mask = "causal" if causal else "full"
         made_with = {
             "driver": today.driver,
             "triton": today.triton,
-            "kernel_hash": today.kernel_hashes[hashed_as(kernel, way)],
+            "kernel_hash": today.kernel_hashes[hashed_as(kernel, WARP_SPECIALIZED, mask, strategy)],
         }
-        rows.append(
-            Row(dispatch.key_of(problem, kernel, gpu), way, config, MEASURED, "target", time_us=time_us, **made_with)
-        )
+        key = dispatch.key_of(problem, kernel, gpu)
+        evidence = {"time_us": time_us, "strategy": strategy, **made_with}
+        rows.append(Row(key, WARP_SPECIALIZED, config, MEASURED, "target", **evidence))
 
     for causal in (False, True):
-        problem = Problem("bf16", 1, 4, 4, 1024, 1024, 128, 128, causal)
+        problem = Problem("bf16", 1, 4, 4, 1024, 1024, 128, 128, CAUSAL if causal else FULL)
         for variant in VARIANTS:
             if not refusal(variant, problem):
-                file(variant.filed_under, WARP_SPECIALIZED, dict(config_for(variant, problem)), 1.0)
-        for road, kernels in ROADS.items():
+                file(variant.serves, dict(config_for(variant, problem)), 1.0)
+        for strategy, kernels in STRATEGIES.items():
             if {row.key.kernel for row in rows} >= set(kernels):
-                ways = dict.fromkeys(kernels, WARP_SPECIALIZED)
-                file("bwd", f"{road}_{WARP_SPECIALIZED}", ways, {"split": 2.0, "fused": 1.0}[road])
+                implementations = dict.fromkeys(kernels, WARP_SPECIALIZED)
+                file("bwd", implementations, {"split": 2.0, "fused": 1.0}[strategy], strategy)
     path = tmp_path / "fleet.sqlite"
     Store(path).put(rows)
     monkeypatch.setenv("FA2TUNE_CACHE", str(path))
@@ -410,20 +414,20 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_public_call_is_served_by_them(causal: bool, deterministic: bool) -> None:
     for shape in ((1024, 1024), (613, 1000)):
-        asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, causal)
+        asked = Problem("bf16", 2, 4, 2, *shape, 128, 128, CAUSAL if causal else FULL)
         inputs = reference.make_inputs(asked, "cuda", with_dlse=True)
-        oracle, same = reference.oracle_and_reference(inputs, causal=causal)
+        oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL if causal else FULL)
         q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
         o, lse = fa2tune.attention(q, k, v, causal=causal, return_lse=True, deterministic=deterministic)
         gradients = torch.autograd.grad([o, lse], (q, k, v), [inputs.do, inputs.dlse])
         got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
         verify.compare(got, oracle, same)
-    assert any("fleet layer" in rung for rung in dispatch.SERVED)
+    assert any("fleet layer" in step for step in dispatch.SERVED)
 
 
 @pytest.mark.usefixtures("cached")
-def test_what_tma_cannot_address_goes_another_way() -> None:
-    asked = Problem("bf16", 2, 4, 4, 1000, 1000, 128, 128, True)  # the bucket of the rows
+def test_what_tma_cannot_address_takes_another_implementation() -> None:
+    asked = Problem("bf16", 2, 4, 4, 1000, 1000, 128, 128, CAUSAL)  # the bucket of the rows
     plain = reference.make_inputs(asked, "cuda").q
     wide = plain.new_empty(2, 4, 1000, 131)
     odd = wide[..., 1:129].copy_(plain)  # base off by 2 bytes, a row stride of 131
@@ -434,8 +438,6 @@ def test_what_tma_cannot_address_goes_another_way() -> None:
         theirs = fa2tune.attention(*(tensor.contiguous() for _ in range(3)), causal=True)
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
     gpu = dispatch.gpu_of(0)
-    assert dispatch.choose(asked, "fwd", gpu).config.get("LOADS") is None or "fwd" not in {
-        v.filed_under for v in VARIANTS
-    }
+    assert dispatch.choose(asked, "fwd", gpu).config.get("LOADS") is None or "fwd" not in {v.serves for v in VARIANTS}
     unaligned = replace(asked, aligned=False, tma=False)
     assert dispatch.choose(unaligned, "fwd", gpu).config["LOADS"] == "pointer"

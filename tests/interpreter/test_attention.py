@@ -7,11 +7,13 @@ import itertools
 import numpy
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fa2tune
 from fa2tune.calling import dispatch
+from fa2tune.spec.mask import FULL
 
 
 def qkv(*shape, dtype=torch.float16, **options):
@@ -120,7 +122,7 @@ def test_vmap_is_refused():
 def test_differentiating_twice_is_refused(through_operator):
     q, k, v = qkv(dtype=torch.float32, requires_grad=True)
     if through_operator:
-        o, _ = torch.ops.fa2tune.attention(q, k, v, False, 0.25, True)
+        o, _ = torch.ops.fa2tune.attention(q, k, v, -1, -1, 0.25, True)
     else:
         o = fa2tune.attention(q, k, v)
     (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
@@ -178,12 +180,12 @@ def test_fake_operators_write_where_the_real_ones_do(made, bshd, seqlen_k):
     if bshd:
         q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) if made is heads_first else t for t in (q, k, v))
     forward, backward = torch.ops.fa2tune.attention, torch.ops.fa2tune.attention_backward
-    o, lse = forward(q, k, v, True, 0.25, True)
-    gradients = backward(torch.ones_like(o), None, q, k, v, o, lse, True, 0.25, True)
+    o, lse = forward(q, k, v, -1, 0, 0.25, True)
+    gradients = backward(torch.ones_like(o), None, q, k, v, o, lse, -1, 0, 0.25, True)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (q, k, v)]
-        fake_o, fake_lse = forward(*fakes, True, 0.25, True)
-        fake_gradients = backward(torch.ones_like(fake_o), None, *fakes, fake_o, fake_lse, True, 0.25, True)
+        fake_o, fake_lse = forward(*fakes, -1, 0, 0.25, True)
+        fake_gradients = backward(torch.ones_like(fake_o), None, *fakes, fake_o, fake_lse, -1, 0, 0.25, True)
     for real, fake in zip((o, lse, *gradients), (fake_o, fake_lse, *fake_gradients), strict=True):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
@@ -206,11 +208,11 @@ def test_opcheck(bshd):
     q, k, v = qkv(1, 4, 12, 16, dtype=torch.float32)
     if bshd:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, True, 0.25, True))
+    torch.library.opcheck(torch.ops.fa2tune.attention.default, (q, k, v, -1, 0, 0.25, True))
     with_grad = [t.detach().requires_grad_() for t in (q, k, v)]
-    torch.library.opcheck(torch.ops.fa2tune.attention.default, (*with_grad, True, 0.25, True))
-    o, lse = torch.ops.fa2tune.attention(q, k, v, True, 0.25, True)
-    call = (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, True, 0.25, True)
+    torch.library.opcheck(torch.ops.fa2tune.attention.default, (*with_grad, -1, 0, 0.25, True))
+    o, lse = torch.ops.fa2tune.attention(q, k, v, -1, 0, 0.25, True)
+    call = (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, -1, 0, 0.25, True)
     torch.library.opcheck(torch.ops.fa2tune.attention_backward.default, call)
 
 
@@ -226,6 +228,27 @@ def test_torch_compile_full_graph(layout):
     torch.compile(loss, fullgraph=True, backend="aot_eager")(*compiled).backward()
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_torch_compile_with_a_symbolic_mask():
+    """Whether it is causal, and how wide its window is, follow from lengths: one graph for all of them."""
+
+    def step(q, k, v):
+        causal = q.shape[2] * 2 > k.shape[2]
+        return fa2tune.attention(q, k, v, causal=causal), fa2tune.attention(
+            q, k, v, causal=causal, window=(q.shape[2], 2)
+        )
+
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counted, dynamic=True)
+    for rows in (12, 20, 30):
+        q = torch.randn(1, 2, rows, 16, requires_grad=True)
+        k, v = torch.randn(2, 1, 2, 32, 16)
+        found, expected = compiled(q, k, v), step(q, k, v)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(sum(o.sum() for o in outputs), q)[0] for outputs in (found, expected)]
+        torch.testing.assert_close(*gradients)
+    assert counted.frame_count == 1
 
 
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
@@ -483,4 +506,4 @@ def test_a_large_output_has_64_bit_strides():
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(2, 32, 1 << 20, 64)
     k = torch.empty(2, 32, 8, 64, dtype=torch.float16)
     v = torch.empty(2, 32, 8, 256, dtype=torch.float16)
-    assert describe(q, k, v, False, 0.125).wide
+    assert describe(q, k, v, FULL, 0.125).wide

@@ -9,14 +9,16 @@ import pytest
 
 from fa2tune.bench.comparison import PASSES, Stand
 from fa2tune.bench.peers import PEERS
-from fa2tune.problem import Problem
+from fa2tune.spec.mask import CAUSAL, Mask, band
+from fa2tune.spec.problem import Problem
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gpt.py"
 
 
-@pytest.mark.parametrize("name", ["fa2tune", "triton-plain"])
-def test_our_peers_are_right(name: str) -> None:
-    stand = Stand(Problem("fp16", 1, 2, 2, 70, 70, 16, 16, True), PEERS, "cpu")
+@pytest.mark.parametrize("mask", [CAUSAL, band(24, 0), band(7, 40), band(None, 3)], ids=str)
+@pytest.mark.parametrize("name", ["fa2tune", "triton-plain", "standard"])
+def test_our_peers_are_right(name: str, mask: Mask) -> None:
+    stand = Stand(Problem("fp16", 1, 2, 2, 70, 70, 16, 16, mask), PEERS, "cpu")
     for pass_ in PASSES:
         assert stand.error(name, pass_, stand.call(name, pass_)()) < 0.005, pass_
 

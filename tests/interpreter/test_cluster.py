@@ -22,22 +22,23 @@ from cache_rows import FULL
 
 import fa2tune
 from fa2tune.calling import dispatch
-from fa2tune.compiling.compiler import variant_named
-from fa2tune.problem import Specialization, TuningKey
+from fa2tune.compiling.registry import portable_of
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import Specialization
 
-SPEC = Specialization("fp16", 16, 16, True)
+SPEC = Specialization("fp16", 16, 16, "causal")
 #: What the interpreter is taken for: the lowest architecture there is.
-KEY = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "fp16", "ieee", 16, 16, True, 512)
+KEY = TuningKey("a100-sxm-80gb", 108, 80, "fwd", "fp16", "ieee", 16, 16, "causal", 512)
 
 
 def small(**config: Any) -> Row:
     """A row that serves the calls of these tests, told from the default by its config."""
-    default = variant_named("fwd").space.default(SPEC, 80)
+    default = portable_of("fwd").space.default(SPEC, 80)
     return replace(
-        FULL, key=KEY, variant="pointer", config={**default, "LOADS": "pointer", "HEADS_PER_WAVE": 1, **config}
+        FULL, key=KEY, implementation="pointer", config={**default, "LOADS": "pointer", "HEADS_PER_WAVE": 1, **config}
     )
 
 
@@ -75,9 +76,9 @@ def _cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 #: Modules that tune, time or decide by time: a call must never come to need one.
 NEVER = (
     "optuna",
-    "fa2tune.tuning.tuner",
+    "fa2tune.tuning.run.tuner",
     "fa2tune.measuring.measure",
-    "fa2tune.tuning.measured",
+    "fa2tune.tuning.select.measured",
     "fa2tune.measuring.racing",
     "fa2tune.rows.store",
     "triton.testing",

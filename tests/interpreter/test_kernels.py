@@ -8,25 +8,28 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.problem import ROADS, Problem, Specialization
-from fa2tune.variant import DESCRIPTOR, POINTER
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import STRATEGIES, Problem, Specialization
+from fa2tune.spec.variant import DESCRIPTOR, POINTER
 
 DTYPES = ("fp16", "bf16", "fp32")
 
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """torch.empty fills with NaN, so that an element nobody wrote is seen."""
+    """torch.empty fills with NaN, so that an element that was not written is seen."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def problem(dtype, seqlen_q, seqlen_k, head_dim=32, head_dim_v=None, causal=False, heads=(2, 1), batch=1):
-    return Problem(dtype, batch, *heads, seqlen_q, seqlen_k, head_dim, head_dim_v or head_dim, causal)
+    return Problem(
+        dtype, batch, *heads, seqlen_q, seqlen_k, head_dim, head_dim_v or head_dim, CAUSAL if causal else FULL
+    )
 
 
 def run(inputs, *, with_lse=True, **options):
@@ -43,8 +46,14 @@ def run(inputs, *, with_lse=True, **options):
 
 def check(asked, *, scale=1.0, outlier=False, with_dlse=False, softmax_scale=None):
     inputs = reference.make_inputs(asked, "cpu", scale=scale, outlier=outlier, with_dlse=with_dlse)
-    options = {"causal": asked.causal, "softmax_scale": softmax_scale}
-    oracle, same = reference.oracle_and_reference(inputs, **options)
+    oracle, same = reference.oracle_and_reference(inputs, mask=asked.mask, softmax_scale=softmax_scale)
+    verify.compare(run(inputs, causal=asked.mask == CAUSAL, softmax_scale=softmax_scale), oracle, same)
+
+
+def check_options(asked, mask, /, **options):
+    """With any of attention's arguments, which ask for this mask."""
+    inputs = reference.make_inputs(asked, "cpu")
+    oracle, same = reference.oracle_and_reference(inputs, mask=mask)
     verify.compare(run(inputs, **options), oracle, same)
 
 
@@ -102,19 +111,19 @@ def test_lse_is_differentiable(causal):
 
 @pytest.mark.parametrize("masked", ["last", "first", "inside"])
 @pytest.mark.parametrize("loads", [POINTER, DESCRIPTOR])
-@pytest.mark.parametrize("road", ["split", "fused"])
-def test_every_variant(road, loads, masked):
-    """Both roads, both ways of loading, both loop orders, several heads in a band."""
+@pytest.mark.parametrize("strategy", ["split", "fused"])
+def test_every_variant(strategy, loads, masked):
+    """Both strategies, pointer and descriptor loads, both loop orders, several heads in a band."""
     asked = problem("fp16", 133, 150, 48, 64, causal=True, heads=(6, 2))
     spec = asked.specialization
     choice = {"LOADS": loads, "MASKED": masked, "HEADS_PER_WAVE": 4}
-    configs = {name: {**variant_named(name).space.default(spec, 80), **choice} for name in ("fwd", *ROADS[road])}
+    configs = {name: {**portable_of(name).space.default(spec, 80), **choice} for name in ("fwd", *STRATEGIES[strategy])}
     inputs = reference.make_inputs(asked, "cpu", with_dlse=True)
-    oracle, same = reference.oracle_and_reference(inputs, causal=True)
+    oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL)
     q, k, v = inputs.q, inputs.k, inputs.v
-    options = {"causal": True, "softmax_scale": 48**-0.5}
+    options = {"mask": CAUSAL, "softmax_scale": 48**-0.5}
     o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
-    gradients = passes.backward(inputs.do, inputs.dlse, q, k, v, o, lse, **options, road=road, configs=configs)
+    gradients = passes.backward(inputs.do, inputs.dlse, q, k, v, o, lse, **options, strategy=strategy, configs=configs)
     verify.compare({"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}, oracle, same)
 
 
@@ -201,12 +210,12 @@ def test_deterministic_asked_for_gives_the_same_bits():
 
 def test_specialization_defaults_are_points_of_their_space():
     for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused"):
-        space = variant_named(name).space
+        space = portable_of(name).space
         for dtype in DTYPES:
             for dim in (16, 64, 72, 128, 256):
                 for arch in (80, 86, 90, 100, 120):
                     for aligned in (True, False):
-                        spec = Specialization(dtype, dim, dim, True, aligned=aligned)
+                        spec = Specialization(dtype, dim, dim, "causal", aligned=aligned)
                         config = space.default(spec, arch)
                         assert space.broken(config, spec, arch) is None, (name, spec, arch)
                         assert all(config[d] in values for d, values in space.dimensions.items()), (name, config)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from fa2tune.compiling import compiler
-from fa2tune.kernels.bwd_prepare_hopper import bwd_prepare_hopper_kernel
-from fa2tune.search_spaces.bwd_fused_hopper import TERMS
+from fa2tune.compiling import registry
+from fa2tune.kernels.sm90.bwd_prepare import bwd_prepare_hopper_kernel
+from fa2tune.search_spaces.sm90.bwd_fused import TERMS
 
 LOG2E = math.log2(math.e)
 HEADS, ROWS, PADDED, DIM = 3, 70, 128, 64
@@ -21,7 +21,7 @@ def prepared(
     o, do = (torch.randn(batch, HEADS, ROWS, DIM, dtype=torch.float16) for _ in range(2))
     terms = torch.full((2 * batch, HEADS, PADDED, TERMS), math.nan, dtype=torch.bfloat16)
     words = torch.full((batch, HEADS, PADDED, DIM), math.nan)
-    block = compiler.variant_named("bwd_prepare_hopper").space.dimensions["BLOCK_R"][0]
+    block = registry.variant_named("sm90/bwd_prepare").space.dimensions["BLOCK_R"][0]
     bwd_prepare_hopper_kernel[(batch * HEADS * PADDED // block,)](
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
         ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E,

@@ -9,13 +9,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import torch
 
-from fa2tune.compiling.compiler import variant_named
+from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import verify
-from fa2tune.problem import KERNELS, Specialization
+from fa2tune.spec.problem import KERNELS, Specialization
 
 SMALL = {
-    **variant_named("fwd").space.default(Specialization("fp16", 16, 16, False), 80), "BLOCK_M": 32, "BLOCK_N": 32,
+    **portable_of("fwd").space.default(Specialization("fp16", 16, 16, "full"), 80), "BLOCK_M": 32, "BLOCK_N": 32,
     "num_warps": 4, "num_stages": 1,
 }  # fmt: skip
 
@@ -24,20 +24,20 @@ SMALL = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_default_configs_pass(kernel, causal, dtype):
-    spec = Specialization(dtype, 24, 16, causal)
-    errors = verify.check(kernel, variant_named(kernel).space.default(spec, 80), spec, 80, "cpu", True)
+    spec = Specialization(dtype, 24, 16, "causal" if causal else "full")
+    errors = verify.check(kernel, portable_of(kernel).space.default(spec, 80), spec, 80, "cpu", True)
     assert set(errors) == ({"o", "lse"} if kernel == "fwd" else {"dq", "dk", "dv"})
     assert all(entry["max"] <= entry["max_allowed"] for entry in errors.values())
 
 
 def test_a_kernel_that_leaves_rows_unwritten_is_caught(monkeypatch):
     """Outputs start as NaN, so what a kernel skips shows."""
-    variant = variant_named("fwd")
+    variant = portable_of("fwd")
     grid = variant.grid
     object.__setattr__(variant, "grid", lambda problem, config: grid(problem, config) - 1)
     try:
         with pytest.raises(verify.WrongResult, match="NaN"):
-            verify.check_forward(SMALL, Specialization("fp16", 16, 16, False), "cpu", True)
+            verify.check_forward(SMALL, Specialization("fp16", 16, 16, "full"), "cpu", True)
     finally:
         object.__setattr__(variant, "grid", grid)
 
@@ -48,7 +48,7 @@ def test_a_wrong_scale_is_caught(monkeypatch):
         passes, "forward", lambda *a, softmax_scale, **k: forward(*a, softmax_scale=softmax_scale * 1.02, **k)
     )
     with pytest.raises(verify.WrongResult):
-        verify.check_forward(SMALL, Specialization("fp16", 16, 16, True), "cpu", True)
+        verify.check_forward(SMALL, Specialization("fp16", 16, 16, "causal"), "cpu", True)
 
 
 def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
@@ -60,10 +60,10 @@ def test_a_gradient_of_the_wrong_head_is_caught(monkeypatch):
 
     monkeypatch.setattr(passes, "backward", swapped)
     with pytest.raises(verify.WrongResult, match="dq"):
-        spec = Specialization("fp16", 16, 16, False)
-        verify.check("bwd_dq", variant_named("bwd_dq").space.default(spec, 80), spec, 80, "cpu", True)
+        spec = Specialization("fp16", 16, 16, "full")
+        verify.check("bwd_dq", portable_of("bwd_dq").space.default(spec, 80), spec, 80, "cpu", True)
 
 
 def test_torch_is_left_as_it_was():
-    verify.check_forward(SMALL, Specialization("fp32", 16, 16, False), "cpu", True)
+    verify.check_forward(SMALL, Specialization("fp32", 16, 16, "full"), "cpu", True)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""``fa2tune cache``: what the cache files hold; bringing them together, shipping them, keeping them true."""
+"""``fa2tune cache``: list, compare, merge, lock, verify and precompile cache files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import click
 from fa2tune.cli.cache.common import describe as describe
 from fa2tune.cli.cache.coverage import coverage as _coverage
 from fa2tune.cli.cache.files import diff, export, merge
+from fa2tune.cli.cache.lock import check, lock, sign
 from fa2tune.cli.cache.look import list_, path, show
 from fa2tune.cli.cache.precompile import precompile as _precompile
-from fa2tune.cli.cache.sign import check, sign
 from fa2tune.cli.cache.verify import verify as _verify
 
 
 @click.group()
 def cache() -> None:
-    """List, compare, merge, sign and verify cache files."""
+    """List, compare, merge, lock and verify cache files."""
 
 
-for _command in (path, list_, show, _coverage, diff, merge, export, sign, check, _verify, _precompile):
+for _command in (path, list_, show, _coverage, diff, merge, export, lock, sign, check, _verify, _precompile):
     cache.add_command(_command)

@@ -1,4 +1,4 @@
-"""What the ``fa2tune cache`` commands share: which rows, which GPU, how rows are shown."""
+"""Shared by the ``fa2tune cache`` commands: filters on rows, the GPU asked for, how rows are shown."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa2tune import gpus
-from fa2tune.cli._options import Command, head_dim, masks, told
-from fa2tune.problem import BACKWARD, BUCKETS, DTYPES, KERNELS, TuningKey
-from fa2tune.rows import reader, record
+from fa2tune.cli._options import Command, head_dim_list, masks, told
+from fa2tune.rows import pruned, reader
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import OBTAINED, Row
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from fa2tune.gpus import Gpu
+    from fa2tune.rows.lookup import Toolchain
 
+EVIDENCE_INDENT = 12  #: columns before the values in a line of ``describe`` that is itself indented by two
 WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
-#: option -> what of a row it must equal; an option that is not given lets every row pass
+#: option -> the value of a row that must equal it, or be in it if it is a list; one that is not given lets every row pass
 FILTERS: dict[str, Callable[[Row], Any]] = {
     "gpu": lambda row: row.key.gpu,
     "kernel": lambda row: row.key.kernel,
     "dtype": lambda row: row.key.dtype,
     "headdim": lambda row: row.key.head_dim,
-    "causal": lambda row: row.key.causal,
+    "mask": lambda row: row.key.mask,
     "bucket": lambda row: row.key.bucket,
     "obtained": lambda row: row.obtained,
 }
@@ -43,7 +45,13 @@ def filters(command: Command) -> Command:
         click.option("--obtained", type=click.Choice(OBTAINED), help="How the row was obtained."),
         click.option("--bucket", type=click.Choice(BUCKETS), help="Length bucket."),
         masks("both masks"),
-        click.option("--headdim", type=int, callback=head_dim, help="Head dim of Q and K."),
+        click.option(
+            "--headdim",
+            metavar="N,...",
+            multiple=True,
+            callback=head_dim_list,
+            help="Head dims of Q and K: one, or several with commas.",
+        ),
         click.option("--dtype", type=click.Choice(DTYPES)),
         click.option("--kernel", type=click.Choice((*KERNELS, BACKWARD))),
         click.option("--gpu", help="Name as `fa2tune gpus` or `fa2tune cache list` has it."),
@@ -53,11 +61,14 @@ def filters(command: Command) -> Command:
 
 
 def selector(rows: Sequence[Row], wanted: dict[str, Any]) -> Callable[[Row], bool]:
-    """Whether a row is one of those asked for."""
+    """A predicate: whether a row passes the filters."""
     asked = {name: value for name, value in wanted.items() if value is not None}
-    if "gpu" in asked and asked["gpu"] not in {row.key.gpu for row in rows}:  # else as it stands: it may be unlisted
+    if "gpu" in asked and asked["gpu"] not in {
+        row.key.gpu for row in rows
+    }:  # else the name as given: it may be unlisted
         asked["gpu"] = _gpu(asked["gpu"], "; no row is filed under that name").name
-    return lambda row: all(FILTERS[name](row) == value for name, value in asked.items())
+    allowed = {name: value if isinstance(value, list) else [value] for name, value in asked.items()}
+    return lambda row: all(FILTERS[name](row) in values for name, values in allowed.items())
 
 
 def layers_of(path: Path | None) -> list[Layer]:
@@ -66,7 +77,7 @@ def layers_of(path: Path | None) -> list[Layer]:
 
 
 def gpu_asked(name: str | None) -> Gpu:
-    """The GPU that --gpu names, or else the one that is here."""
+    """The GPU that --gpu names, or the one that is present."""
     if name is None:
         here = gpus.present()
         if here is None:
@@ -82,22 +93,19 @@ def _gpu(name: str, after: str = "") -> Gpu:
         raise click.BadParameter(str(error).removeprefix("gpu: ") + after, param_hint="--gpu") from error
 
 
+def is_here(gpu: Gpu) -> bool:
+    """Whether this machine has such a GPU."""
+    from fa2tune import devices
+
+    return any(device.gpu == gpu for device in devices.find().devices)
+
+
 def console() -> Console:
-    """For tables; as wide as they need where the output is no terminal."""
+    """For tables; wide where the output is not a terminal."""
     from rich.console import Console
 
     found = Console(highlight=False, markup=False)
     return found if found.is_terminal else Console(highlight=False, markup=False, width=WIDTH_OF_A_FILE)
-
-
-def rich_table(*titles: str, right: Sequence[str] = ()) -> Table:
-    """An empty table in the house's style; ``right``: columns of figures."""
-    from rich.table import Table
-
-    found = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        found.add_column(title, justify="right" if title in right else "left", overflow="fold")
-    return found
 
 
 #: Titles of the columns that ``cells`` fills.
@@ -111,13 +119,12 @@ def head_dims(key: TuningKey) -> str:
 def cells(key: TuningKey) -> list[str]:
     """A key as the first columns of a table."""
     dtype = f"{key.dtype} {key.precision}" if key.dtype == "fp32" else key.dtype
-    mask = "causal" if key.causal else "full"
-    return [key.gpu, key.kernel, dtype, head_dims(key), mask, str(key.bucket)]
+    return [key.gpu, key.kernel, dtype, head_dims(key), key.mask, str(key.bucket)]
 
 
 def title(row: Row) -> str:
-    """A row on half a line."""
-    return " ".join([*cells(row.key), row.variant, row.obtained])
+    """A short name of a row."""
+    return " ".join([*cells(row.key), row.filed_as, row.obtained])
 
 
 def _known(pairs: Sequence[tuple[str, Any]]) -> str:
@@ -131,29 +138,32 @@ def figure(value: Any) -> str:
     return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
-def describe(row: Row) -> Iterator[str]:
-    """A row and its evidence, line by line; what is not known is left out."""
+def describe(row: Row, here: Toolchain) -> Iterator[str]:
+    """A row and its evidence, line by line; unknown values are left out. ``here``: of this machine, for the driver."""
     key = row.key
-    yield f"key       {_known([(name, getattr(key, name)) for name in record.KEY_FIELDS])}"
-    yield f"variant   {row.variant}: {_known(list(row.config.items()))}" if row.config else f"variant   {row.variant}"
+    yield f"key       {_known([(name, getattr(key, name)) for name in key.__slots__])}"
+    yield f"config    {row.filed_as}" + (f": {_known(list(row.config.items()))}" if row.config else "")
     on = f" on {row.obtained_on}" if row.obtained_on else ""
-    yield f"obtained  {row.obtained}{on}, numerics proved on {row.proof}, {row.created or 'time unknown'}"
+    yield f"obtained  {row.obtained}{on}, numerics checked on {row.proof}, {row.created or 'time unknown'}"
     if row.barred:
         yield f"served    never: it {row.barred}"
     if row.time_us is not None:
         spread = "" if row.time_low_us is None else f" ({figure(row.time_low_us)} to {figure(row.time_high_us)})"
         size = [("TFLOP/s", row.tflops), ("samples", row.samples or None), ("batch", row.batch), ("heads", row.heads_q)]
-        yield f"time      {figure(row.time_us)} us{spread}, {_known([*size, ('kv heads', row.heads_kv)])}"
+        size += [("kv heads", row.heads_kv), ("queries", row.seqlen_q), ("keys", row.seqlen_k)]
+        yield f"time      {figure(row.time_us)} us{spread}, {_known(size)}"
     if row.gain is not None:
         interval = [("from", row.gain_low), ("to", row.gain_high), ("default us", row.default_time_us)]
-        yield f"gain      {row.gain:.3f} over the default config, {_known(interval)}".rstrip(", ")
+        yield f"gain      {row.gain:.3f} over the portable default config, {_known(interval)}".rstrip(", ")
     if row.errors:
         yield "errors    " + "; ".join(f"{tensor}: {_known(list(e.items()))}" for tensor, e in row.errors.items())
-    elif row.key.kernel != BACKWARD:  # a whole backward's are its kernels'
+    elif row.key.kernel != BACKWARD:  # a whole backward has none: its kernels have them
         yield "errors    none on record"
-    binary = [("registers", row.registers), ("spills", row.spills), ("shared bytes", row.shared_bytes)]
+    binary = [("registers", row.registers), ("spills", row.spills), ("shared bytes", row.shared_bytes),
+              ("sha256", row.binary_hash)]  # fmt: skip
     yield f"binary    {_known(binary) or 'unknown'}"
-    yield f"search    {_known([('tried', row.tried), *((f'pruned by {why}', n) for why, n in row.pruned.items())])}"
+    searched = f"{row.tried} candidates tried" if row.tried else "none on record"
+    yield f"search    {searched}" + (f"; not timed: {pruned.counted(row.pruned)}" if row.pruned else "")
     made_with = [(name, getattr(row, name)) for name in ("triton", "torch", "driver", "kernel_hash", "space_hash")]
     made_with += [
         ("clock MHz", row.clock_mhz),
@@ -161,3 +171,5 @@ def describe(row: Row) -> Iterator[str]:
         ("throttled launches", row.throttled),
     ]
     yield f"made with {_known(made_with)}"
+    if other := here.other_driver(row):
+        yield f"driver    {other}"

@@ -1,4 +1,4 @@
-"""``fa2tune cache path``, ``list``, ``show``: what cache files there are, and what they hold."""
+"""``fa2tune cache path``, ``list``, ``show``: the cache files and what they hold."""
 
 from __future__ import annotations
 
@@ -8,70 +8,68 @@ from typing import Any
 
 import click
 
+from fa2tune.cli import _tables
 from fa2tune.cli._options import told
-from fa2tune.cli.cache.common import FILE, describe, filters, head_dims, layers_of, selector
-from fa2tune.rows import reader, record
+from fa2tune.cli._output import echo
+from fa2tune.cli.cache.common import EVIDENCE_INDENT, FILE, cells, describe, filters, layers_of, selector
+from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.row import Row
+from fa2tune.text import count
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    for line in (head, *lines):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-@click.command(short_help="Print where the user's cache file lies.")
+@click.command(short_help="Print the path of the user's cache file.")
 def path() -> None:
-    """Print where the user's cache file lies, whether or not there is one yet."""
+    """Print the path of the user's cache file, whether or not it exists."""
     with told():
         click.echo(reader.user_path())
 
 
-def _kind_of_row(row: Row) -> tuple[str, ...]:
-    key = row.key
-    dtype = f"{key.dtype} {key.precision}" if key.dtype == "fp32" else key.dtype
-    return (
-        key.gpu,
-        str(key.sm_count),
-        key.kernel,
-        dtype,
-        head_dims(key),
-        "causal" if key.causal else "full",
-        row.obtained,
-    )
+def _cells(row: Row) -> tuple[str, ...]:
+    """kernel, dtype, head dim, mask."""
+    _, *found, _ = cells(row.key)
+    return tuple(found)
 
 
-@click.command("list", short_help="List the cache files that serve, and what they hold.")
+@click.command("list", short_help="List the cache files that serve and their rows.")
 @click.option("--cache", "file", type=FILE, help="This file only.  [default: every layer that serves]")
 @filters
 def list_(file: Path | None, **wanted: Any) -> None:
-    """List the cache files that serve, strongest first, and what they hold.
+    """List the cache files that serve, in lookup order, and the rows in them. A line of a table means every combination of its
+    values.
 
-    Files with the same digest hold the same rows: compare it to know that two machines use the same cache.
+    Files with the same digest hold the same rows: compare it to see whether two machines use the same cache.
     """
     layers = layers_of(file)
     if not layers:
-        click.echo("No cache file: every call takes the default config. `fa2tune tune` makes one.")
+        echo("No cache file: every call takes the default config. `fa2tune tune` makes one.")
         return
-    lines = [(layer.name, str(len(layer.rows)), record.digest(layer.rows), str(layer.path)) for layer in layers]
-    _table(("layer", "rows", "digest", "file"), lines)
+    files = [(layer.name, str(len(layer.rows)), record.digest(layer.rows), str(layer.path)) for layer in layers]
+    _tables.show(("layer", "rows", "digest", "file"), files, right=("rows",), below=("file",))
     chosen = selector([row for layer in layers for row in layer.rows], wanted)
-    kinds: dict[tuple[str, ...], list[int]] = {}
     for layer in layers:
+        parts: dict[tuple[str, int, str], list[Row]] = {}
         for row in filter(chosen, layer.rows):
-            kinds.setdefault((*_kind_of_row(row), layer.name), []).append(row.key.bucket)
-    if kinds:
-        click.echo()
-        head = ("gpu", "SMs", "kernel", "dtype", "head dim", "mask", "obtained", "layer", "rows", "buckets")
-        _table(head, [(*kind, str(len(b)), " ".join(map(str, sorted(set(b))))) for kind, b in kinds.items()])
+            parts.setdefault((row.key.gpu, row.key.sm_count, row.obtained), []).append(row)
+        for (gpu, sms, obtained), rows in parts.items():
+            echo()
+            echo(f"{gpu}, {sms} SMs, {obtained}, {count(len(rows), 'row')}, {layer.name} layer, {layer.path.name}")
+            _tables.show(("kernel", "dtype", "dim", "mask", "length"), _combined(rows))
+
+
+def _combined(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    lengths: dict[tuple[str, ...], set[int]] = {}
+    for row in rows:
+        lengths.setdefault(_cells(row), set()).add(row.key.bucket)
+    table = [(*about, " ".join(_tables.spans(found))) for about, found in lengths.items()]
+    return _tables.merged(table, (3, 2, 1))  # masks, then head dims, then dtypes
 
 
 @click.command(short_help="Show rows with all their evidence.")
 @click.option("--cache", "file", type=FILE, help="This file only.  [default: every layer that serves]")
-@click.option("--json", "as_json", is_flag=True, help="The rows as the JSON twin of a cache file has them.")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, as `cache export` writes them.")
 @filters
 def show(file: Path | None, as_json: bool, **wanted: Any) -> None:
-    """Show rows with all their evidence, those of every layer or of one file."""
+    """Show rows with all their evidence, from every layer or from one file."""
     layers = layers_of(file)
     rows = [row for layer in layers for row in layer.rows]
     chosen = selector(rows, wanted)
@@ -80,9 +78,12 @@ def show(file: Path | None, as_json: bool, **wanted: Any) -> None:
     if as_json:
         click.echo(record.to_json(filter(chosen, rows)), nl=False)
         return
+    from fa2tune.compiling import fingerprint
+
+    here = lookup.Toolchain(driver=fingerprint.driver_version())
     for layer in layers:
         for row in filter(chosen, layer.rows):
-            click.echo(f"{layer.name}: {layer.path}")
-            for line in describe(row):
-                click.echo(f"  {line}")
-            click.echo()
+            echo(f"{layer.name}: {layer.path}")
+            for line in describe(row, here):
+                _tables.say(f"  {line}", EVIDENCE_INDENT)
+            echo()

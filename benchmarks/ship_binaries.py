@@ -1,0 +1,141 @@
+"""Makes the machine code that a release carries for its rows: sm_<capability>.kernels. ``make release`` calls it.
+
+    python benchmarks/ship_binaries.py FOLDER            # about 20 minutes on two cores, no GPU
+    python benchmarks/ship_binaries.py FOLDER --check    # what is there against the rows; some binaries are compiled again
+
+For each GPU with shipped rows, the dispatcher's own lookup tells which binaries calls load that those rows serve: every length,
+both masks and sliding windows, 16-byte aligned tensors. They are compiled by the Triton that the rows were measured with,
+which has to be the one installed. The same rows and sources give the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from fa2tune import gpus
+from fa2tune.compiling import binaries, fingerprint
+from fa2tune.compiling.binaries import BinariesError, File
+from fa2tune.fleet import precompile
+from fa2tune.launching import precompiled
+from fa2tune.rows import reader
+from fa2tune.rows.reader import Layer
+
+WANTED = precompile.Wanted(windows=True)
+LARGEST = 15_000_000  #: bytes of a file; a wheel is to stay below 40 MB
+
+
+def jobs() -> dict[int, dict[precompile.Job, None]]:
+    """Compute capability -> what to compile for the shipped rows. Files of rows that another Triton made (h200-triton3.9)
+    are for those whose machine code is not here, so they are left out; any other row of another Triton is an error."""
+    found: dict[int, dict[precompile.Job, None]] = {}
+    here = fingerprint.triton_version()
+    for path in reader.shipped_paths():
+        if "-triton" in path.stem:
+            continue
+        rows = reader.read(path)
+        if others := sorted({row.triton for row in rows} - {here}):
+            raise click.ClickException(
+                f"{path}: rows of Triton {', '.join(others)}, and here is {here or 'none'}: install theirs"
+            )
+        for name in sorted({row.key.gpu for row in rows}):
+            gpu = gpus.named(name)
+            todo, _ = precompile.jobs(gpu, [Layer("shipped", path, rows)], WANTED)
+            found.setdefault(gpu.arch, {}).update(dict.fromkeys(todo))
+    return found
+
+
+def path_of(folder: Path, arch: int) -> Path:
+    return folder / f"sm_{arch}{binaries.SUFFIX}"
+
+
+def make(folder: Path, workers: int | None) -> None:
+    for arch, todo in jobs().items():
+        path = path_of(folder, arch)
+        outcome = precompile.compile_all(list(todo), arch, workers, _progress(path.name, len(todo)))
+        for (variant, spec, _), why in outcome.failures:
+            raise click.ClickException(f"{variant.short_name}, {spec}: {why}")
+        binaries.save(path, binaries.packed(outcome.entries, precompile.sources()))
+        click.echo(f"{path}: {len(outcome.entries)} binaries, {path.stat().st_size / 1e6:.1f} MB")
+
+
+def _progress(name: str, total: int) -> precompile.Progress:
+    def progress(done: int) -> None:
+        if done % 20 == 0:
+            click.echo(f"{name}: {done} of {total}", err=True)
+
+    return progress
+
+
+def check(folder: Path, sample: int, seed: int) -> Iterable[str]:
+    """What is wrong with the files of a folder."""
+    for arch, todo in jobs().items():
+        path = path_of(folder, arch)
+        try:
+            file = File(path, believed=True)
+        except BinariesError as error:
+            yield f"{path}: {error}"
+            continue
+        if (size := path.stat().st_size) > LARGEST:
+            yield f"{path}: {size / 1e6:.1f} MB, allowed are {LARGEST / 1e6:.0f}"
+        if damaged := file.damaged():
+            yield f"{path}: {len(damaged)} damaged, as {damaged[0].about}"
+        if fingerprint.source_digest() not in file.sources:
+            yield f"{path}: of other sources than these"
+        build, by_key = precompiled.triton_build(), dict[str, precompile.Job]()
+        for job in todo:
+            variant, spec, point = job
+            by_key[precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build)] = job
+        lacking, surplus = sorted(by_key.keys() - file.entries.keys()), sorted(file.entries.keys() - by_key.keys())
+        if lacking:
+            variant, spec = by_key[lacking[0]][:2]
+            yield f"{path}: lacks {len(lacking)} of {len(by_key)}, as {variant.short_name}, {spec}"
+        if surplus:
+            yield f"{path}: no call loads {len(surplus)} of {len(file.entries)}, as {file.entries[surplus[0]].about}"
+        there = sorted(by_key.keys() & file.entries.keys())
+        for key in random.Random(seed).sample(there, min(sample, len(there))):
+            with compiled_anew():
+                _, new = precompile.build(by_key[key], arch)
+            entry = file.entries[key]
+            if precompiled.image_of(new.launch, new.cubin) != precompiled.image_of(entry.launch, file.cubin(entry)):
+                yield f"{path}: compiled again, another binary: {entry.about}"
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """With an empty cache of Triton's."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
+        knobs.cache.dir = folder
+        yield
+
+
+@click.command(help=__doc__.partition("\n\n")[0])
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--check", "only_check", is_flag=True, help="Make nothing; compare what is there. Exit status 1: it differs."
+)
+@click.option(
+    "--sample", type=click.IntRange(min=0), default=6, show_default=True, help="Binaries a check compiles again."
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--workers", type=click.IntRange(min=1), help="Compiling at a time.  [default: one per core]")
+def main(folder: Path, only_check: bool, sample: int, seed: int, workers: int | None) -> None:
+    if not only_check:
+        make(folder, workers)
+        return
+    found = list(check(folder, sample, seed))
+    for line in found:
+        click.echo(line)
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

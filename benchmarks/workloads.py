@@ -1,0 +1,496 @@
+"""Attention calls of real models, and random ones, beside the best peer of each: one GPU, one process, interleaved.
+
+    python benchmarks/workloads.py --out w.json                                   # the named calls; resumes from the file
+    python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls that nobody has looked at
+    python benchmarks/workloads.py --table w.json                                 # what is in a file, as Markdown
+
+Every kernel is timed as replays of a CUDA graph, so that host time does not hide it; short calls stand several times in a
+graph. Peers take turns in random order, 7 rounds of bursts of 12 ms. The ratio of a call is the median over rounds of the
+fastest peer's time over fa2tune's: above 1, fa2tune is faster. A call that fa2tune cannot run, or whose result is wrong,
+counts as 0.
+
+Results are compared with float32 arithmetic before anything is timed: all heads of one key head, in the last batch. TFLOP/s
+count the pairs that the mask lets see. Small calls find their inputs in L2, as each replay reads the same tensors.
+
+Peers: FlashAttention-4 (flash_attn.cute), FlashAttention-3 (forward only; a library with the operator ``_vllm_fa3_C::fwd``,
+named by FA3_LIBRARY), cuDNN and FlashAttention-2 by way of scaled_dot_product_attention. Those that are not installed are
+left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fa2tune.bench.comparison import reference, tile_error
+from fa2tune.rows import whole
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import ITEMSIZE, Problem
+
+SUBJECT = "fa2tune"
+TOLERANCE = 0.02  #: of ``tile_error``, bf16
+ROUNDS, BURST_MS, GRAPH_MS = 7, 12.0, 0.3
+#: Random calls: bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
+MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
+FEW_QUERIES = 16  #: calls of at most so many queries are reported apart: decoding
+
+#: name: batch, query heads, key heads, queries, keys, head dim, V head dim, mask
+MODELS: Mapping[str, tuple[int, int, int, int, int, int, int, Mask]] = {
+    "llama-3.1-8b train": (2, 32, 8, 8192, 8192, 128, 128, CAUSAL),
+    "llama-3.1-70b, 1 of 8 tensor-parallel ranks": (1, 8, 1, 8192, 8192, 128, 128, CAUSAL),
+    "llama-3.2-1b train": (8, 32, 8, 2048, 2048, 64, 64, CAUSAL),
+    "llama prompt 128": (1, 32, 8, 128, 128, 128, 128, CAUSAL),
+    "llama prompt 777": (1, 32, 8, 777, 777, 128, 128, CAUSAL),
+    "llama prompt 1536": (1, 32, 8, 1536, 1536, 128, 128, CAUSAL),
+    "qwen3-0.6b train": (4, 16, 8, 4096, 4096, 128, 128, CAUSAL),
+    "qwen2.5-7b train": (2, 28, 4, 4096, 4096, 128, 128, CAUSAL),
+    "qwen2.5-14b prompt 6000": (1, 40, 8, 6000, 6000, 128, 128, CAUSAL),
+    "mistral-7b 4x4099": (4, 32, 8, 4099, 4099, 128, 128, CAUSAL),
+    "nano gpt 12x1024": (12, 12, 12, 1024, 1024, 64, 64, CAUSAL),
+    "gpt2-medium 4x900": (4, 16, 16, 900, 900, 64, 64, CAUSAL),
+    "gemma-2-9b 2x4096": (2, 16, 8, 4096, 4096, 256, 256, CAUSAL),
+    "gemma-3-4b 2x2048": (2, 8, 4, 2048, 2048, 256, 256, CAUSAL),
+    "phi-3-mini 4x2048": (4, 32, 32, 2048, 2048, 96, 96, CAUSAL),
+    "phi-2 4x2048": (4, 32, 32, 2048, 2048, 80, 80, CAUSAL),
+    "nemotron d192 2x4096": (2, 48, 8, 4096, 4096, 192, 192, CAUSAL),
+    "deepseek-v3 prefill, 1 of 8 ranks": (1, 16, 16, 4096, 4096, 192, 128, CAUSAL),
+    "chatglm 4x2048": (4, 32, 2, 2048, 2048, 128, 128, CAUSAL),
+    "falcon-7b 2x2048": (2, 71, 1, 2048, 2048, 64, 64, CAUSAL),
+    "starcoder 1x8192": (1, 48, 1, 8192, 8192, 128, 128, CAUSAL),
+    "chunked prefill 1k of 8k": (1, 32, 8, 1024, 8192, 128, 128, CAUSAL),
+    "chunked prefill 256 of 32k": (1, 32, 8, 256, 32768, 128, 128, CAUSAL),
+    "decode 1x4k": (1, 32, 8, 1, 4096, 128, 128, CAUSAL),
+    "decode 16x4k": (16, 32, 8, 1, 4096, 128, 128, CAUSAL),
+    "decode 64x2k, tensor-parallel": (64, 8, 1, 1, 2048, 128, 128, CAUSAL),
+    "speculative 4 queries 8x4k": (8, 32, 8, 4, 4096, 128, 128, CAUSAL),
+    "sdxl self 1024": (2, 20, 20, 1024, 1024, 64, 64, FULL),
+    "sdxl cross 1024x77": (2, 20, 20, 1024, 77, 64, 64, FULL),
+    "sd1.5 self 4096": (2, 8, 8, 4096, 4096, 40, 40, FULL),
+    "sd1.5 self 256, d160": (2, 8, 8, 256, 256, 160, 160, FULL),
+    "flux 4096+512": (1, 24, 24, 4608, 4608, 128, 128, FULL),
+    "wan-1.3b video": (1, 12, 12, 32760, 32760, 128, 128, FULL),
+    "vit-l 64x577": (64, 16, 16, 577, 577, 64, 64, FULL),
+    "vit-h 32x257": (32, 16, 16, 257, 257, 80, 80, FULL),
+    "siglip 16x729": (16, 16, 16, 729, 729, 72, 72, FULL),
+    "dinov2 8x1370": (8, 24, 24, 1370, 1370, 64, 64, FULL),
+    "bert-large 32x512": (32, 16, 16, 512, 512, 64, 64, FULL),
+    "whisper encoder 8x1500": (8, 20, 20, 1500, 1500, 64, 64, FULL),
+    "whisper cross 448x1500": (8, 20, 20, 448, 1500, 64, 64, FULL),
+    "protein pairs 256x256, d32": (256, 4, 4, 256, 256, 32, 32, FULL),
+    "one head 1x16k": (1, 1, 1, 16384, 16384, 128, 128, CAUSAL),
+    "3 sequences of 1339": (3, 12, 12, 1339, 1339, 64, 64, CAUSAL),
+    "12k context 1x12288": (1, 32, 8, 12288, 12288, 128, 128, CAUSAL),
+    "window 1024 of 8192": (2, 32, 8, 8192, 8192, 128, 128, band(1023, 0)),
+    "window 4096 of 32768": (1, 32, 8, 32768, 32768, 128, 128, band(4095, 0)),
+    "window 128 of 16384": (1, 64, 8, 16384, 16384, 64, 64, band(127, 0)),
+    "window 4096 of 8192, d256": (2, 16, 8, 8192, 8192, 256, 256, band(4095, 0)),
+}
+
+
+# ---- the calls
+
+
+def named() -> dict[str, Problem]:
+    return {name: Problem("bf16", *shape) for name, shape in MODELS.items()}
+
+
+def drawn(seed: str, count: int = 100) -> dict[str, Problem]:
+    """Random calls: batch 1 to 64, heads 1 to 96 and lengths 64 to 32k log-uniform, head dims 16 to 256 in steps of 8, both
+    masks. A fifth have unequal lengths, three in ten grouped heads, a tenth another head dim for V, at least."""
+    source = random.Random(seed)
+    kinds = ["unequal"] * (count // 5) + ["grouped"] * (3 * count // 10) + ["V apart"] * (count // 10)
+    kinds += ["any"] * (count - len(kinds))
+    source.shuffle(kinds)
+    return {f"{place} {kind}": _draw(source, kind) for place, kind in enumerate(kinds)}
+
+
+def _draw(source: random.Random, kind: str) -> Problem:
+    def logarithmic(low: int, high: int) -> int:
+        return round(math.exp(source.uniform(math.log(low), math.log(high))))
+
+    def head_dim() -> int:
+        return 8 * source.randint(2, 32)
+
+    while True:
+        heads_kv, seqlen, dim = logarithmic(1, 96), logarithmic(64, 32768), head_dim()
+        group = source.randint(2, 96) if kind == "grouped" else 1
+        problem = Problem(
+            "bf16", logarithmic(1, 64), heads_kv * group, heads_kv, seqlen,
+            logarithmic(64, 32768) if kind == "unequal" else seqlen, dim, head_dim() if kind == "V apart" else dim,
+            source.choice((FULL, CAUSAL)),
+        )  # fmt: skip
+        if (kind == "unequal" and problem.seqlen_k == seqlen) or (kind == "V apart" and problem.head_dim_v == dim):
+            continue
+        fits = problem.heads_q <= 96 and bytes_of(problem) <= MOST_BYTES
+        if fits and (operations(problem, "fwd") + operations(problem, "bwd")) / ASSUMED_TFLOPS / 1e9 <= MOST_MS:
+            return problem
+
+
+def bytes_of(problem: Problem) -> int:
+    """Of all tensors of a backward: q, dq; k, dk; v, dv; o, do."""
+    queries = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
+    keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return 2 * problem.batch * (queries + keys) * ITEMSIZE[problem.dtype]
+
+
+def operations(problem: Problem, pass_: str) -> float:
+    """Floating-point operations of the pairs that the mask lets see; of a backward five products."""
+    pairs = problem.batch * problem.heads_q * problem.mask.pairs(problem.seqlen_q, problem.seqlen_k)
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    return 2.0 * pairs * (dim + dim_v if pass_ == "fwd" else 3 * dim + 2 * dim_v)
+
+
+# ---- the peers: (q, k, v) of (batch, seqlen, heads, dim) -> o
+
+Attention = Callable[[Any, Any, Any], Any]
+
+
+class Unfit(Exception):
+    """A peer does not take this call."""
+
+
+def _fa2tune(problem: Problem) -> Attention:
+    import fa2tune
+
+    return functools.partial(fa2tune.attention, mask=problem.mask, layout="bshd")
+
+
+def _fa4(problem: Problem) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    window = {} if problem.mask.window is None else {"window_size": problem.mask.window}
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        out = flash_attn_func(q, k, v, causal=problem.mask == CAUSAL, **window)
+        return out[0] if isinstance(out, tuple) else out  # some releases return lse, too
+
+    return attention
+
+
+def _fa3(problem: Problem) -> Attention:
+    import torch
+
+    torch.ops.load_library(os.environ["FA3_LIBRARY"])
+    operator, causal = torch.ops._vllm_fa3_C.fwd, problem.mask == CAUSAL
+    left, right = (-1 if side is None else side for side in problem.mask.window or (None, None))
+    lengths = problem.seqlen_q, problem.seqlen_k
+    offsets = [torch.arange(problem.batch + 1, device="cuda", dtype=torch.int32) * length for length in lengths]
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        out = operator(
+            q, k, v, *[None] * 4, *offsets, *[None] * 3, *lengths, *[None] * 9, problem.head_dim**-0.5, causal, left, right,
+            0.0, True, None, 0, None, 0, None, 1, 0, None,
+        )  # fmt: skip
+        return out[0].unflatten(0, (problem.batch, problem.seqlen_q))
+
+    return attention
+
+
+def _sdpa(backend: str) -> Callable[[Problem], Attention]:
+    def make(problem: Problem) -> Attention:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        if problem.mask not in (FULL, CAUSAL):
+            raise Unfit("scaled_dot_product_attention has no windows")
+        causal = problem.mask == CAUSAL and problem.seqlen_q > 1  # one query sees all keys
+        if causal and problem.seqlen_q != problem.seqlen_k:
+            raise Unfit("scaled_dot_product_attention aligns its causal mask at the top left")
+
+        def attention(q: Any, k: Any, v: Any) -> Any:
+            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=problem.group > 1)
+            return out.transpose(1, 2)
+
+        return attention
+
+    return make
+
+
+def _fa4_is_here() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        return False
+
+
+@dataclass(frozen=True)
+class Peer:
+    make: Callable[[Problem], Attention]
+    here: Callable[[], bool] = lambda: True
+    backward: bool = True
+
+
+PEERS: Mapping[str, Peer] = {
+    SUBJECT: Peer(_fa2tune),
+    "fa4": Peer(_fa4, _fa4_is_here),
+    "fa3": Peer(_fa3, lambda: "FA3_LIBRARY" in os.environ, backward=False),
+    "cudnn": Peer(_sdpa("CUDNN_ATTENTION")),
+    "fa2": Peer(_sdpa("FLASH_ATTENTION")),
+}
+
+
+# ---- measuring
+
+
+def graphed(call: Callable[[], object], stream: Any) -> tuple[Callable[[], None], int]:
+    """(replay of a graph of several calls, how many)."""
+    import torch
+
+    def captured(count: int) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(count):
+                call()
+        torch.cuda.synchronize()
+        return graph.replay  # type: ignore[no-any-return]
+
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    replay = captured(1)
+    replay()
+    count = min(20, math.ceil(GRAPH_MS / max(milliseconds(replay, 5), 0.015)))
+    return (replay, 1) if count == 1 else (captured(count), count)
+
+
+def milliseconds(call: Callable[[], object], times: int) -> float:
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / times
+
+
+def raced(graphs: Mapping[str, tuple[Callable[[], None], int]]) -> dict[str, list[float]]:
+    """name -> ms a call, one per round."""
+    bursts, samples = {}, {name: list[float]() for name in graphs}
+    for name, (replay, _) in graphs.items():
+        replay()
+        bursts[name] = max(2, min(300, int(BURST_MS / max(1e-3, milliseconds(replay, 3)))))
+    for _ in range(ROUNDS):
+        for name in random.sample(list(graphs), len(graphs)):
+            replay, calls = graphs[name]
+            replay()
+            samples[name].append(milliseconds(replay, bursts[name]) / calls)
+    return samples
+
+
+def verdict(samples: Mapping[str, list[float]], problem: Problem, pass_: str) -> dict[str, Any]:
+    """Of one pass: times, TFLOP/s of fa2tune, the fastest peer and the ratio to it; None: there is no peer."""
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    rivals = {name: ms for name, ms in medians.items() if name != SUBJECT}
+    best = min(rivals, key=rivals.__getitem__, default=None)
+    found: dict[str, Any] = {"us": {name: round(1e3 * ms, 1) for name, ms in medians.items()}, "best_peer": best}
+    if SUBJECT not in samples:
+        return {**found, "tflops": 0.0, "ratio": 0.0}
+    found["tflops"] = round(operations(problem, pass_) / medians[SUBJECT] / 1e9, 1)
+    pairs = zip(samples[best], samples[SUBJECT], strict=True) if best else ()
+    found["ratio"] = round(statistics.median(theirs / ours for theirs, ours in pairs), 3) if best else None
+    return found
+
+
+def expected(problem: Problem, q: Any, k: Any, v: Any, do: Any) -> dict[str, Any]:
+    """o, dq (S, group, D) and dk, dv (S, D) of the last key head of the last batch, in float32."""
+    import torch
+
+    heads = [
+        reference(q[-1, :, h], k[-1, :, -1], v[-1, :, -1], do[-1, :, h], problem.mask) for h in range(-problem.group, 0)
+    ]
+    found = {name: torch.stack([head[name] for head in heads], 1) for name in ("o", "dq")}
+    return found | {name: torch.stack([head[name] for head in heads]).sum(0) for name in ("dk", "dv")}
+
+
+def wrong(results: Mapping[str, Any], want: Mapping[str, Any], group: int) -> str | None:
+    """What is wrong with results of (batch, seqlen, heads, dim), or None."""
+    for name, tensor in results.items():
+        if not bool(tensor.isfinite().all()):
+            return f"{name} is not finite"
+        mine = tensor[-1, :, -group:] if name in ("o", "dq") else tensor[-1, :, -1]
+        error = tile_error(mine.flatten(1), want[name].flatten(1))
+        if not error <= TOLERANCE:
+            return f"{name} differs from float32 by {error:.2g}, {TOLERANCE} is let pass"
+    return None
+
+
+def measure(problem: Problem, peers: Mapping[str, Peer], device: str = "cuda") -> dict[str, Any]:
+    """{"fwd": ``verdict``, "bwd": the same, "missing": name of a peer -> why it is not among them}."""
+    import torch
+
+    def new(length: int, heads: int, dim: int) -> Any:
+        return torch.randn(problem.batch, length, heads, dim, device=device, dtype=torch.bfloat16)
+
+    q = new(problem.seqlen_q, problem.heads_q, problem.head_dim)
+    k = new(problem.seqlen_k, problem.heads_kv, problem.head_dim)
+    v = new(problem.seqlen_k, problem.heads_kv, problem.head_dim_v)
+    do = new(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
+    want, stream, missing = expected(problem, q, k, v, do), torch.cuda.Stream(), dict[str, str]()
+    graphs: dict[str, dict[str, Any]] = {"fwd": {}, "bwd": {}}
+    kept = []  # what a graph reads must outlive it
+    for name, peer in peers.items():
+        try:
+            attention = peer.make(problem)
+            call = functools.partial(attention, q, k, v)
+            with torch.no_grad():
+                problem_with_it = wrong({"o": call()}, want, problem.group)
+                if problem_with_it is None:
+                    graphs["fwd"][name] = graphed(call, stream)
+            if problem_with_it is None and peer.backward and problem.seqlen_q > FEW_QUERIES:
+                leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+                with torch.cuda.stream(stream):
+                    gradients = functools.partial(
+                        torch.autograd.grad, attention(*leaves), leaves, do, retain_graph=True
+                    )
+                    problem_with_it = wrong(
+                        dict(zip(("dq", "dk", "dv"), gradients(), strict=True)), want, problem.group
+                    )
+                if problem_with_it is None:
+                    graphs["bwd"][name] = graphed(gradients, stream)
+                    kept.append(gradients)
+        except Exception as error:  # a peer that cannot take this call raises what it likes
+            problem_with_it = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
+            )
+        if problem_with_it is not None:
+            missing[name] = problem_with_it
+    passes = ("fwd", "bwd") if problem.seqlen_q > FEW_QUERIES else ("fwd",)
+    return {
+        **{name: verdict(raced(graphs[name]), problem, name) for name in passes if graphs[name]},
+        "missing": missing,
+    }
+
+
+# ---- the record and the table
+
+
+def summary(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Per pass: how many calls are at or above the best peer (within 1 % counts), the least, the geometric mean."""
+    for pass_ in ("fwd", "bwd"):
+        for few in (False, True):
+            ratios = {
+                name: call[pass_]["ratio"] for name, call in calls.items()
+                if pass_ in call and call[pass_]["ratio"] is not None and (call["seqlen_q"] <= FEW_QUERIES) == few
+            }  # fmt: skip
+            if ratios:
+                mean = math.exp(statistics.fmean(math.log(max(ratio, 0.01)) for ratio in ratios.values()))
+                least = min(ratios, key=ratios.__getitem__)
+                level = sum(ratio >= 0.99 for ratio in ratios.values())
+                alone = sum(call.get(pass_, {}).get("ratio", 0) is None for call in calls.values()) if not few else 0
+                yield (
+                    f"{pass_}{', at most 16 queries' if few else ''}: {level} of {len(ratios)} at or above the best peer, "
+                    f"geometric mean {mean:.3f}, least {ratios[least]} ({least})"
+                    + (f"; no peer ran {alone} others" if alone else "")
+                )
+
+
+def table(record: Mapping[str, Any]) -> Iterator[str]:
+    yield "| call | forward, x best peer | TFLOP/s | backward, x best peer | TFLOP/s |"
+    yield "|---|---|---|---|---|"
+    for name, call in record["calls"].items():
+        cells = []
+        for found in (call.get("fwd"), call.get("bwd")):
+            has = found is not None and found["ratio"] is not None
+            cells += [
+                f"{found['ratio']:.2f} ({found['best_peer']})" if has else "",
+                f"{found['tflops']:.0f}" if found else "",
+            ]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _environment() -> dict[str, str]:
+    import torch
+
+    from fa2tune.compiling import fingerprint
+
+    fa4 = [found for found in metadata.distributions() if found.name.lower().replace("_", "-") == "flash-attn-4"]
+    return {
+        "gpu": torch.cuda.get_device_name(), "driver": fingerprint.driver_version(), "torch": torch.__version__,
+        "triton": fingerprint.triton_version(), "cudnn": str(torch.backends.cudnn.version()),
+        "sources": fingerprint.source_digest()[:16], "flash-attn-4": fa4[0].version if fa4 else "",
+        "fa3": os.path.basename(os.environ.get("FA3_LIBRARY", "")),
+    }  # fmt: skip
+
+
+@click.command(help=__doc__.partition("\n\n")[0])
+@click.option("--peers", help=f"{', '.join(PEERS)}.  [default: those that are here]")
+@click.option("--random", "seed", help="100 random calls with this seed instead of the named ones: a commit's hash.")
+@click.option("--only", default="", help="Calls whose name has this text.")
+@click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
+@click.option(
+    "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
+)
+def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Path | None, shown: Path | None) -> None:
+    if shown is not None:
+        record = json.loads(shown.read_text("utf-8"))
+        click.echo("\n".join([*table(record), "", *summary(record["calls"])]))
+        return
+    asked = list(PEERS) if peers is None else [SUBJECT, *peers.split(",")]
+    for name in asked:
+        if name not in PEERS:
+            raise click.BadParameter(f"got {name!r}, known are {', '.join(PEERS)}", param_hint="--peers")
+        if peers is not None and not PEERS[name].here():
+            raise click.BadParameter(f"{name} is not installed here", param_hint="--peers")
+    here = {name: PEERS[name] for name in PEERS if name in asked and PEERS[name].here()}
+    problems, begun = drawn(seed) if seed else named(), time.monotonic()
+    record = {
+        "environment": _environment(), "peers": list(here), "seed": seed,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "calls": {},
+    }  # fmt: skip
+    if out is not None and out.exists():
+        before = json.loads(out.read_text("utf-8"))
+        for part in ("environment", "peers", "seed"):
+            if before[part] != record[part]:
+                raise click.BadParameter(f"{out} has {part} {before[part]}, here {record[part]}", param_hint="--out")
+        record = before
+    _warm()
+    for name, problem in problems.items():
+        if only not in name or name in record["calls"]:
+            continue
+        if time.monotonic() - begun > seconds:
+            click.echo(f"not reached: {name}")
+            continue
+        about = {**asdict(problem), "mask": str(problem.mask)}
+        record["calls"][name] = call = {**about, **measure(problem, here)}
+        said = "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
+        click.echo(f"{name:44} {said}  {call['missing'] or ''}")
+        if out is not None:
+            whole.publish(out, lambda path: path.write_text(json.dumps(record, indent=1), "utf-8"))
+        import torch
+
+        torch.cuda.empty_cache()
+    click.echo("\n".join(summary(record["calls"])))
+
+
+def _warm() -> None:
+    """Two seconds of matrix products: a cool card clocks 10 % higher."""
+    import torch
+
+    matrix, until = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), time.monotonic() + 2
+    while time.monotonic() < until:
+        matrix @ matrix
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

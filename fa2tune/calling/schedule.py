@@ -1,0 +1,161 @@
+"""Which tuned config, in which tile order, suits a call's own batch, heads and lengths: arithmetic on the host, no GPU.
+
+A row is tuned on one workload of its length bucket. Another batch x heads, or a length next to a bucket's border, has another
+number of tiles, and the tile order that balanced the tuned workload can leave one multiprocessor with twice the mean. Here the
+static order of the persistent Hopper forward (``tile_of`` in kernels/lib/hopper_forward.py) is played through for each tuned
+config of the same head dim and mask and for each tile order. Times a block come from each row's own measurement.
+
+Checked against ``benchmarks/launch_choices.py``: docs/experiments/schedule.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fa2tune.rows.row import Row
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, suited
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Config, Problem, padded_head_dim
+from fa2tune.spec.variant import Variant
+
+#: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
+ORDERS = (0, 1, 4, 22, 64)
+#: Bytes of K and V that ``heads_in_band`` in kernels/lib/hopper_forward.py lets a band have.
+L2_BYTES = 32 << 20
+#: Start and end of a tile (Q in, O out, divisions), in key blocks.
+START = 1.0
+#: Microseconds of a launch, and of one more where RESCALE is "never": fwd_norms then reads K, so many bytes a microsecond.
+LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
+#: Another config or order must be predicted to be faster by this share: a measured choice stands against a guess.
+MARGIN = 0.02
+#: Tiles played through at most; of more heads than that a part stands for the whole.
+MOST_TILES = 8192
+
+
+def covers(variant: Variant) -> bool:
+    """Whether the tile order of a variant is the one that is played through here."""
+    return variant.space is SPACE
+
+
+def _band(order: int, seqlen_k: int, columns: int, mask: str) -> int:
+    """Heads a band. ``columns``: of K and V together, 2 bytes each."""
+    if order or mask != "causal":
+        return order or 1
+    held, width = L2_BYTES // (2 * columns) // seqlen_k, 1
+    while width < 64 and held >= 2 * width:
+        width *= 2
+    return width
+
+
+@lru_cache(maxsize=4096)
+def _busiest(
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask: str,
+    rows: int,
+    columns: int,
+    band: int,
+    sm_count: int,
+    shared: int,
+) -> float:
+    """Key blocks, START included, that the busiest multiprocessor works through, over the programs that it holds at once.
+
+    ``rows``, ``columns``: BLOCK_M and BLOCK_N. ``shared``: programs that one multiprocessor holds at once.
+    """
+    tiles = -(-seqlen_q // rows)
+    played = min(heads, max(1, MOST_TILES // tiles))
+    if mask != "causal" and shared == 1:
+        return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + START))
+    count = tiles * played
+    programs = min(count, sm_count * shared)
+    index = np.arange(count)
+    turn, place = np.divmod(index, programs)
+    program = np.where(turn % 2 == 0, place, programs - 1 - place)
+    ends = np.full(tiles, seqlen_k)  # [tiles]
+    if mask == "causal":
+        ends = (np.arange(tiles) + 1) * rows + (seqlen_k - seqlen_q)
+    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + START
+    nth = index // (tiles * band)
+    width = np.minimum(played - nth * band, band)
+    tile = (index - nth * tiles * band) // width
+    if mask == "causal":
+        longest_first = (-(-played // band) - nth) % 2 == 1
+        tile = np.where(longest_first, tiles - 1 - tile, tile)
+    work = np.bincount(program, weights=cost[tile], minlength=programs)  # [programs]
+    if shared == 1:
+        return float(work.max()) * heads / played
+    # Programs of one multiprocessor share its tensor cores. One alone leaves them idle while it exponentiates: half of the
+    # rate that two have together.
+    together = np.bincount(np.arange(programs) % sm_count, weights=work)  # [multiprocessors]
+    return float(max(together.max(), 2 * work.max())) / shared * heads / played
+
+
+def busiest(problem: Problem, config: Config, sm_count: int) -> float:
+    """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward."""
+    dims = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
+    band = _band(config["HEADS_PER_WAVE"], problem.seqlen_k, dims, problem.mask.name)
+    heads = problem.batch * problem.heads_q
+    return _busiest(
+        heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"],
+        min(band, heads) if problem.mask == CAUSAL else 1, sm_count, PROGRAMS[config["maxnreg"]],
+    )  # fmt: skip
+
+
+def _fixed_us(problem: Problem, config: Config) -> float:
+    """What does not depend on the schedule."""
+    if config["RESCALE"] != "never":
+        return LAUNCH_US
+    keys = 2 * problem.batch * problem.heads_kv * problem.seqlen_k * problem.head_dim  # bytes
+    return LAUNCH_US + NORMS_US + keys / NORMS_BYTES_PER_US
+
+
+def _block_us(row: Row) -> float | None:
+    """Microseconds a key block, by the row's own measurement; None: it has none."""
+    if not row.time_us:
+        return None
+    tuned = row.key.workload()
+    rest = row.time_us - _fixed_us(tuned, row.config)
+    return rest / busiest(tuned, row.config, row.key.sm_count) if rest > 0 else None
+
+
+def predicted_us(problem: Problem, row: Row, config: Mapping[str, Any], sm_count: int) -> float | None:
+    """Microseconds that ``config``, the row's or one that differs in the tile order alone, is expected to take."""
+    block = _block_us(row)
+    return None if block is None else _fixed_us(problem, config) + block * busiest(problem, config, sm_count)
+
+
+def _tuned_on(row: Row, problem: Problem) -> bool:
+    """Whether the problem is the very workload that the row was measured on."""
+    tuned = row.key.workload()
+    sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
+    return all(getattr(problem, name) == getattr(tuned, name) for name in sizes)
+
+
+def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:
+    """The row and config for a problem: those of ``served``, the row that the ladder names, unless another tile order, or
+    another of the rows, is predicted to be faster by more than MARGIN.
+
+    ``others``: rows of the same kernel, head dims, dtype and mask as ``served`` that could serve. Nothing is predicted of rows
+    without a measured time; where ``served`` has none it stays.
+    """
+    own = suited(problem, served.config)
+    if not problem.mask.measured:  # no model of it yet
+        return served, own
+    if sm_count == served.key.sm_count and _tuned_on(served, problem):
+        return served, own
+    now = predicted_us(problem, served, own, sm_count)
+    if now is None:
+        return served, own
+    chosen, least = (served, own), now * (1 - MARGIN)
+    for row in (served, *others):
+        for order in ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
+            config = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
+            time = predicted_us(problem, row, config, sm_count)
+            if time is not None and time < least:
+                chosen, least = (row, config), time
+    return chosen

@@ -1,0 +1,75 @@
+"""What a row must have been made with to be fresh here, and whether its machine code is in a trusted file of binaries.
+
+Where it is, the row's times hold whichever Triton is installed: the driver loads that code and nothing is compiled. This is
+so for calls like the row's workload. Another specialization (a window, other head dims, tensors that are not aligned) has
+another binary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from fa2tune.compiling import binaries, fingerprint, overrules, registry
+from fa2tune.compiling.binaries import Entry
+from fa2tune.rows.lookup import Toolchain
+from fa2tune.rows.row import Row
+from fa2tune.spec.problem import BACKWARD
+
+#: (architecture, kernel, hash of its source, dtype, precision, head dims, mask)
+_Kind = tuple[Any, ...]
+#: Of ``Specialization``: what every tensor of a workload is.
+_PLAIN = {"aligned": True, "wide": False, "negate": False}
+NONE = "none"  #: for a version, where no Triton is installed
+
+
+def toolchain(driver: str | None = None) -> Toolchain:
+    """What is running here: a row made with another kernel source is stale, and one made with another Triton, unless its
+    machine code is here. ``driver``: "" for none to be compared; None for this host's."""
+    version = fingerprint.triton_version() or NONE
+    driver = fingerprint.driver_version() if driver is None else driver
+    return Toolchain(version, driver, fingerprint.kernel_hashes(), _never if overrules.found() else held)
+
+
+def _never(row: Row) -> bool:
+    return False
+
+
+def held(row: Row) -> bool:
+    """Of a whole backward: code for each kernel that it names; their own rows say with which configs they run."""
+    try:
+        if row.key.kernel == BACKWARD:
+            named = [registry.implementations(kernel)[name] for kernel, name in row.config.items()]
+            return all(_entries(row, one.short_name, fingerprint.kernel_hash(one, row.key.mask)) for one in named)
+        variant = registry.variant_of(row.key.kernel, row.config)
+    except (KeyError, ValueError):  # of kernels that are not here
+        return False
+    found = _entries(row, variant.short_name, row.kernel_hash)
+    return any(_part(entry.about.get("config"), row.config) for entry in found)
+
+
+def _entries(row: Row, kernel: str, source: str) -> list[Entry]:
+    key = row.key
+    kind = key.arch, kernel, source, key.dtype, key.precision, key.head_dim, key.head_dim_v, key.mask
+    return [entry for entry in _index(binaries.trusted()).get(kind, ()) if entry.compiled_by(row.triton)]
+
+
+def _part(compiled_in: Any, config: Mapping[str, Any]) -> bool:
+    return isinstance(compiled_in, dict) and all(
+        name in config and config[name] == value for name, value in compiled_in.items()
+    )
+
+
+@cache
+def _index(trusted: binaries.Trusted) -> Mapping[_Kind, list[Entry]]:
+    found: dict[_Kind, list[Entry]] = {}
+    for _, file in trusted.files:
+        for entry in file.entries.values():
+            about, spec = entry.about, entry.about.get("spec")
+            if isinstance(spec, dict) and all(spec.get(name) == value for name, value in _PLAIN.items()):
+                names = ("dtype", "precision", "head_dim", "head_dim_v", "mask")
+                kind = *(about.get(name) for name in ("arch", "kernel", "source")), *(spec.get(name) for name in names)
+                if all(isinstance(part, str | int) for part in kind):
+                    found.setdefault(kind, []).append(entry)
+    return found

@@ -1,0 +1,249 @@
+"""Which kernels there are, and which kernel a config is of."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fa2tune.compiling import binaries, hostside
+from fa2tune.compiling.composition import PARSING
+from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
+from fa2tune.spec.problem import KERNELS, Config, Specialization
+from fa2tune.spec.score import NONE
+from fa2tune.spec.standins import is_module
+from fa2tune.spec.variant import HOOKS, PORTABLE, Variant, implementation_of
+
+log = logging.getLogger("fa2tune")
+
+#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE is an architecture, whose kernels may be written in a
+#: language that this Triton does not have.
+NO_KERNELS = ("lib", "masks", "scores")
+#: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
+_VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
+
+
+def served_by(text: str, where: str) -> str:
+    """Which kernel of problem.KERNELS a kernel's file says that it implements, "" for none: ``serves`` of the call that VARIANT
+    is. Read and not run, since to run all files takes 0.1 s, for which a first call would wait. ``where``: the file, for
+    errors. ValueError: what it says is no literal, or no kernel."""
+    found: set[str] = set()
+    for value in _variants_in(text, where):
+        if not isinstance(value, ast.Call):
+            raise ValueError(
+                f"{where}: VARIANT has to be a call that names serves itself, got {ast.unparse(value):.60}"
+            )
+        said = {each.arg: each.value for each in value.keywords}
+        if None in said:
+            raise ValueError(
+                f"{where}: the call that VARIANT is has to name its arguments, got **{ast.unparse(said[None])}"
+            )
+        served = said.get("serves", ast.Constant(""))
+        if not isinstance(served, ast.Constant) or served.value not in ("", *KERNELS):
+            allowed = ", ".join(f'"{kernel}"' for kernel in KERNELS)
+            raise ValueError(f"{where}: serves: got {ast.unparse(served):.60}, allowed are {allowed}, written out")
+        found.add(served.value)
+    if len(found) > 1:
+        raise ValueError(f"{where}: serves: got {' and '.join(map(repr, sorted(found)))}, a file holds one kernel")
+    return next(iter(found), "")
+
+
+def _variants_in(text: str, where: str) -> list[ast.expr]:
+    """What is assigned to VARIANT."""
+    begins = [match.start() for match in _VARIANT.finditer(text)]
+    with PARSING:
+        try:
+            # one line that begins so, and the rest is whole statements: no text of a docstring, and no branch of an ``if``
+            tree = ast.parse(text[begins[0] :]) if len(begins) == 1 else ast.parse(text)
+        except SyntaxError:
+            try:
+                tree = ast.parse(text)
+            except SyntaxError as error:
+                raise ValueError(f"{where}: line {error.lineno}: {error.msg}") from error
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name) and target.id == "VARIANT"
+    ]
+
+
+class Variants(Mapping[str, Variant]):
+    """Every kernel, by its path: kernels/<folder>/<name>.py holds ``VARIANT``, which is called "<folder>/<name>". A file is run
+    when it is needed.
+
+    Where this Triton lacks what the kernels of an architecture are written with, they are absent, and a log line says so."""
+
+    def __init__(self) -> None:
+        package = importlib.import_module("fa2tune.kernels")
+        folders = sorted(one.name for root in package.__path__ for one in Path(root).iterdir() if one.is_dir())
+        self._serves: dict[str, str] = {}  #: path -> kernel that it implements, or ""
+        for folder in folders:
+            if folder.isidentifier() and folder not in NO_KERNELS:
+                files = (file for root in package.__path__ for file in Path(root, folder).glob("*.py"))
+                for file in sorted(filter(is_module, files)):
+                    name = f"{folder}/{file.stem}"
+                    self._serves[name] = served_by(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+        self._read: dict[str, Variant | None] = {}
+
+    def _of(self, name: str) -> Variant | None:
+        """What one file holds. ValueError: it implements another kernel than its text says."""
+        if name not in self._read:
+            module = name.replace("/", ".")
+            found = self._without_triton(module) or self._with_triton(module)
+            if found is not None:
+                object.__setattr__(found, "name", name)
+                if found.serves != self._serves[name]:
+                    raise ValueError(
+                        f"kernels/{name}.py: its Variant serves {found.serves!r}, which the call that VARIANT is has to say as "
+                        f'serves="{found.serves}", got {self._serves[name]!r}'
+                    )
+            self._read[name] = found
+        return self._read[name]
+
+    @staticmethod
+    def _without_triton(module_name: str) -> Variant | None:
+        """Where kernels may be found compiled; None: this one takes Triton."""
+        if not binaries.trusted().files or os.environ.get("TRITON_INTERPRET", "0") == "1":
+            return None
+        try:
+            return hostside.variant(module_name)
+        except Exception as error:  # whatever a kernel file does with a stand-in
+            log.info("kernels.%s cannot be read without Triton: %s", module_name, error)
+            return None
+
+    @staticmethod
+    def _with_triton(module_name: str) -> Variant | None:
+        try:
+            module = importlib.import_module(f"fa2tune.kernels.{module_name}")
+        except (ImportError, AttributeError) as error:
+            if module_name.startswith(f"{PORTABLE}."):
+                raise
+            why = f"{type(error).__name__}: {error}"
+            log.warning("fa2tune: left out, as this Triton cannot import it: kernels.%s (%s)", module_name, why)
+            return None
+        found: Variant = module.VARIANT
+        return found
+
+    def _whole(self, names: Iterable[str]) -> dict[str, Variant]:
+        """Theirs, without those whose neighbours are absent."""
+        found = {name: variant for name in names if (variant := self._of(name)) is not None}
+        return {
+            name: variant
+            for name, variant in found.items()
+            if all(self.get(neighbour) for neighbour in (*variant.before, *variant.after))
+        }
+
+    def serving(self, kernel: str) -> Iterable[Variant]:
+        """Those that implement a kernel of problem.KERNELS."""
+        return self._whole(name for name, serves in self._serves.items() if serves == kernel).values()
+
+    def __getitem__(self, name: str) -> Variant:
+        return self._whole([name] if name in self._serves else [])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole(self._serves))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@cache
+def variants() -> Mapping[str, Variant]:
+    """Every kernel variant, by name."""
+    return Variants()
+
+
+def variant_named(name: str) -> Variant:
+    """The kernel of a path below kernels/, as "sm90/fwd". ValueError: there is none."""
+    try:
+        return variants()[name]
+    except KeyError:
+        raise ValueError(f"kernel: got {name!r}, known are {', '.join(variants())}") from None
+
+
+@cache
+def implementations(kernel: str) -> Mapping[str, Variant]:
+    """The implementations of a kernel, by name, each with its Variant: the portable ones first."""
+    known = variants()
+    serving = known.serving(kernel) if isinstance(known, Variants) else known.values()
+    of_kernel = [variant for variant in serving if variant.serves == kernel]
+    if len(portable := sorted(variant.name for variant in of_kernel if variant.portable)) > 1:
+        raise ValueError(
+            f"kernel {kernel}: {' and '.join(portable)} are both portable, as their configs have LOADS; "
+            "all but one have to name themselves by a dimension IMPLEMENTATION"
+        )
+    found: dict[str, Variant] = {}
+    for variant in sorted(of_kernel, key=lambda variant: not variant.portable):
+        for name in variant.implementations:
+            if found.setdefault(name, variant) is not variant:
+                raise ValueError(f"kernel {kernel}: {found[name].name} and {variant.name} are both {name}")
+    return found
+
+
+def portable_of(kernel: str) -> Variant:
+    """The portable Variant of a kernel. ValueError: there is no such kernel."""
+    found = next((variant for variant in implementations(kernel).values() if variant.portable), None)
+    if found is None:
+        raise ValueError(f"kernel: got {kernel!r:.40}, known are {', '.join(KERNELS)}")
+    return found
+
+
+def variants_of(kernel: str) -> tuple[Variant, ...]:
+    """Every Variant that serves as this kernel, the portable one first."""
+    return tuple(dict.fromkeys(implementations(kernel).values()))
+
+
+def variant_of(kernel: str, config: Config) -> Variant:
+    """The Variant that a config of a kernel is of. ValueError: this house has none."""
+    implementation, known = implementation_of(config), implementations(kernel)
+    if implementation not in known:
+        raise ValueError(f"kernel {kernel}: got a {implementation!r:.40} config, known are {', '.join(known)}")
+    return known[implementation]
+
+
+def completed(kernel: str, config: Config) -> dict[str, Any]:
+    """A config from a file with what it lacks of the dimensions that its search has gained since."""
+    return variant_of(kernel, config).space.completed(config)
+
+
+def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
+    """Why a config from a file is no point of the search space of the implementation it is filed as; None: it is one."""
+    try:
+        variant = variant_of(kernel, config)
+    except ValueError as error:
+        return str(error)
+    if (implementation := implementation_of(config)) != filed_as:
+        return f"it is filed as {filed_as:.40}, and its config is a {implementation} one"
+    dimensions, config = variant.space.dimensions, variant.space.completed(config)
+    if set(config) != set(dimensions):
+        return f"its config does not name the dimensions of {variant.short_name}"
+    for name, value in config.items():  # a file is data from somewhere else
+        if not any(type(value) is type(known) and value == known for known in dimensions[name]):
+            return f"its config has {name} {value!r:.40}, which is not a value of {variant.short_name}'s search space"
+    return None
+
+
+def refused_mask(variant: Variant, spec: Specialization) -> str | None:
+    """Why a kernel cannot compute a call's mask, or None. Kernels without hooks have causal and full compiled in."""
+    if spec.mask not in ROW_MASKS and "IS_CAUSAL" in variant.constexpr_names:
+        return f"{variant.short_name} computes the causal mask and none at all, not {spec.mask}"
+    asked = {HOOKS[name] for name in variant.constexpr_names & set(HOOKS)}
+    if lacking := sorted(asked - hooks_of(spec.mask)):
+        return f"kernels/masks/{spec.mask}.py does not define {', '.join(lacking)}, which {variant.short_name} calls"
+    return None
+
+
+def refused_score(variant: Variant, spec: Specialization) -> str | None:
+    """Why a tuned kernel cannot compute a call's score term, or None."""
+    hooks = {"APPLY"} if variant.serves == "fwd" else {"APPLY", "GRAD"}
+    if spec.score != NONE.name and variant.serves and not hooks <= set(variant.constexpr_names):
+        return f"{variant.short_name} computes no score term, and the call has {spec.score}"
+    return None

@@ -1,0 +1,1 @@
+"""What a call is: pure data, without torch or triton."""

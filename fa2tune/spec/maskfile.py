@@ -1,0 +1,121 @@
+"""What a file of kernels/masks/ says of its mask in plain Python, beside the device functions that kernels ask.
+
+Reading one needs no Triton. A file of this folder is all there is to a mask: calls, operators, the oracle and the peers of the
+benchmark ask it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from fa2tune.spec import standins
+
+#: Names of the masks that rows are measured with, in the order of tables.
+ROW_MASKS = ("full", "causal")
+#: The largest number that an operator of torch takes.
+LARGEST = 2**63 - 1
+#: Where the files are.
+FOLDER = "fa2tune.kernels.masks"
+MOST_VALUES = 2
+
+Values = tuple[int, ...]  #: run-time integers of a mask, in the order of ``MaskHooks.values``
+Lengths = tuple[int, int]  #: seqlen_q, seqlen_k
+
+
+def _as_given(lengths: Lengths, values: Values) -> Values:
+    return values
+
+
+def _named(name: str, values: Values) -> str:
+    return " ".join([name, ", ".join(map(str, values))]).rstrip()
+
+
+@dataclass(frozen=True)
+class MaskHooks:
+    """What a file says of its mask. Its device functions are the hooks that kernels ask: ``HOOKS`` of spec/variant.py."""
+
+    name: str  #: of the file
+    left: bool  #: whether a query may see no key to its left from some distance on
+    right: bool  #: whether a query may see no key to its right
+    #: (rows, columns, lengths, values): whether the queries (from 0 on) see the keys (from 0 on). bool, broadcast; integers, or
+    #: arrays or tensors of any library
+    visible: Callable[[Any, Any, Lengths, Values], Any]
+    #: the mask, one of ROW_MASKS, whose rows serve it; or that of (values)
+    row_mask: str | Callable[[Values], str]
+    values: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  #: run-time integer -> (smallest, largest) allowed
+    #: (lengths, values) -> pairs that one head attends; None: they are counted, a row at a time
+    pairs: Callable[[Lengths, Values], int] | None = None
+    #: (lengths, values) -> (name, *values) of the mask that is the same for these lengths and costs least; None: itself
+    fitted: Callable[[Lengths, Values], tuple[Any, ...]] | None = None
+    #: (lengths, values) -> what kernels get as window_left and window_right: 32-bit integers
+    arguments: Callable[[Lengths, Values], Values] = _as_given
+    text: Callable[[str, Values], str] = _named  #: (name, values) -> for people
+
+    def __post_init__(self) -> None:
+        if isinstance(self.row_mask, str):
+            self.row_mask_of(())
+        if len(self.values) > MOST_VALUES:
+            raise ValueError(f"values: got {len(self.values)} of mask {self.name}, kernels take up to {MOST_VALUES}")
+
+    @property
+    def bounded(self) -> dict[str, bool]:
+        """Constexprs of kernels."""
+        return {"LEFT_BOUNDED": self.left, "RIGHT_BOUNDED": self.right}
+
+    def row_mask_of(self, values: Values) -> str:
+        """One of ROW_MASKS. ValueError: the file says another."""
+        found = self.row_mask if isinstance(self.row_mask, str) else self.row_mask(values)
+        if found not in ROW_MASKS:
+            raise ValueError(f"row_mask: got {found!r:.40} of mask {self.name}, allowed are {' and '.join(ROW_MASKS)}")
+        return found
+
+
+def names() -> list[str]:
+    """Of the files in kernels/masks/."""
+    return standins.names_in(FOLDER)
+
+
+@cache
+def mask_named(name: str) -> MaskHooks:
+    """What the file kernels/masks/<name>.py says of its mask. ValueError: there is no such file."""
+    if name not in (known := names()):
+        raise ValueError(f"mask: got {name!r:.40}, allowed are {', '.join(known)}")
+    found = standins.run(f"masks.{name}").get("MASK")
+    if not isinstance(found, MaskHooks) or found.name != name:
+        had = f"MaskHooks({found.name!r}, ...)" if isinstance(found, MaskHooks) else repr(found)
+        raise ValueError(f"kernels/masks/{name}.py: MASK is {had:.80}, must be MaskHooks({name!r}, ...)")
+    return found
+
+
+@cache
+def hooks_of(name: str) -> frozenset[str]:
+    """The device functions that the file defines."""
+    found = standins.run(f"masks.{mask_named(name).name}")
+    return frozenset(each for each, value in found.items() if isinstance(value, standins.Kernel))
+
+
+def pairs_below(rows: int, columns: int, shift: int) -> int:
+    """Sum over i < rows of i + shift, each held between 0 and columns: pairs (i, j) with j < i + shift."""
+    first = min(max(-shift, 0), rows)  # rows before it have none
+    full = min(max(columns - shift, first), rows)  # rows from it on have them all
+    ramp = full - first
+    return ramp * shift + (first + full - 1) * ramp // 2 + (rows - full) * columns
+
+
+def counted(mask: MaskHooks, lengths: Lengths, values: Values) -> int:
+    """Pairs that one head attends, by what the mask's file says, or counted."""
+    if mask.pairs is not None:
+        return mask.pairs(lengths, values)
+    import numpy as np  # not for reading a file
+
+    seqlen_q, seqlen_k = lengths
+    columns = np.arange(seqlen_k)
+    return sum(
+        int(np.broadcast_to(mask.visible(np.int64(row), columns, lengths, values), (seqlen_k,)).sum())
+        for row in range(seqlen_q)
+    )

@@ -1,0 +1,119 @@
+"""What a call asks for (Problem), and what a binary depends on (Specialization).
+
+Pure data: importable without torch or triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fa2tune.spec.mask import Mask
+from fa2tune.spec.score import NONE, Score
+
+#: A point of a search space: constexpr meta-parameters in capitals (``BLOCK_M``), compile options in small letters
+#: (``num_warps``, ``num_stages``, ``maxnreg``; ``maxnreg`` 0 means uncapped).
+Config = Mapping[str, Any]
+
+DTYPES = ("bf16", "fp16", "fp32")
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 16, 256, 8
+
+#: Sequence-length buckets a winner is filed under: the lengths of the FlashAttention-2 paper, section 4.1.
+BUCKETS = (512, 1024, 2048, 4096, 8192, 16384)
+
+#: The FlashAttention-2 paper's workload at every length: 16k tokens in all, hidden size 2048.
+WORKLOAD_TOKENS, WORKLOAD_HIDDEN = 16384, 2048
+
+#: Kernels studied one by one, and ``bwd``: the whole backward, whose rows say which strategy (split or fused) is faster.
+KERNELS = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_fused")
+BACKWARD = "bwd"
+SPLIT, FUSED = "split", "fused"
+#: The tuned kernels of each strategy of the backward, in order. bwd_dq also makes delta.
+STRATEGIES = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two a head dim is masked up to inside the kernel."""
+    return max(MIN_HEAD_DIM, 1 << (head_dim - 1).bit_length())
+
+
+def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
+    """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
+    length = max(seqlen_q, seqlen_k)
+    return next((bucket for bucket in BUCKETS if length <= bucket), BUCKETS[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Specialization:
+    """Everything beside the config that changes the machine code of a kernel."""
+
+    dtype: str  #: "bf16", "fp16" or "fp32"
+    head_dim: int  #: of Q and K, unpadded
+    head_dim_v: int  #: of V and O, unpadded
+    mask: str  #: name of its file in kernels/masks/, see ``Mask.name``
+    precision: str = "ieee"  #: float32 products: "ieee" or "tf32"; "ieee" for 16-bit dtypes, which ignore it
+    aligned: bool = True  #: every base pointer and every row stride is a multiple of 16 bytes
+    wide: bool = False  #: a stride times a block may pass 2^31: 64-bit strides
+    negate: bool = False  #: softmax_scale is negative (the forward flips the sign of Q K^T)
+    score: str = "none"  #: name of its file in kernels/scores/
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call, as far as choosing and launching a kernel goes."""
+
+    dtype: str
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    mask: Mask
+    precision: str = "ieee"
+    aligned: bool = True
+    wide: bool = False
+    negate: bool = False
+    score: Score = NONE
+    tma: bool = True  #: descriptors can address every tensor read: aligned, and no stride of 0 (an expanded tensor)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head (1: multi-head, heads_q: multi-query)."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.seqlen_q, self.seqlen_k)
+
+    @property
+    def specialization(self) -> Specialization:
+        return Specialization(
+            self.dtype, self.head_dim, self.head_dim_v, self.mask.name, self.precision, self.aligned, self.wide, self.negate,
+            self.score.name,
+        )  # fmt: skip
+
+    @property
+    def unmeasured(self) -> str:
+        """What rows are measured without, for people: "a window and a soft cap"; "" if nothing."""
+        found = [] if self.mask.measured else [self.mask.kind]
+        return " and ".join([*found, self.score.kind] if self.score != NONE else found)
+
+    @property
+    def keys_seen(self) -> float:
+        """Keys that a query row sees, on average over the rows."""
+        return self.mask.pairs(self.seqlen_q, self.seqlen_k) / max(1, self.seqlen_q)
+
+    def flops(self, pass_: str) -> float:
+        """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for
+        causal, times 2.5 for the backward. Of another mask the pairs that are attended count. Kernels of the backward are
+        counted by the products they run (dkdv 4, dq 3, fused and whole backward 5; a forward is 2)."""
+        pairs = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k * (0.5 if self.mask.name == "causal" else 1.0)
+        if not self.mask.measured:  # counted one by one
+            pairs = float(self.batch * self.heads_q * self.mask.pairs(self.seqlen_q, self.seqlen_k))
+        products = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (2, 1), "bwd_fused": (3, 2), "bwd": (3, 2)}
+        over_d, over_dv = products[pass_]
+        return 2.0 * pairs * (over_d * self.head_dim + over_dv * self.head_dim_v)

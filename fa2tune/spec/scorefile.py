@@ -1,0 +1,52 @@
+"""What a file of kernels/scores/ says of its term in plain Python, beside the device functions that kernels ask.
+
+A score term changes the scores between q k^T and softmax. Reading a file needs no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from fa2tune.spec import standins
+
+#: Where the files are.
+FOLDER = "fa2tune.kernels.scores"
+#: How many run-time numbers kernels take, and the largest that they may be: of float32, with room.
+NUMBERS, LARGEST = 2, 3e38
+
+Values = tuple[float, ...]  #: run-time numbers of a term, in the order of ``ScoreHooks.values``
+
+
+def _as_given(softmax_scale: float, values: Values) -> Values:
+    return values
+
+
+@dataclass(frozen=True)
+class ScoreHooks:
+    """What a file says of its term. Its device functions are the hooks that kernels ask: ``SCORE_HOOKS`` of spec/variant.py."""
+
+    name: str  #: of the file
+    #: (scores times softmax_scale, values) -> what softmax is taken of: tensors of torch, differentiable
+    transformed: Callable[[Any, Values], Any]
+    values: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  #: run-time number -> (smallest, largest) allowed
+    #: (softmax_scale, values) -> what kernels get as score_first and score_second; the scale is not 0
+    arguments: Callable[[float, Values], Values] = _as_given
+
+
+def names() -> list[str]:
+    """Of the files in kernels/scores/."""
+    return standins.names_in(FOLDER)
+
+
+@cache
+def score_named(name: str) -> ScoreHooks:
+    """What the file kernels/scores/<name>.py says of its term. ValueError: there is no such file."""
+    if name not in (known := names()):
+        raise ValueError(f"score: got {name!r:.40}, allowed are {', '.join(known)}")
+    found: ScoreHooks = standins.run(f"scores.{name}")["SCORE"]
+    return found

@@ -1,0 +1,225 @@
+"""The contract between a kernel file, its search space and the host: a kernel is described once, by one frozen Variant.
+
+Pure data: importable without torch or triton.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fa2tune.spec.problem import Config, Problem, Specialization
+
+#: The implementations of a kernel, each with a row of its own. Portable kernels read tiles by pointer or by descriptor, as
+#: their config entry LOADS says. Any other kernel names itself in its config by the one value of a dimension IMPLEMENTATION. A
+#: config without either is of the warp-specialised kernels for compute capability 9.0.
+POINTER, DESCRIPTOR, WARP_SPECIALIZED = "pointer", "descriptor", "warp_specialized"
+PORTABLE = "portable"  #: of a whole backward: none of its kernels is warp-specialised
+IMPLEMENTATIONS = (POINTER, DESCRIPTOR, WARP_SPECIALIZED)
+IMPLEMENTATION = "IMPLEMENTATION"
+#: Config entries that are compile options; every other entry is a parameter of the kernel.
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+def implementation_of(config: Config) -> str:
+    """Which implementation a config of a tuned kernel is of: with the kernel's name it tells the Variant."""
+    return str(config.get("LOADS") or config.get(IMPLEMENTATION, WARP_SPECIALIZED))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Implementations without repetition: IMPLEMENTATIONS first, then the others by name."""
+    known = {name: place for place, name in enumerate(IMPLEMENTATIONS)}
+    return sorted(set(names), key=lambda name: (known.get(name, len(known)), name))
+
+
+class Added(tuple[Any, ...]):
+    """Values of a dimension that the search has gained: ``older`` is what every config from before was compiled with."""
+
+    older: Any
+
+
+def added(*values: Any, older: Any) -> Added:
+    """A dimension's values, with the one that describes configs from before there was this dimension. ValueError: it is none of
+    them."""
+    if older not in values:
+        raise ValueError(f"older: got {older!r}, allowed are {', '.join(map(repr, values))}")
+    found = Added(values)
+    found.older = older
+    return found
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A named rule a config must keep, with its reason. ``holds(config, spec, arch)``: arithmetic only, no compile."""
+
+    name: str
+    why: str
+    holds: Callable[[Config, Specialization, int], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchSpace:
+    """Finite, typed: a tuple of values per dimension, the kernel's own constraints, and the documented default."""
+
+    name: str
+    dimensions: Mapping[str, tuple[Any, ...]]
+    constraints: tuple[Constraint, ...]
+    default: Callable[[Specialization, int], Config]  #: (specialization, arch) -> a point of this space
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one point, so that nothing is searched."""
+        return all(len(values) == 1 for values in self.dimensions.values())
+
+    def __post_init__(self) -> None:
+        documented = self.default
+        object.__setattr__(self, "default", lambda spec, arch: self.completed(documented(spec, arch)))
+
+    def completed(self, config: Config) -> dict[str, Any]:
+        """``config`` with what it lacks of the dimensions that the search has gained since (``added``)."""
+        gained = {name: values.older for name, values in self.dimensions.items() if isinstance(values, Added)}
+        return {**gained, **config}
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """Every combination, legal or not, in a fixed order."""
+        for values in itertools.product(*self.dimensions.values()):
+            yield dict(zip(self.dimensions, values, strict=True))
+
+    def broken(self, config: Config, spec: Specialization, arch: int) -> Constraint | None:
+        """The first constraint that ``config`` breaks, or None."""
+        return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
+
+
+#: Constexpr parameter of a kernel -> device function of the mask's file.
+HOOKS = {
+    "KEY_RANGE": "key_range", "QUERY_RANGE": "query_range", "KEEP": "keep", "SEES": "sees",
+    "BLOCKS_BELOW": "blocks_below", "FIRST_BLOCK": "first_block", "CLEAR_BLOCKS": "clear_blocks", "HIDE": "hide",
+    "SEES_A_KEY": "sees_a_key",
+}  # fmt: skip
+#: The same of the score term's file.
+SCORE_HOOKS = {"APPLY": "apply", "GRAD": "grad"}
+#: Run-time integers of a mask that has any; of another they are compiled in as 0, so they cost nothing.
+WINDOW = ("window_left", "window_right")
+#: Run-time numbers of a score term, in the same way.
+SCORE = ("score_first", "score_second")
+
+#: Folder of the kernels that any GPU can run. Every other folder is an architecture.
+PORTABLE = "portable"
+#: What each callback of a Variant takes. One that does not use a parameter names it with an underscore.
+SIGNATURES = {
+    "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
+    "surrounded": ("config", "name"), "early": ("config",), "workspaces": ("problem", "config"),
+    "scalars": ("problem", "config", "early"), "suited": ("problem", "config"),
+}  # fmt: skip
+
+#: Tensor -> (shape, element type "fp32", "bf16", "i32", or "" for the problem's dtype), or the name of another: its memory.
+Workspaces = Mapping[str, tuple[tuple[int, ...], str] | str]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One kernel, described for compiling, tuning and launching it.
+
+    Parameters are recognised by name, so the kernel's own parameter list is the only list there is:
+    tensors by the names in ``tensors``; what is annotated ``constexpr`` is compiled in; the rest are scalars, among them
+    (in capitals) the dimensions of the search that a launch chooses.
+    """
+
+    kernel: Any  #: the @triton.jit or @gluon.jit function
+    space: SearchSpace
+    #: tensor parameter -> element type: "" for the problem's dtype, else "fp32", "bf16" or "i32"
+    tensors: Mapping[str, str]
+    #: tensor parameters that a descriptor may read or write -> block, as constexpr names or numbers: (rows, columns) stands
+    #: for a block [1, 1, rows, columns] of a (batch, heads, rows, dim) tensor; any other length is the whole block
+    descriptors: Mapping[str, tuple[str | int, ...]]
+    #: (problem, config, streaming multiprocessors, whether it starts early) -> programs to launch; one-dimensional (an x
+    #: grid may reach 2^31 - 1)
+    grid: Callable[[Problem, Config, int, bool], int]
+    #: float parameters, every other scalar is an integer
+    floats: tuple[str, ...] = ("qk_scale", "softmax_scale", *SCORE)
+    #: (specialization, config) -> constexprs that follow from them
+    constants: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    min_arch: int = 80  #: lowest compute capability it compiles for
+    max_arch: int = 999  #: and highest
+    name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
+    #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
+    serves: str = ""
+    #: dimensions of the search that are no parameters of the kernel, because only the grid depends on them
+    grid_dimensions: tuple[str, ...] = ()
+    #: paths of the kernels that run right before and right after, untuned: their default configs and what
+    #: ``passes_on(spec, config)`` says
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
+    #: (config, path) -> whether a config wants this one of them
+    surrounded: Callable[[Config, str], bool] = field(default=lambda config, name: True)
+    #: whether a config's kernel may start while the one before it runs, and itself waits for what that one makes
+    early: Callable[[Config], bool] = field(default=lambda config: False)
+    #: (problem, config) -> uninitialised memory that ``before``, kernel and ``after`` share
+    workspaces: Callable[[Problem, Config], Workspaces] = field(default=lambda problem, config: {})
+    #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,
+    #: besides those that all kernels get
+    scalars: Callable[[Problem, Config, bool], dict[str, int]] = field(default=lambda problem, config, early: {})
+    #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
+    suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
+
+    def __post_init__(self) -> None:
+        for name, arguments in SIGNATURES.items():
+            taken = inspect.signature(getattr(self, name)).parameters.values()
+            by_place = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in taken)
+            if not by_place or tuple(each.name.removeprefix("_") for each in taken) != arguments:
+                kernel, named = getattr(self.kernel, "fn", self.kernel), ", ".join(each.name for each in taken)
+                raise TypeError(
+                    f"Variant of {getattr(kernel, '__name__', kernel)}: {name} takes ({named}), it has to take "
+                    f"({', '.join(arguments)})"
+                )
+
+    @property
+    def module(self) -> str:
+        """Its file, as Python imports it."""
+        return f"fa2tune.kernels.{self.name.replace('/', '.')}"
+
+    @property
+    def portable(self) -> bool:
+        """Whether it is the portable kernel, whose default is the one to beat and serves where nothing else does: that by
+        pointer or descriptor. A kernel has one, in whichever folder; its other implementations name themselves."""
+        return set(self.implementations) <= {POINTER, DESCRIPTOR}
+
+    @property
+    def short_name(self) -> str:
+        """Its path without the folder of portable kernels, as screens, studies, failure records and files of binaries say."""
+        return self.name.removeprefix(f"{PORTABLE}/")
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Which implementations its configs are of."""
+        dimensions = self.space.dimensions
+        return tuple(dimensions.get("LOADS") or dimensions.get(IMPLEMENTATION, (WARP_SPECIALIZED,)))
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The kernel's parameter names, in order."""
+        return tuple(inspect.signature(self.kernel.fn).parameters)
+
+    @cached_property
+    def constexpr_names(self) -> frozenset[str]:
+        """The kernel's parameters annotated ``constexpr``, of Triton's language or Gluon's."""
+        annotated = inspect.signature(self.kernel.fn).parameters.values()
+        return frozenset(p.name for p in annotated if getattr(p.annotation, "__name__", "") == "constexpr")
+
+    @property
+    def modelled(self) -> bool:
+        """Whether the analytic model can estimate it: a loop over tiles that Triton pipelines."""
+        return {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"} <= set(self.space.dimensions)
+
+    def programs(self, problem: Problem, config: Config, sm_count: int, early: bool = True) -> int:
+        """Programs to launch; ``early``: as ``scalars`` has it."""
+        return int(self.grid(problem, config, sm_count, early))
+
+    def runs_with(self, config: Config, names: tuple[str, ...]) -> list[str]:
+        """Which of ``before`` or ``after`` run for a config."""
+        return [name for name in names if self.surrounded(config, name)]

@@ -1,0 +1,1 @@
+"""A run: jobs under leases, processes that compile and launch, progress."""

@@ -1,0 +1,1 @@
+"""What is tried: candidates, what proposes them, what became of each."""

@@ -1,0 +1,136 @@
+"""Tuning for a GPU that is not present: a model predicts times, Triton's interpreter checks what is selected."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fa2tune.measuring.worker import Crew, Job
+from fa2tune.rows.row import Row
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
+from fa2tune.spec.variant import OPTIONS, PORTABLE
+from fa2tune.tuning.search.candidates import Point, point
+from fa2tune.tuning.search.compile_check import CompileResult
+from fa2tune.tuning.search.status import status_of
+from fa2tune.tuning.search.study import TrialOutcome, cover
+from fa2tune.tuning.search.task import SearchTask
+from fa2tune.tuning.select import evidence, finalists
+from fa2tune.tuning.select.gpu_jobs import Steps
+from fa2tune.tuning.select.log import NONE_RIGHT, Log
+
+TOLERANCE = 0.01  #: predictions closer than this are called equal
+CHECK_DEADLINE = 180.0  #: seconds
+
+
+class Predicted:
+    """Files predictions, selects by them. Search tasks are selected side by side, one check a core."""
+
+    steps_at_once = 1 << 16  #: of a crew
+    check_seconds = 2.5  #: of one check of one core, to know how much of a time budget they will take
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        interpreter = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.crews = self.working = [Crew(log.plan.workers, interpreter)]
+
+    def reserve(self, finals: int) -> float:
+        """Seconds to leave for the checks of so many kernels and specializations."""
+        return finals * 2 * self.check_seconds / self.log.plan.workers
+
+    def problems(self, task: SearchTask) -> list[Any]:
+        """What the compile check should predict."""
+        return [key.workload() for key in task.keys]
+
+    def compiled(self, task: SearchTask, config: Config, result: CompileResult) -> None:
+        """A config compiled, and its limits hold: file what the model says."""
+        found = [
+            (key, TrialOutcome(config, time_us, binary=result.binary))
+            for key, time_us in zip(task.keys, result.predicted_us, strict=True)
+        ]
+        task.file(config, found)
+        self.log.record(found, "predicted")
+
+    def search(self, tasks: Sequence[SearchTask]) -> tuple[SearchTask, Steps] | None:
+        """Nothing is launched during the search."""
+        return None
+
+    def select(self, tasks: Sequence[SearchTask]) -> list[Steps]:
+        """Per length and implementation: the fastest by the model that the interpreter proves right."""
+        return [self._selection(task) for task in tasks]
+
+    def _selection(self, task: SearchTask) -> Steps:
+        rows: dict[TuningKey, list[Row]] = {key: [] for key in task.keys}
+        if not self.log.put_kept(task):
+            yield from self._select(task, rows)
+        task.selected = True
+
+    def _select(self, task: SearchTask, rows: dict[TuningKey, list[Row]]) -> Steps:
+        for implementation in task.space.implementations():
+            rival = finalists.rival(task.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
+            ranks = cover(task.studies.values(), implementation, rival, TOLERANCE)
+            for key, candidates in ranks.items():
+                study = task.studies[key]
+                default = study.outcomes.get(point(rival))
+                for outcome in candidates:
+                    errors = yield from self._proved(task, outcome.config)
+                    if isinstance(errors, str):
+                        study.disqualify(outcome.config, errors)
+                        continue
+                    assert outcome.time_us is not None
+                    rows[key].append(
+                        evidence.predicted(
+                            key, implementation, outcome.config, self.log.toolchain, outcome.time_us,
+                            default.time_us if default else None, errors=errors, **evidence.evidence_of(outcome),
+                        )
+                    )  # fmt: skip
+                    break
+        for key, found in rows.items():
+            study = task.studies[key]
+            found = [replace(row, tried=len(study.outcomes), pruned=task.pruned(key)) for row in found]
+            study.keep("crowned", study.token, found)
+            self.log.put(key, found, f"{task.title} {key.bucket}", NONE_RIGHT)
+
+    def _proved(self, task: SearchTask, config: Config) -> Generator[Job, Job, Any]:
+        """Errors of a config in the interpreter, or why it failed. Compile options mean nothing there."""
+        constexprs: Point = point({name: value for name, value in config.items() if name not in OPTIONS})
+        what = (task.kernel, task.spec, constexprs)
+        if what not in self.log.checked:
+            arguments = (task.kernel, config, task.spec, self.log.plan.target.gpu.arch, "cpu", True)
+            job = yield Job(self.log.functions.check, arguments, CHECK_DEADLINE)
+            self.log.report.checked += 1
+            self.log.lost(job, f"checking {task.title}")
+            self.log.checked[what] = f"{status_of(job)}: {job.failure}" if job.failure else job.result
+        return self.log.checked[what]
+
+    def whole(self, members: Sequence[SearchTask]) -> Steps:
+        """Split and fused backward of one specialization, from the sums of their kernels' predictions."""
+        gpu = self.log.plan.target.gpu
+        for key in members[0].keys:
+            best: dict[str, Row | None] = {}
+            for task in members:  # several implementations of a kernel
+                found = [task.best_row(self.log.report.rows, key), best.get(task.kernel)]
+                best[task.kernel] = min(filter(None, found), key=lambda row: row.rank_us, default=None)
+            default_us = _total(best, STRATEGIES[SPLIT], "default_time_us")
+            if default_us is not None:
+                default_us += evidence.streaming_us(key.workload(), SPLIT, gpu)
+            what, rows = key.with_(kernel=BACKWARD), []
+            for strategy, kernels in STRATEGIES.items():
+                time_us = _total(best, kernels, "time_us")
+                if time_us is None:
+                    continue
+                time_us += evidence.streaming_us(key.workload(), strategy, gpu)
+                errors = evidence.worst_errors([row.errors for name in kernels if (row := best[name])])
+                made = evidence.predicted(
+                    what, PORTABLE, {}, self.log.toolchain, time_us, default_us, strategy, errors=errors
+                )
+                rows.append(made)
+            self.log.put(what, rows, f"{BACKWARD} {members[0].short} {key.bucket}", NONE_RIGHT)
+        yield from ()
+
+
+def _total(best: Mapping[str, Row | None], kernels: Sequence[str], column: str) -> float | None:
+    """Sum of a time over kernels; None where one has none."""
+    times: list[float | None] = [getattr(best[name], column, None) for name in kernels]
+    return None if None in times else sum(time for time in times if time is not None)

@@ -1,0 +1,168 @@
+"""FlashAttention-2 backward over key tiles (paper: algorithm 2): dK and dV and, in the fused variant, dQ by atomic adds.
+
+Scores are computed transposed, [keys, queries], so that P^T and dS^T are the register operands of the dV and dK products.
+"""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.lib.common import dot, dot_add, head_base, load_lse, load_tile, store_tile, tile_and_head
+from fa2tune.spec.variant import Variant
+
+
+@triton.jit
+def _over_queries(
+    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, dq, b, h, begin, end, full, columns, offset,
+    qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, window, score, all_rows,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr,
+    APPLY: tl.constexpr, GRAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LOADS: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Queries [begin, end) of one head into dk_acc [N, D] and dv_acc [N, DV]; WITH_DQ: dS K into dq as well. MASK: "never",
+    "always", or "outside_full": of queries that do not lie in [full[0], full[1]), decided at run time."""
+    for m in tl.range(begin, end, BLOCK_M):
+        rows = m + tl.arange(0, BLOCK_M)
+        inside = rows < seqlen_q
+        q_tile = load_tile(q, b, h, m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
+        lse_row, lse_low = load_lse(lse, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
+        scores = APPLY(dot(k_tile, tl.trans(q_tile), PRECISION), score)  # [N, M]
+        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[None, :]) - lse_low[None, :])
+        if MASK == "always":
+            p = tl.where(KEEP(rows[None, :], columns[:, None], offset, seqlen_k, window), p, 0.0)
+        elif MASK == "outside_full":
+            outside = m < full[0]
+            if LEFT_BOUNDED:
+                outside = outside | (m + BLOCK_M > full[1])
+            if outside:
+                p = tl.where(KEEP(rows[None, :], columns[:, None], offset, seqlen_k, window), p, 0.0)
+        do_tile = load_tile(do, b, h, m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
+        dv_acc = dot_add(p.to(do_tile.dtype), do_tile, dv_acc, PRECISION)
+        delta_row = tl.load(delta + rows, mask=inside, other=0.0)
+        ds = GRAD(p * (dot(v_tile, tl.trans(do_tile), PRECISION) - delta_row[None, :]), scores, score)
+        ds = ds.to(q_tile.dtype)  # [N, M]
+        dk_acc = dot_add(ds, q_tile, dk_acc, PRECISION)
+        if WITH_DQ:
+            dq_tile = dot(tl.trans(ds), k_tile, PRECISION)  # [M, D]
+            d = tl.arange(0, BLOCK_D)
+            pointers = dq + tl.cast(m, tl.int64) * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM + d[None, :])
+            tl.atomic_add(pointers, dq_tile, mask=inside[:, None] & (d < HEAD_DIM)[None, :], sem="relaxed")
+    return dk_acc, dv_acc
+
+
+@triton.jit
+def bwd_keys_kernel(
+    q, k, v, do, lse, delta, dq, dk, dv, qk_scale, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
+    score_first, score_second,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    QUERY_RANGE: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr, APPLY: tl.constexpr, GRAD: tl.constexpr,
+    PRECISION: tl.constexpr, WITH_DQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LOADS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, do as the forward's, lse as it leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
+
+    qk_scale = softmax_scale * log2(e). WITH_DQ: adds dS K to dq, float32 [B, Hq, Sq, D] contiguous, zero at the start and
+    still to be multiplied by softmax_scale; the order of these sums is not fixed.
+    """
+    heads_kv = heads_q // group
+    # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
+    tile, head = tile_and_head(tl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
+    b = head // heads_kv
+    h_kv = head % heads_kv
+    start_n = tile * BLOCK_N
+    columns = start_n + tl.arange(0, BLOCK_N)
+    offset = seqlen_k - seqlen_q
+
+    k = head_base(k, b, h_kv, stride_kb, stride_kh, LOADS)
+    v = head_base(v, b, h_kv, stride_vb, stride_vh, LOADS)
+    k_tile = load_tile(k, b, h_kv, start_n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, True, LOADS)  # [N, D]
+    v_tile = load_tile(v, b, h_kv, start_n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [N, DV]
+
+    window = (window_left, window_right)
+    score = (score_first, score_second)
+    begin, full_begin, full_end, end = QUERY_RANGE(
+        start_n, BLOCK_N, offset, seqlen_q, window, BLOCK_M
+    )  # fmt: skip
+    last = tl.cdiv(end, BLOCK_M) * BLOCK_M
+    full_begin = tl.where(
+        start_n + BLOCK_N > seqlen_k, last, full_begin
+    )  # the last, ragged tile: everything under the mask
+    if LEFT_BOUNDED:
+        full_end = tl.maximum(full_end, full_begin)
+
+    full = (full_begin, full_end)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    for g in range(group):  # every query head that reads this key head
+        h = h_kv * group + g
+        head_q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
+        head_do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
+        first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+        head_dq = dq
+        if WITH_DQ:
+            head_dq = dq + first_row * HEAD_DIM
+        if MASKED == "inside":
+            dk_acc, dv_acc = _over_queries(
+                dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                begin, end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
+                BLOCK_DV, LOADS, PRECISION, WITH_DQ, "outside_full",
+            )  # fmt: skip
+        else:
+            if MASKED == "first":
+                dk_acc, dv_acc = _over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                    begin, full_begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
+                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
+                )  # fmt: skip
+            dk_acc, dv_acc = _over_queries(
+                dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                full_begin, full_end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
+                BLOCK_DV, LOADS, PRECISION, WITH_DQ, "never",
+            )  # fmt: skip
+            if LEFT_BOUNDED:
+                dk_acc, dv_acc = _over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                    full_end, end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
+                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
+                )  # fmt: skip
+            if MASKED == "last":
+                dk_acc, dv_acc = _over_queries(
+                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
+                    begin, full_begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
+                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
+                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
+                )  # fmt: skip
+
+    store_tile(
+        dk + b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh, dk_acc * softmax_scale, start_n, stride_dkn,
+        seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        dv + b.to(tl.int64) * stride_dvb + h_kv.to(tl.int64) * stride_dvh, dv_acc, start_n, stride_dvn,
+        seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV,
+    )  # fmt: skip
+
+
+def _grid(problem, config, _sm_count, _early):
+    return triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+
+
+def described(space, with_dq, serves):
+    """The Variant of this kernel for a search space, with dQ's sums in it or without."""
+    return Variant(
+        serves=serves,
+        kernel=bwd_keys_kernel,
+        space=space,
+        tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dq": "fp32", "dk": "", "dv": ""},
+        descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
+                     "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
+        grid=_grid,
+        constants=lambda spec, _config: {"WITH_DQ": with_dq},
+    )  # fmt: skip

@@ -1,0 +1,305 @@
+"""What surrounds the products of kernels/sm90/fwd.py: a program's tiles, the warp that loads, turns, masks, sums."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import mbarrier, tma_load
+from fa2tune.search_spaces.portable import fwd_norms
+from fa2tune.search_spaces.sm90 import fwd as space
+
+#: Query rows of a consumer group: those of one wgmma.
+ROWS = gl.constexpr(space.ROWS)
+#: K and V that may be in use at once: L2 has 50 MB, in two halves.
+L2_BYTES = gl.constexpr(32 * 2**20)
+#: Threads of a consumer group.
+THREADS = gl.constexpr(128)
+
+#: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
+PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
+
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
+#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+K_EMPTY = gl.constexpr(7)  #: nobody reads the stage of K: one a stage
+V_EMPTY = gl.constexpr(10)  #: nor of V
+TURN = gl.constexpr(13)  #: a group may issue its products: one a group
+_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_COME = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
+
+
+@gluon.jit
+def _meet(number, COUNT: gl.constexpr):
+    """Waits at a numbered barrier until so many threads have come."""
+    gl.inline_asm_elementwise(
+        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _come(number, COUNT: gl.constexpr, pred):
+    """Comes to a numbered barrier, where pred, and goes on."""
+    gl.inline_asm_elementwise(
+        _COME, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(COUNT), gl.to_tensor(pred).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_turn(CONSUMER: gl.constexpr):
+    """Until the group before has issued its products."""
+    _meet(TURN + CONSUMER, 2 * THREADS)
+
+
+@gluon.jit
+def pass_turn_on(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
+    _come(TURN + (CONSUMER + 1) % GROUPS, 2 * THREADS, True)
+
+
+@gluon.jit
+def hand_back(
+    empty, entry, pred, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr
+):
+    """This group reads a ring entry no more. NUMBERED: it says so at a numbered barrier, from NUMBER on one a stage."""
+    if NUMBERED:
+        _come(NUMBER + entry % STAGES, THREADS * GROUPS + 32, pred)
+    else:
+        mbarrier.arrive(empty.index(entry % STAGES), count=1, pred=pred)
+
+
+@gluon.jit
+def _await_room(empty, entry, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr):
+    """The producer, until no group reads what lies where a ring entry goes."""
+    if NUMBERED:
+        if entry >= STAGES:
+            _meet(NUMBER + entry % STAGES, THREADS * GROUPS + 32)
+    else:
+        mbarrier.wait(empty.index(entry % STAGES), ((entry // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def turns_of(tiles):
+    """How many of the tiles this program takes: one of every round of as many tiles as there are programs."""
+    programs = gl.num_programs(0)
+    rounds = tiles // programs
+    return rounds + (_lane(rounds) < tiles - rounds * programs).to(gl.int32)
+
+
+@gluon.jit
+def _lane(turn):
+    """This program's place in a round. Every other round runs backwards, which evens out tiles that get shorter and shorter."""
+    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
+
+
+@gluon.jit
+def tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M: gl.constexpr, LONGEST_LAST: gl.constexpr):
+    """(first row, head, counted over the batch) of this program's turn-th tile, of ``tiles`` a head; of a turn that never
+    comes, any numbers. Bands of heads as in tile_and_head of lib/common.py; under a causal mask every other band has its
+    shortest tiles first, the last one its longest, so that a round that spans two bands has tiles of one length."""
+    index = turn * gl.num_programs(0) + _lane(turn)
+    band = index // (tiles * heads_per_wave)
+    first = band * heads_per_wave
+    width = gl.maximum(gl.minimum(heads - first, heads_per_wave), 1)  # the last band may be narrower
+    inside = index - band * (tiles * heads_per_wave)
+    tile = inside // width
+    head = first + inside % width
+    if LONGEST_LAST:
+        longest_first = (gl.cdiv(heads, heads_per_wave) - band) % 2 == 1
+        tile = gl.where(longest_first, tiles - 1 - tile, tile)
+    return tile * BLOCK_M, head
+
+
+@gluon.jit
+def heads_in_band(seqlen_k, COLUMNS: gl.constexpr, LONGEST_LAST: gl.constexpr):
+    """A band that suits the problem: heads one by one, or under a causal mask, whose tiles are to even out inside a band, the
+    power of two, up to 64, whose K and V L2 holds. COLUMNS: of K and V together, 2 bytes each."""
+    width = 1
+    if LONGEST_LAST:
+        held = L2_BYTES // (2 * COLUMNS) // seqlen_k
+        for power in gl.static_range(1, 7):
+            width = gl.where(held >= 1 << power, 1 << power, width)
+    return width
+
+
+@gluon.jit
+def _load_q(
+    q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST: gl.constexpr, LAST: gl.constexpr, GROUPS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Q of the consumer groups [FIRST, LAST)."""
+    for c in gl.static_range(FIRST, LAST):
+        slot = (turn % Q_STAGES) * GROUPS + c
+        mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_ready.index(slot), q.block_type.nbytes)
+        tma_load(q, [b, h, start_m + c * ROWS, 0], q_ready.index(slot), q_smem.index(slot))
+
+
+@gluon.jit
+def produce(
+    q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tiles of Q, K and V, in the order in which the consumers want them."""
+    q_smem, k_smem, v_smem, _ = smem
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    FIRST: gl.constexpr = 1 if Q_STAGES > 1 else 0  # the first group's Q comes before its K, where there is room for it
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    heads = batch * heads_q
+    done = 0  # key blocks of earlier tiles
+    for turn in range(turns_of(tiles * heads)):
+        start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        b = head // heads_q
+        h = head - b * heads_q
+        h_kv = h // group
+        below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
+        _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
+        for j in range(n_blocks):
+            stage = (done + j) % STAGES
+            row = (below - 1 - j) * BLOCK_N  # the last block, the one under the mask, comes first
+            _await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
+            mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
+            tma_load(k, [b, h_kv, row, 0], k_ready.index(stage), k_smem.index(stage))
+            if j == 0:
+                _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
+            _await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
+            mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
+            tma_load(v, [b, h_kv, row, 0], v_ready.index(stage), v_smem.index(stage))
+        done += n_blocks
+    if NUMBERED:
+        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: nobody is left at a barrier
+            _await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
+            _await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+
+
+@gluon.jit
+def q_again(q_smem, slot, at_least_one):
+    """Q [ROWS, BLOCK_D] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas, which kept for
+    the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md).
+    Each loop of a tile needs another number."""
+    BLOCK_D: gl.constexpr = q_smem.shape[-1]
+    return q_smem.index(slot + gl.minimum(at_least_one - 1, 0)).reshape([ROWS, BLOCK_D])
+
+
+@gluon.jit
+def pass_by(
+    start_m, done, alive, seqlen_q, seqlen_k, window, barriers,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr,
+):  # fmt: skip
+    """Releases the key blocks of a tile that only later groups see, where the mask is bounded on the right. Returns how many
+    blocks are done then."""
+    _, _, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    n_all = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
+    n_mine = BLOCKS_BELOW(start_m + (CONSUMER + 1) * ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    unseen = gl.where(alive, n_all - n_mine, 0)
+    for entry in range(done, done + unseen):
+        mbarrier.wait(k_ready.index(entry % STAGES), (entry // STAGES) & 1)
+        if PINGPONG:
+            await_turn(CONSUMER)
+            pass_turn_on(CONSUMER, GROUPS)
+        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        mbarrier.wait(v_ready.index(entry % STAGES), (entry // STAGES) & 1)
+        hand_back(v_empty, entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+    return done + unseen
+
+
+@gluon.jit
+def bound_of(q_shared, norms, head_kv, qk_scale, layout: gl.constexpr):
+    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| of the head (Cauchy-Schwarz)."""
+    q = q_shared.load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+    squares = gl.convert_layout(gl.sum(q * q, 1), gl.SliceLayout(1, layout))
+    parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
+    largest = gl.max(gl.load(norms + head_kv * PARTS + parts), 0)
+    return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
+
+
+@gluon.jit
+def sum_parts(x):
+    """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
+    R: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return gl.sum(gl.sum(x.reshape([R, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.constexpr_function
+def _rounding(dtype):
+    """PTX that rounds two numbers to dtype, into one word."""
+    pair = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"cvt.rn.{pair}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def words_suit(columns, causal):
+    """Whether P is carried as words. ``columns``: the wider of Q's and V's. Measured (docs/experiments.md): at head dim 64
+    under a causal mask they gain up to 6 %, where three groups spill without them; without a mask they lose up to 4 %, at 128
+    up to 2 %, at 256 they are level."""
+    return causal and columns <= 64
+
+
+@gluon.jit
+def to_carry(weights, dtype: gl.constexpr, layout: gl.constexpr, AS_WORDS: gl.constexpr):
+    """Weights [R, N] rounded to dtype, as they go from one trip of a loop, or from one loop, to the next: [R, N] in a product's
+    layout, or AS_WORDS [R, N / 2], each of the values of two columns side by side. 16-bit values may be kept, spilled and put
+    together one by one; words may not, but are not made before the product that reads the last ones is done."""
+    if AS_WORDS:
+        R: gl.constexpr = weights.shape[0]
+        N: gl.constexpr = weights.shape[1]
+        left, right = gl.split(weights.reshape([R, N // 2, 2]))
+        p = gl.inline_asm_elementwise(_rounding(dtype), "=r,f,f", [left, right], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        p = gl.convert_layout(weights.to(dtype), layout)
+    return p
+
+
+@gluon.jit
+def of_carried(p, dtype: gl.constexpr, layout: gl.constexpr):
+    """What to_carry made, as the left factor of a product. Under Triton 3.6 nothing is moved or computed for it."""
+    if p.dtype == gl.int32:
+        left, right = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        p = gl.join(left, right).reshape([p.shape[0], 2 * p.shape[1]]).to(dtype, bitcast=True)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+    return p
+
+
+@gluon.jit
+def repack(p):
+    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second."""
+    if p.dtype != gl.int32:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+    return p
+
+
+@gluon.constexpr_function
+def _rescaling(n):
+    """PTX that multiplies n numbers of a thread by n others, unless all of these, in the whole warp, are 1. They are those of
+    two rows: of an accumulator's registers 0 and 1 are of the one, 2 and 3 of the other, and so on."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return (
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; "
+        f"or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescaling_operands(n):
+    return ",".join([*["=f"] * n, *map(str, range(n)), *["f"] * n])
+
+
+@gluon.constexpr_function
+def _rescaled_at_once(columns):
+    """Accumulators of a thread in one piece of PTX."""
+    return min(columns // 2, 64)
+
+
+@gluon.jit
+def rescaled(acc, shrink):
+    """acc [ROWS, N] * shrink [ROWS, 1]. Warps none of whose rows has shrink other than 1 pass it by, each for itself: a branch
+    on a sum over rows would have all of a group's warps wait for each other."""
+    COUNT: gl.constexpr = _rescaled_at_once(acc.shape[1])
+    return gl.inline_asm_elementwise(
+        _rescaling(COUNT), _rescaling_operands(COUNT), [acc, shrink], dtype=gl.float32, is_pure=False, pack=COUNT
+    )

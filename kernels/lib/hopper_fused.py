@@ -1,0 +1,355 @@
+"""What both forms of kernels/sm90/bwd_fused.py share: a program's tiles, the warp that loads, barriers, P, dQ."""
+# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import shared_memory_descriptor
+
+from fa2tune.kernels.lib.hopper import (
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+)
+from fa2tune.search_spaces.sm90 import bwd_fused as space
+
+GROUPS = gl.constexpr(space.GROUPS)
+#: Keys of a consumer group: the rows of one wgmma.
+KEYS = gl.constexpr(space.KEYS)
+#: Query rows that sm90/bwd_beside prepares at once, and tells by one flag.
+CHUNK = gl.constexpr(space.CHUNK)
+#: Keys of a tile.
+BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
+#: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
+TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
+
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
+#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrier a group
+PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
+DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
+EMPTY = gl.constexpr(13)  #: nobody reads the stage of Q and dO: one a stage
+V_EMPTY = gl.constexpr(15)  #: nobody reads V any more (joined groups with K of two tiles)
+_MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
+_COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
+_COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
+
+
+@gluon.jit
+def meet(number, THREADS: gl.constexpr):
+    """Waits at a numbered barrier until so many threads have come."""
+    gl.inline_asm_elementwise(
+        _MEET, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def come(number, THREADS: gl.constexpr):
+    """Comes to a numbered barrier and goes on."""
+    gl.inline_asm_elementwise(
+        _COME, "=r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def come_if(condition, number, THREADS: gl.constexpr):
+    """Comes to a numbered barrier, where the condition (the same for every thread) holds, and goes on. Without a branch."""
+    gl.inline_asm_elementwise(
+        _COME_IF, "=r,r,r,r", [gl.to_tensor(number), gl.to_tensor(THREADS), gl.to_tensor(condition).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_barriers(
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, K_STAGES: gl.constexpr, DQ_BEHIND: gl.constexpr
+):
+    """mbarriers, initialised: (k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready). None that nobody waits on: its
+    memory would be given to what the partitions capture (docs/hopper.md)."""
+    v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(v_ready.index(0), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=PARTS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+    empty = q_ready  # never used: barriers by number
+    ds_ready = q_ready
+    if DQ_BEHIND:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        ds_ready = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(empty.index(i), count=GROUPS)
+        for i in gl.static_range(DS_STAGES):
+            mbarrier.init(ds_ready.index(i), count=GROUPS)
+    return k_ready, v_ready.index(0), k_empty, q_ready, empty, do_ready, ds_ready
+
+
+@gluon.jit
+def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """How the producer tells LISTENERS partitions which tile it took: (numbers, told, heard), two each; () without DYNAMIC."""
+    if DYNAMIC:
+        tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(told.index(i), count=1)
+            mbarrier.init(heard.index(i), count=LISTENERS)
+        return tile_smem, told, heard
+    else:
+        return ()
+
+
+@gluon.jit
+def query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    first = 0
+    full = 0
+    if IS_CAUSAL:
+        offset = seqlen_k - seqlen_q
+        first = gl.minimum(gl.maximum(start_n - offset, 0) // BLOCK_M, end)
+        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), BLOCK_M), end)
+    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
+        full = end
+    return first, full, end
+
+
+#: Triton 3.9 has it in public.
+_PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def as_block_of(stage, descriptor):
+    """The start of a shared tile, as a block of the tensor behind the descriptor."""
+    if _PUBLIC:
+        return stage.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+    else:
+        return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+
+
+@gluon.jit
+def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program as far as it
+    knows)."""
+    tiles = gl.cdiv(seqlen_k, BLOCK_N)
+    together = 2 if PAIRS else 1
+    shares = gl.cdiv(tiles, together)
+    laps = gl.cdiv(shares * batch * heads_kv, gl.num_programs(0)) * together
+    if DYNAMIC:
+        laps = 1
+    return tiles, together, shares, laps
+
+
+@gluon.jit
+def work(
+    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+):  # fmt: skip
+    """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
+    tile_and_head of kernels/lib/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
+    their order forth and back, which evens the lengths out, or (PAIRS) take the n-th tile of a head and the n-th last, or
+    (DYNAMIC) the tile of the number taken, the next that no program had."""
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    programs = gl.num_programs(0)
+    lane = gl.program_id(0)
+    if IS_CAUSAL and not PAIRS:
+        lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
+    index = taken if DYNAMIC else lap // together * programs + lane
+    heads = batch * heads_kv
+    band = index // (shares * heads_per_wave)
+    first_head = band * heads_per_wave
+    width = gl.maximum(gl.minimum(heads - first_head, heads_per_wave), 1)  # the last band may be narrower
+    inside = index - band * (shares * heads_per_wave)
+    head = first_head + inside % width
+    tile = inside // width
+    alive = index < shares * heads
+    if PAIRS:
+        other = tiles - 1 - tile
+        alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
+        tile = gl.where(lap % 2 == 0, tile, other)
+    start_n = tile * BLOCK_N
+    first, full, end = query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M, IS_CAUSAL)
+    return alive, head // heads_kv, head % heads_kv, start_n, first, full, end
+
+
+@gluon.jit
+def _laps_with(lap, taken, batch, heads_kv, seqlen_k):
+    """Laps of this program, once the number of its next tile is known: one more than this, or no more."""
+    return gl.where(taken < gl.cdiv(seqlen_k, BLOCK_N) * batch * heads_kv, lap + 2, 0)
+
+
+@gluon.jit
+def take(lap, counter, tiles_told, batch, heads_kv, seqlen_k):
+    """The producer takes this program's tile of the next lap and tells the other warps: (its number, laps)."""
+    tile_smem, told, heard = tiles_told
+    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    slot = lap % 2
+    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
+    mbarrier.arrive(told.index(slot), count=1)
+    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
+
+
+@gluon.jit
+def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
+    """What the producer took after this lap."""
+    tile_smem, told, heard = tiles_told
+    slot = lap % 2
+    mbarrier.wait(told.index(slot), (lap // 2) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    taken = gl.max(tile_smem.index(slot).load(layout), 0)
+    mbarrier.arrive(heard.index(slot), count=1)
+    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
+
+
+_SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+_SEEN_BY_TMA = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
+_ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def await_prepared(flags, head, rows_padded):
+    """Until sm90/bwd_beside has told that all rows of a query head, counted over the batch, are prepared."""
+    count = rows_padded // CHUNK
+    flags += head * count
+    for i in range(0, count, 32):
+        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1)
+        prepared = 0
+        while prepared == 0:
+            seen = gl.inline_asm_elementwise(
+                _SEEN, "=r,l", [(flags + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+            )
+            prepared = gl.min(seen, 0)
+    do_once(_SEEN_BY_TMA)
+
+
+@gluon.jit
+def produce(
+    q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+    heads_per_wave, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr,
+    DYNAMIC: gl.constexpr, BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
+    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
+    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    taken = gl.program_id(0)
+    lap = 0
+    base = 0  # turns of the rings before this tile
+    filled = 0  # tiles before this one that any query sees
+    while lap < laps:
+        alive, b, h_kv, start_n, first, full, end = work(
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
+        )
+        n_blocks = end - first
+        total = gl.where(alive, group * n_blocks, 0)
+        for i in range(total):
+            turn = base + i
+            h = h_kv * group + i // n_blocks
+            row = (first + i % n_blocks) * BLOCK_M
+            stage = turn % STAGES
+            if BESIDE:
+                if i % n_blocks == 0:
+                    await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
+            if DQ_BEHIND:
+                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            elif turn >= STAGES:
+                meet(EMPTY + stage, 288)
+            mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + terms.block_type.nbytes)
+            tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
+            tma_load(terms, [b, h, row, 0], q_ready.index(stage), lse_smem.index(stage))
+            if i == 0:
+                k_stage = filled % K_STAGES
+                ready = k_ready.index(k_stage)
+                mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
+                mbarrier.expect(ready, PARTS * k.block_type.nbytes)
+                for c in gl.static_range(PARTS):
+                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(k_stage * PARTS + c))
+                if K_STAGES > 1:
+                    if filled > 0:
+                        meet(V_EMPTY, 288)
+                mbarrier.expect(v_ready, PARTS * v.block_type.nbytes)
+                for c in gl.static_range(PARTS):
+                    tma_load(v, [b, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
+            mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + terms.block_type.nbytes)
+            tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
+            tma_load(terms, [batch + b, h, row, 0], do_ready.index(stage), delta_smem.index(stage))
+        base += total
+        filled += gl.where(total > 0, 1, 0)
+        if DYNAMIC:
+            taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
+        lap += 1
+    if BESIDE:  # who comes after this kernel comes after the one beside it too
+        do_once(_ALL_PREPARED)
+    if not DQ_BEHIND:  # nobody is left at a barrier
+        for turn in range(gl.maximum(base, STAGES), base + STAGES):
+            meet(EMPTY + turn % STAGES, 288)
+        if K_STAGES > 1:
+            if filled > 0:
+                meet(V_EMPTY, 288)
+
+
+@gluon.jit
+def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
+    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
+    The ones need not be kept for whoever waits: constants, which ptxas leaves alone until then (tests/test_hopper.py)."""
+    ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
+    terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])
+    return warpgroup_mma(ones, terms.permute((1, 0)), product, is_async=True)
+
+
+@gluon.jit
+def probabilities(
+    s, row, key, offset, seqlen_k, qk_scale,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
+    p = gl.exp2(s * qk_scale)
+    if MASK:
+        # how far into the block the first query lies that sees the key: two numbers a thread
+        keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        seen_from = 0
+        if IS_CAUSAL:
+            seen_from = keys - offset - row
+        seen_from = gl.where(keys < seqlen_k, seen_from, BLOCK_M)
+        rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+        p = gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def do_once(PTX: gl.constexpr):
+    """PTX that takes nothing and sets $0."""
+    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(x):
+    """x, which LLVM cannot see through."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """This group's piece [64, BLOCK_M * BLOCK_D / 128] of dS K, over both groups' keys: of 64 query rows its half of the
+    columns, of 128 query rows its half of the rows."""
+    HALF: gl.constexpr = BLOCK_D // 2
+    dq = zero
+    for c in gl.static_range(GROUPS):
+        ds = ds_smem.index(buffer * GROUPS + c)
+        k = k_smem.index(c).reshape([KEYS, BLOCK_D])
+        if BLOCK_M == 64:
+            k = k.slice(CONSUMER * HALF, HALF, dim=1)
+        else:
+            ds = ds.slice(CONSUMER * 64, 64, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
+    return dq

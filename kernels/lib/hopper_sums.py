@@ -1,0 +1,180 @@
+"""The fused Hopper backward's dQ: from registers or shared memory into its sums, and which heads have all their tiles."""
+# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
+from fa2tune.kernels.lib.hopper_fused import (
+    GROUPS,
+    PIECE_GONE,
+    PIECE_READY,
+    come,
+    do_once,
+    meet,
+    share,
+    taken_for,
+    work,
+)
+from fa2tune.search_spaces.sm90 import bwd_fused as space
+
+#: Tiles that may be done before they are counted, and one: who takes is never more than two ahead of who counts.
+DONE = gl.constexpr(4)
+
+
+@gluon.jit
+def make_tiles_done(PARTS: gl.constexpr, TELLS: gl.constexpr):
+    """How PARTS partitions say that they have added all of a tile's dQ: DONE mbarriers in turn; () without TELLS."""
+    if TELLS:
+        done = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(DONE):
+            mbarrier.init(done.index(i), count=PARTS)
+        return done
+    else:
+        return ()
+
+
+@gluon.jit
+def _quads(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A wgmma accumulator as four tensors: the four registers that a thread holds of each 8 columns. Moves nothing."""
+    y0, y1 = gl.split(x.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]))
+    a0, a2 = gl.split(y0.permute((0, 2, 3, 4, 1)))
+    a1, a3 = gl.split(y1.permute((0, 2, 3, 4, 1)))
+    return a0, a1, a2, a3
+
+
+_VECTOR_REDUCTION = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def add_piece(sums, dq_smem, b, h, row, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A group's piece of dQ from shared memory to its sums: of as many words as half of the block's rows."""
+    tma_reduce_add(sums, [b, h, row + CONSUMER * (BLOCK_M // 2), 0], dq_smem.index(CONSUMER))
+
+
+#: Rows and columns of a piece of dQ whose sums lie together, in register order.
+PIECE = gl.constexpr(space.PIECE)
+
+
+@gluon.jit
+def add_from_registers(words, first_word, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ of a block, added to its sums in register order: a thread's four values of each 8 columns are 16 bytes, a warp's lie
+    side by side."""
+    r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, dq.type.layout))
+    c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq.type.layout))
+    of_rows = r // PIECE * (PIECE * BLOCK_D) + r % PIECE // 16 * 128 + r % 8 * 16 + r // 8 % 2 * 2
+    of_columns = c // PIECE * (PIECE * PIECE) + c % PIECE // 8 * 512 + c % 8 // 2 * 4 + c % 2
+    o0, _, _, _ = _quads(of_rows[:, None] + of_columns[None, :], BLOCK_M, BLOCK_D)
+    v0, v1, v2, v3 = _quads(dq, BLOCK_M, BLOCK_D)
+    gl.inline_asm_elementwise(
+        _VECTOR_REDUCTION, "=r,l,f,f,f,f", [(words + first_word + o0).to(gl.int64), v0, v1, v2, v3], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def stage_dq(dq, dq_smem, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """dQ of a block, or a group's piece of it, to shared memory in the order of add_from_registers, where a warp stores 512
+    bytes side by side. In row order two of its threads at a time would want the same bank."""
+    WIDTH: gl.constexpr = COLUMNS if COLUMNS < PIECE else PIECE
+    parts = dq.reshape([ROWS // PIECE, PIECE // 16, 2, 8, COLUMNS // WIDTH, WIDTH // 8, 4, 2])
+    staged = parts.permute((0, 4, 5, 1, 3, 6, 2, 7)).reshape([dq_smem.shape[3], dq_smem.shape[4]])
+    dq_smem.index(number).reshape([dq_smem.shape[3], dq_smem.shape[4]]).store(staged)
+    fence_async_shared()
+
+
+@gluon.jit
+def reduce_dq(
+    sums, tile, dq_smem, words, b, h, row, heads_q, rows_padded,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
+):  # fmt: skip
+    """This group's piece of dQ, added to its sums by the group itself."""
+    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    if REDUCE == "tma":
+        tma_store_wait(0)
+        stage_dq(tile, dq_smem, CONSUMER, 64, COLUMNS)
+        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M)
+    else:
+        first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
+        add_from_registers(words, first, tile, 64, COLUMNS)
+
+
+@gluon.jit
+def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
+    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Joined groups have
+    waited for dV of the tile before at the tile's start.)"""
+    if new_tile:  # dK of the tile before may still be on its way out of this memory
+        tma_store_wait(0)
+        thread_barrier()
+    else:
+        meet(PIECE_GONE + number, THREADS)
+    stage_dq(tile, dq_smem, number, ROWS, COLUMNS)
+    come(PIECE_READY + number, THREADS)
+
+
+_START_FINISH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+#: This warp's stores and reductions by TMA are done, not only read.
+_ALL_ADDED = gl.constexpr("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+#: Behind a fence: what this thread has seen done, by whomever, is there for whoever sees the count.
+_COUNT = gl.constexpr(
+    "{.reg .pred p; setp.ne.s32 p, $2, 0; @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;}"
+)
+
+
+@gluon.jit
+def _count_tile(counts, first_head, group):
+    """One warp, whose tile has added to dQ of a group's heads."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    for i in range(0, group, 32):
+        mine = gl.where(i + lane < group, 1, 0)
+        at = (counts + first_head + i + lane).to(gl.int64)
+        gl.inline_asm_elementwise(_COUNT, "=r,l,r", [at, mine], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def add(
+    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    JOINED: gl.constexpr, ADDS: gl.constexpr, COUNTS: gl.constexpr,
+):  # fmt: skip
+    """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
+    add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
+    may start, and waits until all are. Without either it has nothing to do."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    if COUNTS:
+        do_once(_START_FINISH)
+    if ADDS or COUNTS:
+        taken = gl.program_id(0)
+        lap = 0
+        while lap < laps:
+            alive, b, h_kv, start_n, first, full, end = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
+            )
+            if ADDS:
+                n_blocks = end - first
+                total = gl.where(alive, group * n_blocks, 0)
+                for i in range(total):
+                    h = h_kv * group + i // n_blocks
+                    row = (first + i % n_blocks) * BLOCK_M
+                    if JOINED:
+                        meet(PIECE_READY, 288)
+                        tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
+                        tma_store_wait(0)
+                        come(PIECE_GONE, 288)
+                    else:
+                        for c in gl.static_range(GROUPS):
+                            meet(PIECE_READY + c, 160)
+                            add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
+                            tma_store_wait(0)
+                            come(PIECE_GONE + c, 160)
+            if COUNTS:
+                if alive:
+                    if ADDS:
+                        do_once(_ALL_ADDED)
+                    else:
+                        mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
+                    _count_tile(counts, (b * heads_kv + h_kv) * group, group)
+            if DYNAMIC:
+                taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
+            lap += 1

@@ -1,0 +1,83 @@
+"""Causal, aligned at the bottom right: query i sees keys up to i + offset, offset = seqlen_k - seqlen_q."""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.spec.maskfile import MaskHooks, pairs_below
+
+
+@triton.jit
+def key_range(start, size, offset, seqlen_k, window, step):
+    """As kernels/masks/full.py has it."""
+    end = tl.minimum(seqlen_k, tl.maximum(start + size + offset, 0))
+    full_end = tl.minimum(seqlen_k, tl.maximum(start + 1 + offset, 0)) // step * step
+    return 0, 0, full_end, end
+
+
+@triton.jit
+def query_range(start, size, offset, seqlen_q, window, step):
+    last = tl.cdiv(seqlen_q, step) * step
+    begin = tl.minimum(tl.maximum(start - offset, 0) // step * step, last)
+    full_begin = tl.minimum(tl.cdiv(tl.maximum(start + size - 1 - offset, 0), step) * step, last)
+    return begin, full_begin, seqlen_q, seqlen_q
+
+
+@triton.jit
+def keep(rows, columns, offset, seqlen_k, window):
+    seen = columns < seqlen_k
+    return seen & (columns <= rows + offset)
+
+
+@triton.jit
+def sees(rows, offset, seqlen_k, window):
+    return rows + offset >= 0
+
+
+# ---- for kernels in Gluon: as kernels/masks/full.py has them
+
+
+@gluon.jit
+def blocks_below(rows_end, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
+    return gl.cdiv(gl.maximum(gl.minimum(rows_end + seqlen_k - seqlen_q, seqlen_k), 1), BLOCK_N)
+
+
+@gluon.jit
+def first_block(row, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
+    return 0
+
+
+@gluon.jit
+def clear_blocks(row, rows_end, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
+    return 0, gl.minimum(seqlen_k, gl.maximum(row + 1 + (seqlen_k - seqlen_q), 0)) // BLOCK_N
+
+
+@gluon.jit
+def hide(s, rows, column, offset, seqlen_k, window, layout: gl.constexpr):
+    columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
+    mine = (columns & 6)[None, :]
+    constant = (columns & -7)[None, :]
+    last = gl.minimum(rows + offset, seqlen_k - 1) - column  # the last key that a row sees
+    return gl.where(constant <= last[:, None] - mine, s, float("-inf"))
+
+
+@gluon.jit
+def sees_a_key(rows, offset, seqlen_k, window):
+    return rows + offset >= 0
+
+
+# ---- for the host
+
+
+def visible(rows, columns, lengths, values):
+    seqlen_q, seqlen_k = lengths
+    return columns <= rows + (seqlen_k - seqlen_q)
+
+
+def pairs(lengths, values):
+    seqlen_q, seqlen_k = lengths
+    return pairs_below(seqlen_q, seqlen_k, seqlen_k - seqlen_q + 1)
+
+
+MASK = MaskHooks("causal", left=False, right=True, row_mask="causal", visible=visible, pairs=pairs)

@@ -1,0 +1,148 @@
+"""FlashAttention-2 backward over query tiles: dQ without atomics, the deterministic half of the split backward. It also
+makes delta = rowsum(dO * O) - dlse (paper: algorithm 2, line 4), which the other half reads: no kernel of its own before."""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.lib.common import (
+    delta_of_rows,
+    dot,
+    dot_add,
+    head_base,
+    load_lse,
+    load_tile,
+    store_tile,
+    tile_and_head,
+)
+from fa2tune.search_spaces.portable.bwd_dq import SPACE
+from fa2tune.spec.variant import Variant
+
+
+@triton.jit
+def _over_keys(
+    acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale,
+    stride_kn, stride_vn, seqlen_k, window, score,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr,
+    APPLY: tl.constexpr, GRAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Keys [begin, end) into acc [M, D]. MASK as in the forward: "never", "always" or "outside_full"."""
+    for n in tl.range(begin, end, BLOCK_N):
+        k_tile = load_tile(
+            k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS
+        )  # [N, D]
+        v_tile = load_tile(
+            v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
+        )  # [N, DV]
+        scores = APPLY(dot(q_tile, tl.trans(k_tile), PRECISION), score)  # [M, N]
+        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[:, None]) - lse_low[:, None])
+        columns = n + tl.arange(0, BLOCK_N)
+        if MASK == "always":
+            p = tl.where(KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window), p, 0.0)
+        elif MASK == "outside_full":
+            outside = n + BLOCK_N > full[1]
+            if LEFT_BOUNDED:
+                outside = outside | (n < full[0])
+            if outside:
+                p = tl.where(KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window), p, 0.0)
+        ds = GRAD(p * (dot(do_tile, tl.trans(v_tile), PRECISION) - delta_row[:, None]), scores, score)
+        acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def bwd_dq_kernel(
+    q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlseb, stride_dlseh, stride_dlsem,
+    stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE,
+    window_left, window_right, score_first, score_second,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KEY_RANGE: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr,
+    APPLY: tl.constexpr, GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, o, do as the forward's; lse as the forward leaves it -> dq [B, Hq, Sq, D], delta [B, Hq, Sq] float32. Sk >= 1.
+
+    dlse [B, Hq, Sq] float32 is read only if has_dlse.
+    """
+    tile, head = tile_and_head(
+        tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+    )
+    b = head // heads_q
+    h = head % heads_q
+    h_kv = h // group
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    offset = seqlen_k - seqlen_q
+
+    q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
+    do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
+    k = head_base(k, b, h_kv, stride_kb, stride_kh, LOADS)
+    v = head_base(v, b, h_kv, stride_vb, stride_vh, LOADS)
+    q_tile = load_tile(q, b, h, start_m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
+    do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
+    first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    inside = rows < seqlen_q
+    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    lse_row, lse_low = load_lse(lse + first_row, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
+    o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
+    o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [M, DV]
+    dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
+    delta_row = delta_of_rows(
+        o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
+    )  # [M]
+    tl.store(delta + first_row + rows, delta_row, mask=inside)
+
+    window = (window_left, window_right)
+    score = (score_first, score_second)
+    begin, full_begin, full_end, end = KEY_RANGE(start_m, BLOCK_M, offset, seqlen_k, window, BLOCK_N)
+    full = (full_begin, full_end)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if MASKED == "inside":
+        acc = _over_keys(
+            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset,
+            qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
+            BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "outside_full",
+        )  # fmt: skip
+    else:
+        if LEFT_BOUNDED:
+            acc = _over_keys(
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, full_begin, full, rows, offset,
+                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
+                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
+        if MASKED == "first":
+            acc = _over_keys(
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_end, end, full, rows, offset,
+                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
+                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
+        acc = _over_keys(
+            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_begin, full_end, full, rows, offset,
+            qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
+            BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "never",
+        )  # fmt: skip
+        if MASKED == "last":
+            acc = _over_keys(
+                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_end, end, full, rows, offset,
+                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
+                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
+            )  # fmt: skip
+    store_tile(
+        dq + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh, acc * softmax_scale, start_m, stride_dqm,
+        seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+
+
+VARIANT = Variant(
+    serves="bwd_dq",
+    kernel=bwd_dq_kernel,
+    space=SPACE,
+    tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": ""},
+    descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
+                 "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
+    grid=lambda problem, config, _sm_count, _early: (
+        triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
+    ),
+)  # fmt: skip

@@ -1,0 +1,50 @@
+"""Tanh soft cap, as Gemma 2 has it: cap * tanh(softmax_scale * q k^T / cap).
+
+score = (softmax_scale / cap, cap / softmax_scale): run-time numbers, since kernels multiply by softmax_scale later on.
+"""
+
+import triton
+import triton.language as tl
+
+from fa2tune.spec.scorefile import ScoreHooks
+
+
+@triton.jit
+def _tanh(x):
+    """Within 4 units of float32's last place. Triton's own is a call into CUDA's library, which its interpreter lacks."""
+    size = tl.abs(x)
+    # 1 - 2 / (1 + exp(2 x)) cancels where x is small; there the first terms of the series do
+    large = 1.0 - 2.0 / (1.0 + tl.math.exp2(size * 2.8853900817779268))
+    square = x * x
+    terms = square * -0.008863235529902197 + 0.021869488536155203
+    terms = square * terms - 0.05396825396825397
+    terms = square * terms + 0.13333333333333333
+    terms = square * terms - 0.3333333333333333
+    small = size * square * terms + size
+    found = tl.where(size < 0.35, small, large)
+    return tl.where(x < 0, -found, found)
+
+
+@triton.jit
+def apply(scores, score):
+    """As kernels/scores/none.py has it."""
+    return _tanh(scores * score[0]) * score[1]
+
+
+@triton.jit
+def grad(ds, scores, score):
+    tanh = scores * score[0]
+    return ds * (1.0 - tanh * tanh)
+
+
+def transformed(scores, values):
+    (cap,) = values
+    return cap * (scores / cap).tanh()
+
+
+def arguments(softmax_scale, values):
+    (cap,) = values
+    return softmax_scale / cap, cap / softmax_scale
+
+
+SCORE = ScoreHooks("softcap", transformed=transformed, values={"cap": (1e-3, 1e6)}, arguments=arguments)

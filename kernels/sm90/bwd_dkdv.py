@@ -1,0 +1,488 @@
+"""FlashAttention-2 backward over key tiles for Hopper: dK and dV, one half of the deterministic road. A warp feeds Q and dO by
+TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
+the first makes P and hands it on."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import (
+    fence_async_shared,
+    mbarrier,
+    thread_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fa2tune.search_spaces.lib.hopper import block_dims
+from fa2tune.search_spaces.sm90.bwd_dkdv import REGISTERS, SPACE
+from fa2tune.spec.variant import Variant
+
+LOG2E = gl.constexpr(1.4426950408889634)
+#: Keys of a group that owns keys: the rows of one wgmma.
+KEYS = gl.constexpr(64)
+
+
+@gluon.jit
+def _tile(tiles, heads, heads_per_wave):
+    """(key tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the first tiles are the longest."""
+    pid = gl.program_id(0)
+    band = pid // (tiles * heads_per_wave)
+    first = band * heads_per_wave
+    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
+    inside = pid - band * (tiles * heads_per_wave)
+    return inside // width, first + inside % width
+
+
+@gluon.jit
+def _query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    first = 0
+    full = 0
+    if IS_CAUSAL:
+        offset = seqlen_k - seqlen_q
+        first = gl.minimum(gl.maximum(start_n - offset, 0) // BLOCK_M, end)
+        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), BLOCK_M), end)
+    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
+        full = end
+    return first, full, end
+
+
+@gluon.jit
+def _produce(
+    q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+    b, h_kv, group, start_n, first, end,
+    BLOCK_M: gl.constexpr, ROWS_N: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: K and V once, then Q and dO through a ring, for every query head of the group."""
+    n_blocks = end - first
+    for turn in range(group * n_blocks):
+        h = h_kv * group + turn // n_blocks
+        row = (first + turn % n_blocks) * BLOCK_M
+        stage = turn % STAGES
+        phase = (turn // STAGES) & 1
+        if turn == 0:
+            mbarrier.expect(k_ready, TILES * k.block_type.nbytes)
+            for c in gl.static_range(TILES):
+                tma_load(k, [b, h_kv, start_n + c * ROWS_N, 0], k_ready, k_smem.index(c))
+        mbarrier.wait(q_empty.index(stage), phase ^ 1)
+        mbarrier.expect(q_ready.index(stage), q.block_type.nbytes)
+        tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
+        if turn == 0:
+            mbarrier.expect(v_ready, TILES * v.block_type.nbytes)
+            for c in gl.static_range(TILES):
+                tma_load(v, [b, h_kv, start_n + c * ROWS_N, 0], v_ready, v_smem.index(c))
+        mbarrier.wait(do_empty.index(stage), phase ^ 1)
+        mbarrier.expect(do_ready.index(stage), do.block_type.nbytes)
+        tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
+
+
+@gluon.jit
+def _opaque(x):
+    """x, of which the compiler knows nothing. The wgmma descriptors of an operand that stays in shared memory, computed from
+    an index that is opaque, are not moved out of the loop into registers (16 words a product of head dim 256), and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _row_words(
+    words, j, first, end, alive, seqlen_q, other: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """lse or delta of query block j of a head, [M]; of j = end: of block ``first`` of the next head. words: of the head. One
+    value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and block, these words
+    took 7 % of the time."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    wraps = j == end
+    rows = gl.where(wraps, first, j) * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
+    words += gl.where(wraps, seqlen_q, 0)
+    return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
+
+
+@gluon.jit
+def _masked(
+    p, key, row, offset, seqlen_k,
+    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """P^T [KEYS, M] of keys from ``key`` on and queries from ``row`` on, 0 where a query does not see the key."""
+    # how far into the block the first query lies that sees the key: two numbers a thread
+    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    seen_from = 0
+    if IS_CAUSAL:
+        seen_from = keys - offset - row
+    seen_from = gl.where(keys < seqlen_k, seen_from, BLOCK_M)
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+    return gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+
+
+@gluon.jit
+def _dv_over_queries(
+    acc, s, lse_words, begin, end, done, total, first, head_end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
+    do_ready, do_empty, p_ready, p_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
+    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, P_STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Query blocks [begin, end) of one head into dV. s and lse_words: S^T and lse of block begin; lse is +inf past the
+    end, so that p = exp2(s - inf) = 0. done: turns of the ring before block 0."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_DV, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    for j in range(begin, end):
+        turn = done + j
+        later = turn + 1
+        k_tile = k_smem.index(_opaque(j * 0)).reshape([BLOCK_N, BLOCK_D])
+        shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
+        lse_words = _row_words(lse, j + 1, first, head_end, later < total, seqlen_q, float("inf"), BLOCK_M, num_warps)
+        p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
+        if MASK:
+            p = _masked(p, key, j * BLOCK_M, offset, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N, s_layout)
+        buffer = turn % P_STAGES
+        mbarrier.wait(p_empty.index(buffer), ((turn // P_STAGES) & 1) ^ 1)
+        p_smem.index(buffer).store(p.to(dtype))
+        thread_barrier()
+        mbarrier.arrive(p_ready.index(buffer), count=1)
+        operand = gl.convert_layout(p.to(dtype), a_layout)
+        stage = turn % STAGES
+        mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
+        acc_next = warpgroup_mma(operand, do_smem.index(stage).reshape([BLOCK_M, BLOCK_DV]), acc, is_async=True)
+        # S^T of the next block; the last one multiplies whatever lies in the ring, and nobody reads the product
+        ahead = later % STAGES
+        q_tile = q_smem.index(ahead).reshape([BLOCK_M, BLOCK_D])
+        mbarrier.wait(q_ready.index(ahead), (later // STAGES) & 1, pred=later < total)
+        s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc, operand = warpgroup_mma_wait(1, deps=[acc_next, operand])
+        mbarrier.arrive(do_empty.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        mbarrier.arrive(q_empty.index(ahead), count=1)
+    return acc, s, lse_words
+
+
+@gluon.jit
+def _consume_dv(
+    dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale,
+    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Four warps: S^T = K Q^T, P^T, and dV += P^T dO."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_DV, 16])
+    offset = seqlen_k - seqlen_q
+    n_blocks = end - first
+    total = group * n_blocks
+    acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, d_layout)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
+    lse_words = _row_words(lse, first, first, end, total > 0, seqlen_q, float("inf"), BLOCK_M, num_warps)
+    mbarrier.wait(k_ready, 0, pred=total > 0)
+    k_tile = k_smem.index(0).reshape([BLOCK_N, BLOCK_D])
+    # the first S^T; with no block at all, of whatever lies there, and nobody reads it
+    q_tile = q_smem.index(0).reshape([BLOCK_M, BLOCK_D])
+    mbarrier.wait(q_ready.index(0), 0, pred=total > 0)
+    s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.arrive(q_empty.index(0), count=1)
+    for g in range(group):  # every query head that reads this key head
+        turns = g * n_blocks - first
+        acc, s, lse_words = _dv_over_queries(
+            acc, s, lse_words, first, full, turns, total, first, end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
+            do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, qk_scale,
+            IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, True, num_warps,
+        )  # fmt: skip
+        acc, s, lse_words = _dv_over_queries(
+            acc, s, lse_words, full, end, turns, total, first, end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
+            do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, qk_scale,
+            IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, False, num_warps,
+        )  # fmt: skip
+        lse += seqlen_q
+    # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
+    if BLOCK_D == BLOCK_DV:
+        slot = k_smem.index(0)
+    else:
+        mbarrier.arrive(done, count=1)
+        mbarrier.wait(done, 0)
+        slot = v_smem.index(0)
+    slot.reshape([BLOCK_N, BLOCK_DV]).store(acc.to(dtype))
+    fence_async_shared()
+    tma_store(dv, [b, h_kv, start_n, 0], slot)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _dk_over_queries(
+    acc, dp, delta_words, first, end, done, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready, q_empty, do_ready, do_empty,
+    p_ready, p_empty, seqlen_q,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Query blocks [first, end) of one head into dK. dp and delta_words: dP^T and delta of block first. done: turns of the ring
+    before block 0."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    for j in range(first, end):
+        turn = done + j
+        later = turn + 1
+        v_tile = v_smem.index(_opaque(j * 0)).reshape([BLOCK_N, BLOCK_DV])
+        shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
+        delta_words = _row_words(delta, j + 1, first, end, later < total, seqlen_q, 0.0, BLOCK_M, num_warps)
+        buffer = turn % P_STAGES
+        mbarrier.wait(p_ready.index(buffer), (turn // P_STAGES) & 1)
+        p = p_smem.index(buffer).load(s_layout).to(gl.float32)
+        ds = gl.convert_layout((p * (dp - shift[None, :])).to(dtype), a_layout)
+        thread_barrier()
+        mbarrier.arrive(p_empty.index(buffer), count=1)
+        stage = turn % STAGES
+        mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)  # over already: P was made of it
+        acc_next = warpgroup_mma(ds, q_smem.index(stage).reshape([BLOCK_M, BLOCK_D]), acc, is_async=True)
+        # dP^T of the next block; the last one multiplies whatever lies in the ring, and nobody reads the product
+        ahead = later % STAGES
+        do_tile = do_smem.index(ahead).reshape([BLOCK_M, BLOCK_DV])
+        mbarrier.wait(do_ready.index(ahead), (later // STAGES) & 1, pred=later < total)
+        dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        acc, ds = warpgroup_mma_wait(1, deps=[acc_next, ds])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
+        mbarrier.arrive(do_empty.index(ahead), count=1)
+    return acc, dp, delta_words
+
+
+@gluon.jit
+def _consume_dk(
+    dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, softmax_scale,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), and dK += dS^T Q."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    n_blocks = end - first
+    total = group * n_blocks
+    acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
+    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
+    delta_words = _row_words(delta, first, first, end, total > 0, seqlen_q, 0.0, BLOCK_M, num_warps)
+    mbarrier.wait(v_ready, 0, pred=total > 0)
+    v_tile = v_smem.index(0).reshape([BLOCK_N, BLOCK_DV])
+    do_tile = do_smem.index(0).reshape([BLOCK_M, BLOCK_DV])
+    mbarrier.wait(do_ready.index(0), 0, pred=total > 0)
+    dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=[dp_next])
+    mbarrier.arrive(do_empty.index(0), count=1)
+    for g in range(group):  # every query head that reads this key head
+        acc, dp, delta_words = _dk_over_queries(
+            acc, dp, delta_words, first, end, g * n_blocks - first, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready,
+            q_empty, do_ready, do_empty, p_ready, p_empty, seqlen_q,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps,
+        )  # fmt: skip
+        delta += seqlen_q
+    if BLOCK_D == BLOCK_DV:
+        slot = v_smem.index(0)
+    else:
+        mbarrier.arrive(done, count=1)
+        mbarrier.wait(done, 0)
+        slot = k_smem.index(0)
+    slot.reshape([BLOCK_N, BLOCK_D]).store((acc * softmax_scale).to(dtype))
+    fence_async_shared()
+    tma_store(dk, [b, h_kv, start_n, 0], slot)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _keys_over_queries(
+    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, first, head_end, lse, delta, k_smem, v_smem, q_smem,
+    do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
+    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Query blocks [begin, end) of one head into dK and dV of this group's keys. lse_words and delta_words: of block begin;
+    done: turns of the ring before block 0."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_DV, 16])
+    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    for j in range(begin, end):
+        turn = done + j
+        later = turn + 1
+        stage = turn % STAGES
+        mine = _opaque(j * 0 + CONSUMER)
+        k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
+        v_tile = v_smem.index(mine).reshape([KEYS, BLOCK_DV])
+        q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_DV])
+        shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
+        lse_words = _row_words(lse, j + 1, first, head_end, later < total, seqlen_q, float("inf"), BLOCK_M, num_warps)
+        mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)
+        s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
+        dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
+        if MASK:
+            p = _masked(p, key, j * BLOCK_M, offset, seqlen_k, IS_CAUSAL, BLOCK_M, KEYS, s_layout)
+        operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
+        dv_next = warpgroup_mma(operand, do_tile, dv_acc, is_async=True)
+        delta_row = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
+        delta_words = _row_words(delta, j + 1, first, head_end, later < total, seqlen_q, 0.0, BLOCK_M, num_warps)
+        ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
+        dk_next = warpgroup_mma(ds, q_tile, dk_acc, is_async=True)
+        dv_acc, operand = warpgroup_mma_wait(1, deps=[dv_next, operand])
+        mbarrier.arrive(do_empty.index(stage), count=1)
+        dk_acc, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+    return dk_acc, dv_acc, lse_words, delta_words
+
+
+@gluon.jit
+def _consume_keys(
+    dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+    b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
+    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Four warps: dK and dV of KEYS keys."""
+    dtype: gl.constexpr = q_smem.dtype
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    v_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_DV, 16])
+    key = start_n + CONSUMER * KEYS
+    offset = seqlen_k - seqlen_q
+    n_blocks = end - first
+    total = group * n_blocks
+    dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, k_layout)
+    dv_acc = gl.zeros([KEYS, BLOCK_DV], gl.float32, v_layout)
+    lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
+    delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
+    lse_words = _row_words(lse, first, first, end, total > 0, seqlen_q, float("inf"), BLOCK_M, num_warps)
+    delta_words = _row_words(delta, first, first, end, total > 0, seqlen_q, 0.0, BLOCK_M, num_warps)
+    mbarrier.wait(k_ready, 0, pred=total > 0)
+    mbarrier.wait(v_ready, 0, pred=total > 0)
+    for g in range(group):  # every query head that reads this key head
+        turns = g * n_blocks - first
+        dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
+            dk_acc, dv_acc, lse_words, delta_words, first, full, turns, total, first, end, lse, delta, k_smem, v_smem, q_smem,
+            do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
+            CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, True, num_warps,
+        )  # fmt: skip
+        dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
+            dk_acc, dv_acc, lse_words, delta_words, full, end, turns, total, first, end, lse, delta, k_smem, v_smem, q_smem,
+            do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
+            CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, False, num_warps,
+        )  # fmt: skip
+        lse += seqlen_q
+        delta += seqlen_q
+    slot = k_smem.index(CONSUMER)  # this group alone reads it
+    slot.reshape([KEYS, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
+    fence_async_shared()
+    tma_store(dk, [b, h_kv, key, 0], slot)
+    slot_v = v_smem.index(CONSUMER)
+    slot_v.reshape([KEYS, BLOCK_DV]).store(dv_acc.to(dtype))
+    fence_async_shared()
+    tma_store(dv, [b, h_kv, key, 0], slot_v)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def bwd_dkdv_hopper_kernel(
+    q, k, v, do, lse, delta, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
+    ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv."""
+    dtype: gl.constexpr = q.dtype
+    heads_kv = heads_q // group
+    tile, head = _tile(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE)
+    b = head // heads_kv
+    h_kv = head % heads_kv
+    start_n = tile * BLOCK_N
+    first, full, end = _query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, IS_CAUSAL)
+
+    TILES: gl.constexpr = BLOCK_N // ROWS_N
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_DV], do.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [TILES, 1, 1, ROWS_N, BLOCK_D], k.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [TILES, 1, 1, ROWS_N, BLOCK_DV], v.layout)
+    once = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = once.index(0)
+    v_ready = once.index(1)
+    done = once.index(2)
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(v_ready, count=1)
+    mbarrier.init(done, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(do_empty.index(i), count=2)
+    if OWN == "keys":
+        fence_async_shared()
+        gl.warp_specialize([
+            (_consume_keys, (
+                dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
+                0, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
+            (_consume_keys, (
+                dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
+                1, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
+            (_produce, (
+                q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                b, h_kv, group, start_n, first, end, BLOCK_M, ROWS_N, TILES, STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+    else:
+        p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+        p_smem = gl.allocate_shared_memory(dtype, [P_STAGES, BLOCK_N, BLOCK_M], p_layout)
+        p_ready = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], mbarrier.MBarrierLayout())
+        p_empty = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(P_STAGES):
+            mbarrier.init(p_ready.index(i), count=1)
+            mbarrier.init(p_empty.index(i), count=1)
+        fence_async_shared()
+        gl.warp_specialize([
+            (_consume_dv, (
+                dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale,
+                IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
+            (_consume_dk, (
+                dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, softmax_scale,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
+            (_produce, (
+                q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
+                b, h_kv, group, start_n, first, end, BLOCK_M, ROWS_N, TILES, STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+
+
+VARIANT = Variant(
+    serves="bwd_dkdv",
+    kernel=bwd_dkdv_hopper_kernel,
+    space=SPACE,
+    tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dk": "", "dv": ""},
+    descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"), "k": ("ROWS_N", "BLOCK_D"),
+                 "v": ("ROWS_N", "BLOCK_DV"), "dk": ("ROWS_N", "BLOCK_D"), "dv": ("ROWS_N", "BLOCK_DV")},
+    grid=lambda problem, config, _sm_count, _early: (
+        triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+    ),
+    constants=lambda spec, config: {
+        **dict(zip(("BLOCK_D", "BLOCK_DV"), block_dims(spec), strict=True)),
+        "ROWS_N": 64 if config["OWN"] == "keys" else config["BLOCK_N"],
+        "CONSUMER_REGISTERS": REGISTERS,
+    },
+    min_arch=90,
+    max_arch=90,
+)  # fmt: skip

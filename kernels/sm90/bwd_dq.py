@@ -1,0 +1,314 @@
+"""FlashAttention-2 backward over query tiles for Hopper: dQ without atomics, one half of the deterministic road. One warp
+feeds Q, dO, K and V by TMA; each group of four warps owns 64 query rows. It also makes delta = rowsum(dO * O) - dlse, which
+the other half reads."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fa2tune.search_spaces.lib.hopper import block_dims
+from fa2tune.search_spaces.sm90.bwd_dq import REGISTERS, SPACE
+from fa2tune.spec.variant import Variant
+
+LOG2E = gl.constexpr(1.4426950408889634)
+#: Query rows of a consumer group: the rows of one wgmma.
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def _tile(tiles, heads, heads_per_wave, IS_CAUSAL: gl.constexpr):
+    """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the last tiles are the longest."""
+    pid = gl.program_id(0)
+    band = pid // (tiles * heads_per_wave)
+    first = band * heads_per_wave
+    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
+    inside = pid - band * (tiles * heads_per_wave)
+    tile = inside // width
+    if IS_CAUSAL:
+        tile = tiles - 1 - tile
+    return tile, first + inside % width
+
+
+@gluon.jit
+def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """How many key blocks the rows below rows_end see."""
+    end = seqlen_k
+    if IS_CAUSAL:
+        end = gl.maximum(gl.minimum(rows_end + offset, seqlen_k), 0)
+    return gl.cdiv(end, BLOCK_N)
+
+
+@gluon.jit
+def _produce(
+    q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h_kv, start_m, n_blocks,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: Q and dO once, K and V through a ring each, the last block (the one under the mask) first."""
+    mbarrier.expect(q_ready.index(0), q.block_type.nbytes + do.block_type.nbytes)
+    tma_load(q, [b, h, start_m, 0], q_ready.index(0), q_smem.index(0))
+    tma_load(do, [b, h, start_m, 0], q_ready.index(0), do_smem.index(0))
+    for j in range(gl.maximum(n_blocks, 1)):
+        if j < n_blocks:
+            row = (n_blocks - 1 - j) * BLOCK_N
+            stage = j % K_STAGES
+            mbarrier.wait(k_empty.index(stage), ((j // K_STAGES) & 1) ^ 1)
+            mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
+            tma_load(k, [b, h_kv, row, 0], k_ready.index(stage), k_smem.index(stage))
+            stage = j % V_STAGES
+            mbarrier.wait(v_empty.index(stage), ((j // V_STAGES) & 1) ^ 1)
+            mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
+            tma_load(v, [b, h_kv, row, 0], v_ready.index(stage), v_smem.index(stage))
+        if j == 0:  # what the first group waits for comes before the others' Q and dO
+            for c in gl.static_range(1, GROUPS):
+                mbarrier.expect(q_ready.index(c), q.block_type.nbytes + do.block_type.nbytes)
+                tma_load(q, [b, h, start_m + c * ROWS, 0], q_ready.index(c), q_smem.index(c))
+                tma_load(do, [b, h, start_m + c * ROWS, 0], q_ready.index(c), do_smem.index(c))
+
+
+@gluon.jit
+def _deltas(
+    o, do_tile, ready, dlse, delta, first, stride_om, stride_dlsem, seqlen_q, has_dlse,
+    HEAD_DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr,
+):  # fmt: skip
+    """rowsum(dO * O) - dlse of rows [first, first + ROWS): written to delta, and returned. Pointers of one head; do_tile in
+    shared memory, from when ``ready`` completes."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    inside = rows < seqlen_q
+    mask = inside[:, None]
+    if HEAD_DIM_V != BLOCK_DV:
+        mask = mask & (columns < HEAD_DIM_V)[None, :]
+    o_tile = gl.load(
+        o + (rows.to(gl.int64)[:, None] * stride_om + columns[None, :]), mask=mask, other=0.0
+    )  # [ROWS, DV]
+    mbarrier.wait(ready, 0)
+    sums = gl.sum(o_tile.to(gl.float32) * do_tile.load(layout).to(gl.float32), 1)
+    if has_dlse != 0:
+        sums -= gl.load(dlse + rows.to(gl.int64) * stride_dlsem, mask=inside, other=0.0)
+    gl.store(delta + rows, sums, mask=inside)
+    return sums
+
+
+@gluon.jit
+def _opaque(x):
+    """x, of which the compiler knows nothing. The wgmma descriptors of an operand that stays in shared memory, computed from
+    an index that is opaque, are not moved out of the loop into registers (16 words a product of head dim 256), and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _over_keys(
+    acc, begin, end, n_blocks, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, lse_row, delta_row,
+    rows, offset, seqlen_k, qk_scale,
+    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Key blocks [begin, end), counted from the last one, into acc [ROWS, D]. While one group exponentiates, the other
+    multiplies: products of its own beside them only cost registers."""
+    dtype: gl.constexpr = k_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    for j in range(begin, end):
+        mine = _opaque(j * 0 + CONSUMER)
+        q_tile = q_smem.index(mine).reshape([ROWS, BLOCK_D])
+        do_tile = do_smem.index(mine).reshape([ROWS, BLOCK_DV])
+        k_stage = j % K_STAGES
+        k_tile = k_smem.index(k_stage).reshape([BLOCK_N, BLOCK_D])
+        mbarrier.wait(k_ready.index(k_stage), (j // K_STAGES) & 1)
+        s_next = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        v_stage = j % V_STAGES
+        v_tile = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV])
+        mbarrier.wait(v_ready.index(v_stage), (j // V_STAGES) & 1)
+        dp_next = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        p = gl.exp2(gl.fma(s, qk_scale, -lse_row[:, None]))
+        if MASK:
+            columns = (n_blocks - 1 - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+            if IS_CAUSAL:  # one comparison a score: the last key that a row sees
+                last = gl.minimum(rows + offset, seqlen_k - 1)
+                p = gl.where(columns[None, :] <= last[:, None], p, 0.0)
+            else:
+                p = gl.where((columns < seqlen_k)[None, :], p, 0.0)
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        ds = gl.convert_layout((p * (dp - delta_row[:, None])).to(dtype), a_layout)
+        acc = warpgroup_mma(ds, k_tile, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+    return acc
+
+
+@gluon.jit
+def _consume(
+    dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty,
+    b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, qk_scale, softmax_scale,
+    CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """One group: rows [start_m + CONSUMER * ROWS, + ROWS) of one head."""
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
+    first = start_m + CONSUMER * ROWS
+    head_row = (b.to(gl.int64) * heads_q + h) * seqlen_q
+    do_tile = do_smem.index(CONSUMER).reshape([ROWS, BLOCK_DV])
+    sums = _deltas(
+        o, do_tile, q_ready.index(CONSUMER), dlse, delta + head_row, first, stride_om, stride_dlsem, seqlen_q, has_dlse,
+        HEAD_DIM_V, BLOCK_DV,
+    )  # fmt: skip
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    delta_row = gl.convert_layout(sums, gl.SliceLayout(1, s_layout))
+    # past the end +inf, so that p = exp2(s - inf) = 0
+    lse_row = gl.load(lse + head_row + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
+    n_blocks = n_all
+    if IS_CAUSAL:
+        n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, BLOCK_N, IS_CAUSAL)
+        for j in range(n_all - n_blocks):  # blocks that only later groups see
+            stage = j % K_STAGES
+            mbarrier.wait(k_ready.index(stage), (j // K_STAGES) & 1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            stage = j % V_STAGES
+            mbarrier.wait(v_ready.index(stage), (j // V_STAGES) & 1)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+        n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // BLOCK_N
+    else:
+        n_full = seqlen_k // BLOCK_N
+    n_full = gl.minimum(n_full, n_blocks)
+    masked_end = n_all - n_full
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
+    acc = _over_keys(
+        acc, n_all - n_blocks, masked_end, n_all, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        lse_row, delta_row, rows, offset, seqlen_k, qk_scale,
+        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, True, num_warps,
+    )  # fmt: skip
+    acc = _over_keys(
+        acc, masked_end, n_all, n_all, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        lse_row, delta_row, rows, offset, seqlen_k, qk_scale,
+        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, False, num_warps,
+    )  # fmt: skip
+    slot = q_smem.index(CONSUMER)  # this group alone reads it
+    slot.reshape([ROWS, BLOCK_D]).store((acc * softmax_scale).to(dtype))
+    fence_async_shared()
+    tma_store(dq, [b, h, first, 0], slot)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def bwd_dq_hopper_kernel(
+    q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
+    stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
+    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE,
+    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
+    [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse."""
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    tile, head = _tile(gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
+    b = head // heads_q
+    h = head % heads_q
+    start_m = tile * BLOCK_M
+    n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
+    o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
+    dlse += b.to(gl.int64) * stride_dlseb + h.to(gl.int64) * stride_dlseh
+
+    q_smem = gl.allocate_shared_memory(q.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q.layout)
+    do_smem = gl.allocate_shared_memory(do.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], do.layout)
+    k_smem = gl.allocate_shared_memory(k.dtype, [K_STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_smem = gl.allocate_shared_memory(v.dtype, [V_STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(q_ready.index(i), count=1)
+    for i in gl.static_range(K_STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_produce, (
+                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
+                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+        ], [1], [24])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_produce, (
+                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
+                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_consume, (
+                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
+                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                qk_scale, softmax_scale,
+                2, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+            (_produce, (
+                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
+                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
+
+
+VARIANT = Variant(
+    serves="bwd_dq",
+    kernel=bwd_dq_hopper_kernel,
+    space=SPACE,
+    tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": ""},
+    descriptors={"q": (64, "BLOCK_D"), "do": (64, "BLOCK_DV"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
+                 "dq": (64, "BLOCK_D")},
+    grid=lambda problem, config, _sm_count, _early: (
+        triton.cdiv(problem.seqlen_q, 64 * config["GROUPS"]) * problem.batch * problem.heads_q
+    ),
+    constants=lambda spec, config: {
+        **dict(zip(("BLOCK_D", "BLOCK_DV"), block_dims(spec), strict=True)),
+        "CONSUMER_REGISTERS": REGISTERS[config["GROUPS"]],
+    },
+    min_arch=90,
+    max_arch=90,
+)  # fmt: skip

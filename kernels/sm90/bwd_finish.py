@@ -1,0 +1,72 @@
+"""After the fused Hopper backward, or beside its last tiles: dq = softmax_scale * the float32 sums, in dq's dtype and memory
+order.
+
+Beside it, programs start where rows were prepared (sm90/bwd_beside.py), once all programs of the main kernel have started
+(griddepcontrol), so nobody is waited for that could not run; each waits until all tiles have added to dQ of its head.
+
+Bound by memory, so it has no search space: one fixed config."""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.lib.common import head_base, store_tile
+from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
+from fa2tune.search_spaces.sm90.bwd_finish import SPACE
+from fa2tune.spec.variant import Variant
+
+#: Keys of a tile of the main kernel, and query rows of a flag.
+BLOCK_N = tl.constexpr(bwd_fused_hopper.GROUPS * bwd_fused_hopper.KEYS)
+CHUNK = tl.constexpr(bwd_fused_hopper.CHUNK)
+
+_REST = tl.constexpr("nanosleep.u32 200; mov.b32 $0, 0;")
+_MAIN_IS_OVER = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+
+
+@triton.jit
+def _do_once(PTX: tl.constexpr):
+    """PTX that takes nothing and sets $0."""
+    tl.inline_asm_elementwise(PTX, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def bwd_finish_hopper_kernel(
+    words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded, flags, batch, seqlen_k,
+    HEAD_DIM: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr,
+    FINISH_BESIDE: tl.constexpr,
+):  # fmt: skip
+    """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
+    [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
+    divides rows_padded. flags int32, only if FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the
+    tiles that have added to dQ of a head."""
+    tiles = tl.cdiv(seqlen_q, BLOCK_R)
+    head = tl.program_id(0) // tiles
+    start_m = tl.program_id(0) % tiles * BLOCK_R
+    if FINISH_BESIDE:
+        count = flags + batch * heads_q * (rows_padded // CHUNK) + head
+        while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < tl.cdiv(seqlen_k, BLOCK_N):
+            _do_once(_REST)
+    dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
+    words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
+    sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
+    PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
+    # (64 rows, piece), column / 8, row / 16, row % 8, column % 8 / 2, row / 8 % 2, column % 2
+    tile = tl.reshape(sums, [BLOCK_R // 64 * PIECES, PERMUTED_COLUMNS // 8, 4, 8, 4, 2, 2])
+    tile = tl.permute(tile, (0, 2, 5, 3, 1, 4, 6))
+    tile = tl.reshape(tile, [BLOCK_R // 64, PIECES, 64, PERMUTED_COLUMNS])
+    tile = tl.reshape(tl.permute(tile, (0, 2, 1, 3)), [BLOCK_R, SUM_COLUMNS])
+    store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, SUM_COLUMNS)
+    if FINISH_BESIDE:
+        if tl.program_id(0) == tl.num_programs(0) - 1:  # who comes after this kernel comes after main too
+            _do_once(_MAIN_IS_OVER)
+
+
+VARIANT = Variant(
+    kernel=bwd_finish_hopper_kernel,
+    space=SPACE,
+    tensors={"words": "fp32", "dq": "", "flags": "i32"},
+    descriptors={},
+    grid=lambda problem, config, _sm_count, _early: (
+        triton.cdiv(problem.seqlen_q, config["BLOCK_R"]) * problem.batch * problem.heads_q
+    ),
+    early=lambda config: bool(config.get("FINISH_BESIDE")),
+)

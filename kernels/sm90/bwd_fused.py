@@ -1,0 +1,388 @@
+"""FlashAttention backward for Hopper, all five products in one kernel: a warp feeds Q and dO by TMA, two groups of four warps
+own 64 keys each, apart (num_warps 4: a partition each, here) or joined (8: one, hopper_joined.py). dK and dV stay in
+registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
+# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fa2tune.kernels.lib.hopper_fused import (
+    BLOCK_N,
+    CHUNK,
+    DS_READY,
+    EMPTY,
+    GROUPS,
+    KEYS,
+    PIECE_GONE,
+    TERM_COLUMNS,
+    add_terms,
+    as_block_of,
+    come,
+    issue_dq,
+    make_barriers,
+    make_tiles_told,
+    meet,
+    opaque,
+    probabilities,
+    produce,
+    share,
+    taken_for,
+    work,
+)
+from fa2tune.kernels.lib.hopper_joined import consume_joined
+from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
+from fa2tune.search_spaces.sm90 import bwd_fused as space
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant, Workspaces
+
+
+@gluon.jit
+def _over_queries(
+    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
+    b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
+    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
+    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
+    limit with it. SCORES_AHEAD: s holds S^T of block begin, terms added, and that of the next block is computed beside this
+    block's reduction."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    zero_s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
+    for j in range(begin, end):
+        turn = done + j
+        # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
+        mine = opaque(turn * 0 + CONSUMER)
+        k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
+        v_tile = v_smem.index(mine).reshape([KEYS, BLOCK_D])
+        stage = turn % STAGES
+        phase = (turn // STAGES) & 1
+        buffer = turn % DS_STAGES
+        q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        if not SCORES_AHEAD:
+            mbarrier.wait(q_ready.index(stage), phase)
+            s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s_next = add_terms(s_next, lse_smem, stage, KEYS, BLOCK_M, s_layout)
+        mbarrier.wait(do_ready.index(stage), phase)
+        dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        dp_next = add_terms(dp_next, delta_smem, stage, KEYS, BLOCK_M, s_layout)
+        if not SCORES_AHEAD:
+            s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
+        p = probabilities(s, j * BLOCK_M, key, offset, seqlen_k, qk_scale, KEYS, BLOCK_M, IS_CAUSAL, MASK, s_layout)
+        p_operand = gl.convert_layout(p.to(dtype), a_layout)
+        if EXPONENTIALS_FIRST:
+            # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
+            mbarrier.wait(do_ready.index(stage), phase)
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
+        if DQ_BEHIND:
+            dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+        ds = (p * dp).to(dtype)
+        ds_operand = gl.convert_layout(ds, a_layout)
+        if SCORES_AHEAD:
+            dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
+        if DQ_BEHIND:
+            # the buffer held dS of three blocks ago, which both groups read two blocks ago
+            before = gl.maximum(turn - 2, 0)
+            mbarrier.wait(empty.index(before % STAGES), (before // STAGES) & 1, pred=turn >= 2)
+        ds_smem.index(buffer * GROUPS + CONSUMER).store(ds)
+        if not DQ_BEHIND:
+            # not before dS: ptxas would pack P between the steps of dS, and the product wait for it
+            dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+        fence_async_shared()
+        if DQ_BEHIND:
+            mbarrier.arrive(ds_ready.index(buffer), count=1)
+            # the first block multiplies whatever lies in the buffer; its reduction is aimed past the end
+            before = gl.maximum(turn - 1, 0)
+            mbarrier.wait(ds_ready.index(before % DS_STAGES), (before // DS_STAGES) & 1, pred=turn >= 1)
+            dq_next = issue_dq(ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+        else:
+            meet(DS_READY, 256)
+            dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            h_dq = h
+            row_dq = j * BLOCK_M
+        if SCORES_AHEAD:
+            # with dV still in flight ptxas would serialise every product (C7512)
+            dv_acc, p_operand = warpgroup_mma_wait(3, deps=[dv_next, p_operand])
+            # the last block multiplies whatever lies in the ring, and nobody reads the product
+            following = turn + 1
+            mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < limit)
+            ahead = q_smem.index(following % STAGES).reshape([BLOCK_M, BLOCK_D])
+            s_next = warpgroup_mma(k_tile, ahead.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s_next = add_terms(s_next, lse_smem, following % STAGES, KEYS, BLOCK_M, s_layout)
+            dk_acc, ds_operand, piece = warpgroup_mma_wait(2, deps=[dk_next, ds_operand, dq_next])
+            mbarrier.arrive(empty.index(stage), count=1)
+        else:
+            dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
+            dv_acc, p_operand, piece = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
+        if REDUCE == "tma" and not DQ_BEHIND:
+            hand_over(piece, dq_smem, turn == base, CONSUMER, 64, DQ_COLUMNS, 160)
+        elif DQ_BEHIND and REDUCE != "tma":
+            if turn > base:
+                reduce_dq(
+                    sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+                )  # fmt: skip
+        else:
+            reduce_dq(
+                sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+            )  # fmt: skip
+        h_dq = h
+        row_dq = j * BLOCK_M
+        if SCORES_AHEAD:
+            s = warpgroup_mma_wait(0, deps=[s_next])
+        else:
+            dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
+            if DQ_BEHIND:
+                mbarrier.arrive(empty.index(stage), count=1)
+            else:
+                come(EMPTY + stage, 288)
+    return dk_acc, dv_acc, s, h_dq, row_dq
+
+
+@gluon.jit
+def _consume(
+    sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
+    batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, qk_scale, softmax_scale,
+    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
+    REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
+    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr,
+):  # fmt: skip
+    """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
+    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
+    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
+    DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    offset = seqlen_k - seqlen_q
+    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    k_tile = k_smem.index(CONSUMER).reshape([KEYS, BLOCK_D])
+    taken = gl.program_id(0)
+    lap = 0
+    base = 0  # turns of the rings before this tile
+    filled = 0  # tiles before this one that any query sees
+    while lap < laps:
+        alive, b, h_kv, start_n, first, full, end = work(
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
+        )
+        if alive:
+            key = start_n + CONSUMER * KEYS
+            n_blocks = end - first
+            total = group * n_blocks
+            dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
+            dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
+            s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+            mbarrier.wait(k_ready.index(0), filled & 1, pred=total > 0)
+            if SCORES_AHEAD:
+                mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
+                q_tile = q_smem.index(base % STAGES).reshape([BLOCK_M, BLOCK_D])
+                s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+                s_next = add_terms(s_next, lse_smem, base % STAGES, KEYS, BLOCK_M, s_layout)
+                s = warpgroup_mma_wait(0, deps=[s_next])
+            mbarrier.wait(v_ready, filled & 1, pred=total > 0)
+            h_dq = h_kv * group
+            row_dq = rows_padded
+            for g in range(group):  # every query head that reads this key head
+                h = h_kv * group + g
+                done = base + g * n_blocks - first
+                for part in gl.static_range(2):  # queries under the mask, then those that see every key
+                    dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
+                        dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
+                        done, base, base + total, sums, words, smem, barriers,
+                        b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
+                        CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
+                        DQ_BEHIND, part == 0,
+                    )  # fmt: skip
+            if DQ_BEHIND:
+                final = gl.maximum(base + total - 1, 0)
+                mbarrier.wait(ds_ready.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=total > 0)
+                zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
+                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+                piece = warpgroup_mma_wait(0, deps=[dq_next])
+                if total > 0:
+                    reduce_dq(
+                        sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+                    )  # fmt: skip
+            mbarrier.arrive(k_empty.index(0), count=1, pred=total > 0)
+            if TELLS:
+                mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
+            if REDUCE == "tma" and not DQ_BEHIND:
+                if total > 0:  # the last piece has left this memory
+                    meet(PIECE_GONE + CONSUMER, 160)
+            tma_store_wait(0)
+            stage = out_smem.index(CONSUMER * OUT_STAGES)
+            if REDUCE == "tma":  # what stages dQ is large enough
+                stage = as_block_of(stage, dk)
+            stage.reshape([KEYS, BLOCK_D]).store(dv_acc.to(dtype))
+            fence_async_shared()
+            tma_store(dv, [b, h_kv, key, 0], stage)
+            if OUT_STAGES == 1:
+                tma_store_wait(0)
+            else:
+                stage = out_smem.index(CONSUMER * OUT_STAGES + 1)
+            stage.reshape([KEYS, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
+            fence_async_shared()
+            tma_store(dk, [b, h_kv, key, 0], stage)
+            base += total
+            filled += gl.where(total > 0, 1, 0)
+        if DYNAMIC:
+            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 4)
+        lap += 1
+    tma_store_wait(0)
+
+
+@gluon.jit
+def bwd_fused_hopper_kernel(
+    q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
+    rows_padded, HEADS_PER_WAVE, counter, flags,
+    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
+    DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
+    one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
+    workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
+    both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
+    first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
+    (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
+    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py)."""
+    dtype: gl.constexpr = q.dtype
+    heads_kv = heads_q // group
+    JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
+    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
+    # the columns that memory lacks TMA fills with zeros
+    lse_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
+    delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
+    DS_STAGES: gl.constexpr = 3 if DQ_BEHIND else 2
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    if JOINED:
+        ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_M, BLOCK_N], ds_layout)
+    else:
+        ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BLOCK_M], ds_layout)
+    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or JOINED else 2
+    if REDUCE == "tma":
+        piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
+        dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
+        out_smem = dq_smem
+    else:
+        dq_smem = lse_smem  # there is none
+        out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], dk.layout)
+    ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
+    barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
+    tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
+    TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
+    tiles_done = make_tiles_done(PARTS, TELLS)
+    counts = flags + batch * heads_q * (rows_padded // CHUNK)
+    fence_async_shared()
+    smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    if JOINED:
+        gl.warp_specialize([
+            (consume_joined, (
+                words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
+                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, TELLS, K_STAGES)),
+            (produce, (
+                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
+                K_STAGES)),
+            (add, (
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+        ], [1, 1], [24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
+                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
+                0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
+            (_consume, (
+                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
+                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
+                1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
+            (produce, (
+                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
+                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
+                K_STAGES)),
+            (add, (
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
+                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
+
+
+def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:
+    tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
+    shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1) * problem.batch * problem.heads_kv
+    own = sm_count - (space.helpers(problem, config, sm_count) if early else 0)
+    return min(shares, own) if config["PERSISTENT"] else shares
+
+
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
+    terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
+    words = ((*rows, space.columns(problem.specialization)), "fp32")
+    counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
+    chunks = rows[2] // space.CHUNK
+    flags = ((*rows[:2], chunks + config["FINISH_BESIDE"]), "i32") if config["BESIDE"] else "words"
+    return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
+
+
+def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
+    part, whole = (
+        space.share_of_helpers(problem) if config["FINISH_BESIDE"] else (space.ROWS_WORTH, round(problem.keys_seen))
+    )
+    return {
+        "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": part,
+        "keys_seen": max(1, whole) if early else 1,  # beside nothing, all multiprocessors prepare
+        "heads_at_once": config["HEADS_PER_WAVE"],
+    }  # fmt: skip
+
+
+VARIANT = Variant(
+    serves="bwd_fused",
+    kernel=bwd_fused_hopper_kernel,
+    space=space.SPACE,
+    tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
+             "counter": "i32", "flags": "i32"},
+    descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_D"), "k": ("TILE_ROWS", "BLOCK_D"),
+                 "v": ("TILE_ROWS", "BLOCK_D"), "dk": ("TILE_ROWS", "BLOCK_D"), "dv": ("TILE_ROWS", "BLOCK_D"),
+                 "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D")},
+    grid=_grid,
+    grid_dimensions=("PERSISTENT",),
+    constants=space.derived,
+    min_arch=90, max_arch=90,
+    before=("sm90/bwd_prepare", "sm90/bwd_beside"),
+    after=("sm90/bwd_finish",),
+    surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_beside"),
+    early=lambda config: bool(config["BESIDE"]),
+    passes_on=lambda spec, config: {
+        "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
+        "FINISH_BESIDE": config["FINISH_BESIDE"]},
+    workspaces=_workspaces,
+    scalars=_scalars,
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""Before the fused Hopper backward: lse and delta of every row as its products want them, and the dQ workspace zeroed.
+
+Bound by memory, so it has no search space: one fixed config."""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, head_base, load_tile
+from fa2tune.search_spaces.sm90 import bwd_fused as space
+from fa2tune.search_spaces.sm90.bwd_prepare import SPACE
+from fa2tune.spec.variant import Variant
+
+#: Columns of terms in memory: 16 bytes a row, the least that TMA moves.
+TERMS = tl.constexpr(space.TERMS)
+
+
+@triton.jit
+def _as_terms(x):
+    """x [R] as bfloat16 numbers of which it is the sum [R, TERMS]: three hold a float32, the rest are zeros."""
+    column = tl.arange(0, TERMS)[None, :]
+    high = x.to(tl.bfloat16).to(tl.float32)
+    rest = tl.where(high == x, 0.0, x - high)  # of an infinite x: not NaN
+    middle = rest.to(tl.bfloat16).to(tl.float32)
+    low = rest - middle
+    terms = tl.where(column == 0, high[:, None], tl.where(column == 1, middle[:, None], low[:, None]))
+    return tl.where(column < 3, terms, 0.0).to(tl.bfloat16)
+
+
+@triton.jit
+def bwd_prepare_hopper_kernel(
+    o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
+    stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
+    qk_scale, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
+    bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
+    Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
+    rows_padded, SUM_COLUMNS] float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
+    tiles = rows_padded // BLOCK_R
+    head = tl.program_id(0) // tiles
+    start_m = tl.program_id(0) % tiles * BLOCK_R
+    tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
+    b = head // heads_q
+    h = head % heads_q
+    rows = start_m + tl.arange(0, BLOCK_R)
+    inside = rows < seqlen_q
+    first = head.to(tl.int64) * rows_padded + start_m
+    zeros = tl.zeros([BLOCK_R * SUM_COLUMNS], tl.float32)
+    tl.store(words + first * SUM_COLUMNS + tl.arange(0, BLOCK_R * SUM_COLUMNS), zeros)
+    o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
+    do = head_base(do, b, h, stride_dob, stride_doh, "pointer")
+    dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
+    o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [R, DV]
+    do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_R, HEAD_DIM_V, BLOCK_DV, True, "pointer")
+    delta = delta_of_rows(
+        o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
+    )  # [R]
+    row_lse = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
+    if IS_CAUSAL:
+        row_lse = tl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), row_lse)
+    own = (first + tl.arange(0, BLOCK_R)[:, None]) * TERMS + tl.arange(0, TERMS)[None, :]
+    every = tl.cast(batch * heads_q, tl.int64) * rows_padded * TERMS
+    tl.store(terms + own, _as_terms(tl.div_rn(row_lse * -LOG2E, qk_scale)))
+    tl.store(terms + every + own, _as_terms(-delta))
+
+
+VARIANT = Variant(
+    kernel=bwd_prepare_hopper_kernel,
+    space=SPACE,
+    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "terms": "bf16", "words": "fp32", "counter": "i32"},
+    descriptors={},
+    grid=lambda problem, config, _sm_count, _early: (
+        space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q
+    ),
+)

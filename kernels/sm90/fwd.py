@@ -1,0 +1,467 @@
+"""FlashAttention forward for Hopper: one warp feeds K and V by TMA, groups of four warps multiply and exponentiate."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from fa2tune.kernels.lib.hopper_forward import (
+    K_EMPTY,
+    ROWS,
+    V_EMPTY,
+    await_turn,
+    bound_of,
+    hand_back,
+    heads_in_band,
+    of_carried,
+    pass_by,
+    pass_turn_on,
+    produce,
+    q_again,
+    repack,
+    rescaled,
+    sum_parts,
+    tile_of,
+    to_carry,
+    turns_of,
+    words_suit,
+)
+from fa2tune.search_spaces.portable.fwd_norms import norms_shape
+from fa2tune.search_spaces.sm90 import fwd as space
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+PRODUCER_REGISTERS = gl.constexpr(space.PRODUCER_REGISTERS)
+LN2 = gl.constexpr(0.6931471805599453)
+#: Start of the running row maximum, as in kernels/lib/common.py.
+LOWEST = gl.constexpr(-3.0e38)
+#: With RESCALE "never": how far, as a power of two, the bound of a row's scores may lie above the highest score seen of it.
+LOOSEST = gl.constexpr(space.LOOSEST)
+LOOSEST_FP16 = gl.constexpr(space.LOOSEST_FP16)
+#: And what P may reach in fp16, which has five bits of exponent: its largest is then not yet infinite.
+HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
+#: Rounding moves larger ones, and scores, by more than P has room for.
+LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
+
+
+@gluon.jit
+def _issue_scores(
+    q_tile, k_smem, k_ready, entry, pred, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, PINGPONG: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Starts Q K^T [ROWS, BLOCK_N] of a ring entry, once it is there and, with PINGPONG, it is this group's turn. Without
+    pred it does not wait for the entry and multiplies what lies there."""
+    stage = entry % STAGES
+    mbarrier.wait(k_ready.index(stage), (entry // STAGES) & 1, pred=pred)
+    if PINGPONG:
+        await_turn(CONSUMER)
+    k_tile = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _over_keys(
+    acc, total, peak, p, begin, end, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
+    HIDE: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    """Key blocks [begin, end), counted back from block ``below`` - 1: Q K^T of block j is in flight together with P V of
+    block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
+    _, k_smem, v_smem, _ = smem
+    _, _, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    dtype: gl.constexpr = v_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), RIGHT_BOUNDED)
+    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    for j in range(begin, end):
+        entry = done + j
+        v_stage = (entry - 1) % STAGES
+        s_next = _issue_scores(
+            q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout
+        )
+        mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
+        v_tile = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV])
+        o_next = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
+        if PINGPONG:
+            pass_turn_on(CONSUMER, GROUPS)
+        s = warpgroup_mma_wait(1, deps=[s_next])
+        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        if NEGATE:
+            s = -s
+        if MASK:
+            s = HIDE(s, rows, (below - 1 - j) * BLOCK_N, offset, seqlen_k, window, s_layout)
+        if RESCALE == "never":
+            weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+            total += sum_parts(weights)
+        else:
+            new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
+            if RESCALE == "lazy":
+                new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
+            shrink = gl.exp2(peak - new_peak)
+            weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(
+                weights
+            )
+            peak = new_peak
+        next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
+        acc = warpgroup_mma_wait(0, deps=[o_next])
+        hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+        if RESCALE != "never":
+            shrink_o = gl.convert_layout(shrink, row_o)[:, None]
+            acc = rescaled(acc, shrink_o) if RESCALE == "lazy" else acc * shrink_o
+        p = next_p
+    return acc, total, peak, p
+
+
+@gluon.jit
+def _consume(
+    o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    O_COLUMNS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
+    q_smem, k_smem, v_smem, o_smem = smem
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
+    # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
+    AT_FIRST: gl.constexpr = Q_STAGES > 1 and not RIGHT_BOUNDED
+    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
+    OWN_ADDRESSES: gl.constexpr = Q_STAGES > 1 and not Q_IN_REGISTERS
+    OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), RIGHT_BOUNDED)
+    row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    heads = batch * heads_q
+    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
+    turns = turns_of(tiles * heads)
+    done = 0  # key blocks of earlier tiles
+    start_m, head = tile_of(0, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+    if PINGPONG and CONSUMER == GROUPS - 1:
+        pass_turn_on(CONSUMER, GROUPS)  # the first turn is group 0's
+    if Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
+        if RIGHT_BOUNDED:
+            done = pass_by(
+                start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
+                NUMBERED, BLOCKS_BELOW,
+            )  # fmt: skip
+        mbarrier.wait(q_ready.index(CONSUMER), 0)
+        s = _issue_scores(
+            q_smem.index(CONSUMER).reshape([ROWS, BLOCK_D]), k_smem, k_ready, done, True, CONSUMER, BLOCK_N, BLOCK_D,
+            STAGES, PINGPONG, s_layout,
+        )  # fmt: skip
+        if PINGPONG:
+            pass_turn_on(CONSUMER, GROUPS)
+        s = warpgroup_mma_wait(0, deps=[s])
+        hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+    for turn in range(turns):
+        if AT_FIRST:
+            start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+            b, h = head // heads_q, head % heads_q
+        first = start_m + CONSUMER * ROWS
+        rows = first + gl.arange(0, ROWS, layout=row_s)
+        below = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
+        clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_masked = 1
+        if RIGHT_BOUNDED:
+            n_masked = gl.maximum(below - clear_end, 1)
+        n_clear = n_blocks  # from there on blocks lie under the mask's left side
+        if LEFT_BOUNDED:
+            n_masked = gl.minimum(n_masked, n_blocks)
+            n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
+        q_slot = (turn % Q_STAGES) * GROUPS + CONSUMER
+        q_shared = q_smem.index(q_slot).reshape([ROWS, BLOCK_D])
+        if Q_STAGES == 1:
+            if RIGHT_BOUNDED:
+                done = pass_by(
+                    start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
+                    NUMBERED, BLOCKS_BELOW,
+                )  # fmt: skip
+            mbarrier.wait(q_ready.index(q_slot), turn & 1)
+        q_tile = q_shared
+        if Q_IN_REGISTERS:
+            q_tile = q_shared.load(gl.DotOperandLayout(0, s_layout, 2))
+        if Q_STAGES == 1:
+            s = _issue_scores(
+                q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout
+            )
+            if PINGPONG:
+                pass_turn_on(CONSUMER, GROUPS)
+        if RESCALE == "never":
+            bound = bound_of(q_shared, norms, head // group, qk_scale, s_layout)
+        if Q_STAGES == 1:
+            s = warpgroup_mma_wait(0, deps=[s])
+            hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+
+        # ---- the last block, which may be ragged
+        if NEGATE:
+            s = -s
+        s = HIDE(s, rows, (below - 1) * BLOCK_N, offset, seqlen_k, window, s_layout)
+        peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
+        bounded = False
+        if RESCALE == "never":
+            HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
+            MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
+            # rows that see none of these keys have scores above -bound; of a NaN nothing is known
+            near = (bound - gl.maximum(peak, -bound) <= MOST) & (bound <= LARGEST_BOUND)
+            far = gl.where(near, 0, 1)
+            bounded = gl.max(far, 0) == 0
+            peak = gl.where(bounded, bound - HEADROOM, peak)
+        weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+        total = sum_parts(weights)
+        p = to_carry(weights, dtype, p_layout, AS_WORDS)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        if RIGHT_BOUNDED:
+            acc, total, peak, p = _over_keys(
+                acc, total, peak, p, 1, n_masked, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
+                CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+                RIGHT_BOUNDED, True,
+            )  # fmt: skip
+        p = repack(p)
+        exact = n_masked
+        if RESCALE == "never":
+            exact = gl.where(bounded, n_clear, n_masked)
+            if OWN_ADDRESSES and RIGHT_BOUNDED:
+                q_tile = q_again(q_smem, q_slot, seqlen_q)
+            acc, total, peak, p = _over_keys(
+                acc, total, peak, p, n_masked, exact, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
+                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
+                RIGHT_BOUNDED, False,
+            )  # fmt: skip
+            p = repack(p)
+        if OWN_ADDRESSES and (RIGHT_BOUNDED or RESCALE == "never"):
+            q_tile = q_again(q_smem, q_slot, n_blocks)
+        acc, total, peak, p = _over_keys(
+            acc, total, peak, p, exact, n_clear, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
+            CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
+            False,
+        )  # fmt: skip
+        if LEFT_BOUNDED:
+            p = repack(p)
+            if OWN_ADDRESSES:
+                q_tile = q_again(q_smem, q_slot, batch)
+            acc, total, peak, p = _over_keys(
+                acc, total, peak, p, n_clear, n_blocks, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
+                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+                RIGHT_BOUNDED, True,
+            )  # fmt: skip
+        if O_THROUGH != "q":
+            mbarrier.arrive(q_empty.index(q_slot), count=1)
+
+        # ---- the last P V, and Q K^T of the next tile's first block
+        done += n_blocks
+        v_entry = done - 1
+        if Q_STAGES > 1:
+            more = turn + 1 < turns
+            if RIGHT_BOUNDED:
+                next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+                done = pass_by(
+                    next_m, done, more, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
+                    NUMBERED, BLOCKS_BELOW,
+                )  # fmt: skip
+            q_slot = ((turn + 1) % Q_STAGES) * GROUPS + CONSUMER
+            mbarrier.wait(q_ready.index(q_slot), ((turn + 1) // Q_STAGES) & 1, pred=more)
+            s_next = _issue_scores(
+                q_smem.index(q_slot).reshape([ROWS, BLOCK_D]), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, BLOCK_D,
+                STAGES, PINGPONG, s_layout,
+            )  # fmt: skip
+        mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
+        v_tile = v_smem.index(v_entry % STAGES).reshape([BLOCK_N, BLOCK_DV])
+        acc = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
+        if Q_STAGES == 1:  # the divisions run beside P V
+            next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        else:
+            if PINGPONG:
+                pass_turn_on(CONSUMER, GROUPS)
+            s = warpgroup_mma_wait(1, deps=[s_next])
+            hand_back(k_empty, done, more, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        hand_back(v_empty, v_entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+
+        # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
+        row_total = gl.sum(total, 1)
+        word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
+        out = acc * (1.0 / gl.convert_layout(row_total, row_o))[:, None]
+        if LEFT_BOUNDED or RIGHT_BOUNDED:
+            word = gl.where(SEES_A_KEY(rows, offset, seqlen_k, window), word, float("-inf"))
+            rows_o = first + gl.arange(0, ROWS, layout=row_o)
+            out = gl.where(SEES_A_KEY(rows_o, offset, seqlen_k, window)[:, None], out, 0.0)
+        gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
+        if not AT_FIRST:
+            b, h = head // heads_q, head % heads_q
+        o_slot = o_smem.index(CONSUMER)
+        tma_store_wait(0)  # the last tile's O has left its place
+        if O_THROUGH == "halves":
+            left, right = gl.split(out.to(dtype).reshape([ROWS, 2, O_COLUMNS]).permute((0, 2, 1)))
+            o_slot.reshape([ROWS, O_COLUMNS]).store(left)
+            fence_async_shared()
+            tma_store(o, [b, h, first, 0], o_slot)
+            tma_store_wait(0)
+            o_slot.reshape([ROWS, O_COLUMNS]).store(right)
+            fence_async_shared()
+            tma_store(o, [b, h, first, O_COLUMNS], o_slot)
+        else:
+            o_slot.reshape([ROWS, BLOCK_DV]).store(out.to(dtype))
+            fence_async_shared()
+            tma_store(o, [b, h, first, 0], o_slot)
+        if O_THROUGH == "q":
+            tma_store_wait(0)
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        if not AT_FIRST:
+            start_m, head = next_m, next_head
+    if PINGPONG and CONSUMER == 0:
+        await_turn(CONSUMER)  # the last group has passed on once more than it was passed
+    tma_store_wait(0)
+
+
+@gluon.jit
+def fwd_hopper_kernel(
+    q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
+    CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
+    NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
+
+    q, k, v, o: descriptors of blocks [1, 1, rows, columns]. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
+    that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
+    programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
+    HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
+    """
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
+    window = (window_left, window_right)
+    q_smem = gl.allocate_shared_memory(q.dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, BLOCK_D], q.layout)
+    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    heads_per_wave = HEADS_PER_WAVE
+    if HEADS_PER_WAVE == 0:
+        heads_per_wave = heads_in_band(seqlen_k, BLOCK_D + BLOCK_DV, LONGEST_LAST)
+    o_shape: gl.constexpr = [GROUPS, 1, 1, ROWS, O_COLUMNS]
+    o_smem = q_smem if O_THROUGH == "q" else gl.allocate_shared_memory(o.dtype, o_shape, o.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES * GROUPS):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    fence_async_shared()
+    smem = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (produce, (
+                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
+                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (produce, (
+                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
+                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (_consume, (
+                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 2,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
+                LEFT_BOUNDED, RIGHT_BOUNDED)),
+            (produce, (
+                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
+                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    if NUMBERED:
+        # Nobody waits at these then. Without a use behind the partitions Triton would give their memory to what it hands these,
+        # while an mbarrier never invalidated may be written back over it later (docs/hopper.md). To have none of them cost
+        # four times the spills at head dim 64, causal, while P was carried as 16-bit values; not raced since.
+        for i in gl.static_range(STAGES):
+            mbarrier.invalidate(k_empty.index(i))
+            mbarrier.invalidate(v_empty.index(i))
+
+
+def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
+    tiles = triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
+    return min(tiles, sm_count * space.PROGRAMS[config["maxnreg"]])
+
+
+VARIANT = Variant(
+    serves="fwd",
+    kernel=fwd_hopper_kernel,
+    space=space.SPACE,
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32"},
+    descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
+                 "o": (space.ROWS, "O_COLUMNS")},
+    grid=_grid,
+    constants=lambda spec, config: {
+        "NEGATE": spec.negate,
+        "O_COLUMNS": space.o_columns(spec, config),
+        "CONSUMER_REGISTERS": space.registers(config),
+    },
+    min_arch=90,
+    max_arch=90,
+    before=("portable/fwd_norms",),
+    surrounded=lambda config, _name: config["RESCALE"] == "never",
+    workspaces=lambda problem, config: (
+        {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
+    ),
+    suited=space.suited,
+)  # fmt: skip

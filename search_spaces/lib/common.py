@@ -1,0 +1,86 @@
+"""Constraints that several kernels share. Each is stated once, with its reason."""
+
+from collections.abc import Callable, Mapping
+
+from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
+from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint
+
+#: padded head dim, at least 64 -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+Tiles = Mapping[int, tuple[int, int, int, int]]
+
+
+def default_config(
+    spec: Specialization, arch: int, described: Tiles, by_pointer: Tiles, older: Tiles, fp32: Tiles, **rest: object
+) -> Config:
+    """A space's default from its tables: ``described`` and ``by_pointer`` for compute capability 9.0 and 10.0 (the first
+    where descriptors can be used), ``older`` for GPUs without TMA or with little shared memory, ``fp32`` for float32."""
+    dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    hopper = 90 <= arch < 120
+    tiles = fp32 if spec.dtype == "fp32" else older if not hopper else described if spec.aligned else by_pointer
+    block_m, block_n, warps, stages = tiles[dim]
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if tiles is described else POINTER,
+        "num_warps": warps, "num_stages": stages, "maxnreg": 0, "HEADS_PER_WAVE": 4, **rest,
+    }  # fmt: skip
+
+
+DESCRIPTOR_NEEDS_TMA = Constraint(
+    "descriptor_needs_tma",
+    "tensor descriptors need the TMA unit (compute capability 9.0 and later), which addresses only tensors whose base address "
+    "and row strides are multiples of 16 bytes",
+    lambda config, spec, arch: config["LOADS"] != DESCRIPTOR or (arch >= 90 and spec.aligned),
+)
+
+
+def rows_per_warp(block: str) -> Constraint:
+    return Constraint(
+        f"rows_per_warp_{block.lower()}",
+        f"each warp computes 16 rows of a tensor-core product; with fewer rows in {block} the warps split the columns, and the "
+        "softmax or its operand crosses warps through shared memory",
+        lambda config, spec, arch: spec.dtype == "fp32" or config[block] >= 16 * config["num_warps"],
+    )
+
+
+def accumulators_fit(name: str, elements: Callable[[Config, int, int], int], per_thread: int) -> Constraint:
+    """elements(config, D, DV): float32 values that live through the loop."""
+    return Constraint(
+        f"accumulators_fit_{name}",
+        f"more than {per_thread} float32 accumulators per thread leave too few of its 255 registers for operands, and spill",
+        lambda config, spec, arch: (
+            elements(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+            <= per_thread * 32 * config["num_warps"]
+        ),
+    )
+
+
+def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constraint:
+    """bytes_needed(config, D, DV, itemsize): what must lie in shared memory at once, at the least."""
+    return Constraint(
+        "tiles_fit_shared_memory",
+        "the tiles that must be in shared memory at the same time exceed 227 KiB, the largest limit per block of any GPU",
+        lambda config, spec, arch: (
+            bytes_needed(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v), ITEMSIZE[spec.dtype])
+            <= 227 * 1024
+        ),
+    )
+
+
+REGISTER_CAP_BINDS = Constraint(
+    "register_cap_binds",
+    "the block size limits the registers of a thread (16 warps: 128); a cap at or above that limit changes nothing",
+    lambda config, spec, arch: config["maxnreg"] == 0 or config["maxnreg"] * 32 * config["num_warps"] < 65536,
+)
+
+
+def register_cap_holds(columns: Callable[[int, int], int]) -> Constraint:
+    """columns(D, DV): of the widest product whose rows are split over all warps."""
+    return Constraint(
+        "register_cap_holds_wgmma",
+        "a Hopper tensor-core instruction keeps a 64-row accumulator of up to 256 columns in registers, columns / 2 per "
+        "thread; ptxas rejects a cap that leaves fewer than 30 more",
+        lambda config, spec, arch: (
+            arch != 90
+            or config["maxnreg"] == 0
+            or config["maxnreg"] >= 30 + columns(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) // 2
+        ),
+    )

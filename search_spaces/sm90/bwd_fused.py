@@ -1,0 +1,198 @@
+"""Search space of kernels/sm90/bwd_fused.py."""
+
+from typing import Any
+
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
+from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.variant import Constraint, SearchSpace
+
+GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
+REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
+TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
+TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
+CHUNK = 128  #: query rows of which kernels/sm90/bwd_beside.py tells at once
+#: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
+#: (docs/experiments.md), and some more, as main waits for what is late
+ROWS_WORTH = 60
+HELPERS_WORTH = 62  #: and, with FINISH_BESIDE, of preparing a row and finishing its dQ: 60 to 85 measured
+PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
+
+#: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
+#: docs/experiments.md
+BEST = {
+    (64, "full"): (128, "vector", "behind", False, True, 1, 4),
+    (64, "causal"): (128, "vector", "behind", False, True, 4, 4),
+    (128, "full"): (64, "vector", "behind", False, True, 1, 4),
+    (128, "causal"): (64, "tma", "behind", True, True, 4, 4),
+}
+
+
+def columns(spec: Specialization) -> int:
+    """Of every tile: K, Q, V and dO share one width, what lacks is zeros."""
+    return max(block_dims(spec))
+
+
+def padded_rows(problem: Problem) -> int:
+    """Query rows of the workspaces: whole blocks, of any config and of the kernels before and after."""
+    return (problem.seqlen_q + 127) // 128 * 128
+
+
+def joined(config: Config) -> bool:
+    """Whether both groups are one partition."""
+    return bool(config["num_warps"] == 8)
+
+
+def derived(spec: Specialization, config: Config) -> dict[str, Any]:
+    """What the kernel and its descriptors are told beside the config."""
+    block_m, d = config["BLOCK_M"], columns(spec)
+    one = joined(config)
+    return {
+        "BLOCK_D": d,
+        "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
+        "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
+        "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
+        "CONSUMER_REGISTERS": REGISTERS,
+        # of K, two where that pays: the next tile's K is there when a tile ends, and its V soon after. At 128 columns they do
+        # not fit; of groups apart the loops get slower by more than a tile's end gets faster
+        "K_STAGES": 2 if one and d == 64 else 1,
+    }  # fmt: skip
+
+
+def helpers(problem: Problem, config: Config, sm_count: int) -> int:
+    """Multiprocessors that FINISH_BESIDE leaves to the kernels before and after the main one: their share of all the work, or
+    what the main kernel's last round would leave idle, where it would take one more for that share."""
+    if not config["FINISH_BESIDE"]:
+        return 0
+    worth, whole = share_of_helpers(problem)
+    wanted = min(-(-sm_count * worth // whole), sm_count - 1)
+    if problem.mask.name == "causal":  # tiles of any length: there are no rounds
+        return wanted
+    tiles = -(-problem.seqlen_k // (GROUPS * KEYS)) * problem.batch * problem.heads_kv
+
+    def busy(programs: int) -> float:
+        return tiles / (-(-tiles // programs) * programs)
+
+    if busy(sm_count - wanted) >= 0.95 * busy(sm_count):
+        return wanted
+    return sm_count - -(-tiles // -(-tiles // sm_count))
+
+
+def share_of_helpers(problem: Problem) -> tuple[int, int]:
+    """As (so many of so many), in keys. The main kernel works on whole tiles of them. Who goes on preparing is reckoned from
+    this, too (kernels/sm90/bwd_beside.py)."""
+    tile = GROUPS * KEYS
+    keys = (
+        round(problem.keys_seen) + tile // 2 if problem.mask.name == "causal" else -(-problem.seqlen_k // tile) * tile
+    )
+    return HELPERS_WORTH, keys + HELPERS_WORTH
+
+
+def permuted_columns(spec: Specialization, config: Config) -> int:
+    """Columns of a piece of sums in register order."""
+    return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    """Where the search starts."""
+    mask = "full" if spec.mask == "full" else "causal"
+    block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), mask]
+    return {
+        "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
+        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
+        "HEADS_PER_WAVE": heads, "num_warps": warps,
+    }  # fmt: skip
+
+
+def shared_bytes(config: Config, spec: Specialization) -> int:
+    """What a program takes."""
+    d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
+    together = config["ORDER"] == "together"
+    rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
+    ds = (2 if together else 3) * 2 * keys * m
+    out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
+    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
+
+
+SPACE = SearchSpace(
+    name="bwd_fused_hopper",
+    dimensions={
+        "BLOCK_M": (64, 128),
+        # dQ into its sums: TMA from shared memory (ORDER "together": by a warp of its own), or vector reductions from registers
+        "REDUCE": ("tma", "vector"),
+        # dQ of a block together with its dK; or a block behind, so that no group waits for the other's dS; or that, and the
+        # scores of the next block ahead, beside the reduction
+        "ORDER": ("together", "behind", "ahead"),
+        "EXPONENTIALS_FIRST": (False, True),  # asks ptxas not to wait for dP before all of them are computed
+        "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
+        "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
+        "PAIRS": (
+            False,
+            True,
+        ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
+        "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
+        "BESIDE": (False, True),  # lse, delta and zeros prepared beside the first tiles, or before
+        "FINISH_BESIDE": (False, True),  # and dQ made of its sums beside the last ones, or after
+        "HEADS_PER_WAVE": (1, 4, 8, 32),
+        "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
+    },
+    constraints=(
+        SIXTEEN_BIT,
+        TMA_ADDRESSES_TENSORS,
+        Constraint(
+            "registers_hold_accumulators",
+            "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
+            "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
+            lambda config, spec, arch: columns(spec) + config["BLOCK_M"] <= 192,
+        ),
+        Constraint(
+            "half_blocks_if_joined",
+            "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
+            "lengths up to 2048, with joined groups (their keys concatenated) and vector reductions",
+            lambda config, spec, arch: (
+                columns(spec) > 64 or config["BLOCK_M"] == 128 or (config["REDUCE"] == "vector" and joined(config))
+            ),
+        ),
+        Constraint(
+            "joined_groups_go_together",
+            "joined groups synchronise twice per block, so they cannot run apart, which the other orders are for",
+            lambda config, spec, arch: not joined(config) or config["ORDER"] == "together",
+        ),
+        Constraint(
+            "joined_groups_at_64_columns",
+            "5 to 15 % slower than separate groups, except with the half blocks of short problems",
+            lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
+        ),
+        Constraint(
+            "orders_are_for_persistent_programs",
+            "without a mask all tiles take the same time, so pairs gain nothing; a program of one tile takes no next one",
+            lambda config, spec, arch: (
+                config["PAIRS"] + config["DYNAMIC"] <= (1 if config["PERSISTENT"] else 0)
+                and (spec.mask != "full" or not config["PAIRS"])
+            ),
+        ),
+        Constraint(
+            "others_take_over_what_comes_late",
+            "with an overlapped prologue, programs start at different times, so tiles cannot be assigned to them in advance",
+            lambda config, spec, arch: not config["BESIDE"] or config["DYNAMIC"] or not config["PERSISTENT"],
+        ),
+        Constraint(
+            "who_prepares_makes_room_for_who_finishes",
+            "the epilogue (cast of dQ) runs in the programs of the prologue once all tiles of a head are added; the warp that "
+            "counts them must add them itself, or they are added from registers",
+            lambda config, spec, arch: (
+                not config["FINISH_BESIDE"]
+                or (
+                    config["BESIDE"]
+                    and config["DYNAMIC"]
+                    and (config["REDUCE"] == "vector" or config["ORDER"] == "together")
+                )
+            ),
+        ),
+        Constraint(
+            "tiles_fit_shared_memory",
+            "K, V, the rings of Q and dO, dS and the output tiles exceed 227 KiB, the limit per block on Hopper",
+            lambda config, spec, arch: shared_bytes(config, spec) <= SHARED_BYTES,
+        ),
+    ),
+    default=default,
+)

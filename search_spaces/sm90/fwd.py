@@ -1,0 +1,198 @@
+"""Search space of kernels/sm90/fwd.py."""
+
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.variant import Constraint, SearchSpace
+
+ROWS = 64  #: query rows of a consumer group
+#: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
+PROGRAMS = {0: 1, 128: 2, 80: 3}
+#: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
+SHARED_BYTES_SM = 228 * 1024
+PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
+#: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
+#: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
+#: a key whose P is 2^-62 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16: keys
+#: below 2^-22 of the largest are lost, and the sum of many just above it is biased.
+LOOSEST = 64.0
+LOOSEST_FP16, HEADROOM_FP16 = 17.0, 15.0
+#: And where it is no larger than this: float32 has it, and the scores, within 0.3, in whatever order they are summed. From 1 on
+#: fp16's P may overflow.
+LARGEST_BOUND = 2.0**18
+#: "never" reads all keys once more, at 3 TB/s 100 / n of what n query rows a key head take at 600 TFLOP/s, to gain up to 13 %.
+LEAST_QUERIES = 1024
+
+#: padded head dim, at least 64 -> the best of the sweeps in docs/experiments.md
+BEST = {
+    64: {"BLOCK_M": 192, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": False},
+    128: {"BLOCK_M": 128, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True},
+    256: {"BLOCK_M": 128, "BLOCK_N": 64, "Q_STAGES": 1, "PINGPONG": False, "NUMBERED": False},
+}  # fmt: skip
+#: What suits a causal mask, and a window, better: tiles of uneven lengths have little use for a second Q.
+BEST_CAUSAL = {64: {"Q_STAGES": 1, "NUMBERED": True}, 128: {"Q_STAGES": 1}, 256: {}}
+
+
+def programs(config: Config) -> int:
+    """Programs a multiprocessor holds at once."""
+    return PROGRAMS[config["maxnreg"]]
+
+
+def registers(config: Config) -> int:
+    """Registers a thread of a consumer group gets: what the groups' share of the launch leaves beside the producer."""
+    groups = config["BLOCK_M"] // ROWS
+    launch = config["maxnreg"] or 65536 // (128 * (groups + 1)) // 8 * 8
+    return int(((groups + 1) * launch - PRODUCER_REGISTERS) // groups // 8 * 8)
+
+
+def _shared_limit(config: Config) -> int:
+    """Bytes of shared memory a program may have."""
+    return SHARED_BYTES_SM // programs(config) - 1024
+
+
+def _dims(spec: Specialization) -> tuple[int, int]:
+    return padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    """Where the search starts: the best tile, and what of O and a third stage fits beside it."""
+    widest = max(64, *_dims(spec))
+    best = {
+        **BEST[widest],
+        **(BEST_CAUSAL[widest] if spec.mask != "full" else {}),
+        "RESCALE": "lazy",
+        "Q_IN_REGISTERS": False,
+        "HEADS_PER_WAVE": 0,
+        "maxnreg": 0,
+        "num_warps": 4,
+    }
+    fitting = (
+        {**best, "O_THROUGH": o, "STAGES": stages}
+        for o in ("own", "halves")
+        for stages in (3, 2)
+        if _shared_bytes(best, spec, stages, o) <= _shared_limit(best)
+    )
+    return next(fitting)
+
+
+def suited(problem: Problem, config: Config) -> Config:
+    """The config for this problem: no pass over all keys where few queries, or a window, read part of them. Rows were measured
+    with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2."""
+    if not problem.mask.measured:
+        config = {**config, "HEADS_PER_WAVE": 0}
+        return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
+    few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
+    few = few and (problem.seqlen_q == 1 or problem.seqlen_q < problem.seqlen_k)
+    return {**config, "RESCALE": "lazy"} if few and config["RESCALE"] == "never" else config
+
+
+def o_columns(spec: Specialization, config: Config) -> int:
+    """Columns of O that lie in shared memory at once."""
+    return _dims(spec)[1] // (2 if config["O_THROUGH"] == "halves" else 1)
+
+
+def _live_registers(config: Config, spec: Specialization) -> int:
+    """Registers a consumer thread holds at once: scores, output, probabilities of the block before, and Q where it stays."""
+    d, dv = _dims(spec)
+    n = config["BLOCK_N"]
+    return int(n // 2 + dv // 2 + n // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0))
+
+
+def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> int:
+    """With so many stages, and O going through ``o``."""
+    d, dv = _dims(spec)
+    rows = config["BLOCK_M"]
+    o_bytes = {"own": rows * dv, "halves": rows * dv // 2, "q": 0}[o]
+    return int(2 * (config["Q_STAGES"] * rows * d + o_bytes + stages * config["BLOCK_N"] * (d + dv))) + BARRIER_BYTES
+
+
+def _stages_used(config: Config, spec: Specialization) -> bool:
+    """Whether no more stages would fit, up to 3."""
+    o = config["O_THROUGH"]
+    return config["STAGES"] >= 3 or _shared_bytes(config, spec, config["STAGES"] + 1, o) > _shared_limit(config)
+
+
+SPACE = SearchSpace(
+    name="fwd_hopper",
+    dimensions={
+        "BLOCK_M": (64, 128, 192),  # one, two or three consumer groups, of four warps and 64 rows each
+        "BLOCK_N": (64, 128),
+        "STAGES": (2, 3),  # K and V tiles under way
+        "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
+        "PINGPONG": (False, True),  # groups issue their products in turn
+        # O: after every block; only where a maximum grew by 2^8; or never, and without any maxima, in tiles where the norms of
+        # Q and K keep the scores in bounds (elsewhere as "lazy")
+        "RESCALE": ("now", "lazy", "never"),
+        "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
+        "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
+        "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait
+        "HEADS_PER_WAVE": (0, 4, 22, 64),  # 0: as many as suit the length; 22: a sixth of an H200's multiprocessors
+        "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
+        "num_warps": (4,),
+    },
+    constraints=(
+        SIXTEEN_BIT,
+        TMA_ADDRESSES_TENSORS,
+        Constraint(
+            "one_group_shares",
+            "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
+            "groups have too few registers to share a multiprocessor",
+            lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
+        ),
+        Constraint(
+            "turns_take_groups",
+            "groups take turns inside a program; a single group would wait for itself",
+            lambda config, spec, arch: not (config["PINGPONG"] and config["BLOCK_M"] == ROWS),
+        ),
+        Constraint(
+            "registers_hold_tiles",
+            "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
+            "left ptxas spills and serialises the products (C7512)",
+            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - 32,
+        ),
+        Constraint(
+            "launch_registers_hold_a_product",
+            "ptxas rejects a wgmma (C7602) whose scores or output (columns / 2 registers) leave fewer than 30 of the registers "
+            "that a thread has at launch, whatever the group gets later",
+            lambda config, spec, arch: (
+                config["maxnreg"] == 0 or max(config["BLOCK_N"], _dims(spec)[1]) // 2 + 30 <= config["maxnreg"]
+            ),
+        ),
+        Constraint(
+            "tiles_fit_shared_memory",
+            "Q, O and the stages of K and V exceed a program's share of 228 KiB, of which each program uses 1 KiB more",
+            lambda config, spec, arch: (
+                _shared_bytes(config, spec, config["STAGES"], config["O_THROUGH"]) <= _shared_limit(config)
+            ),
+        ),
+        Constraint(
+            "stages_use_shared_memory",
+            "a program's share of shared memory is fixed, so what another stage would take is wasted otherwise",
+            lambda config, spec, arch: _stages_used(config, spec),
+        ),
+        Constraint(
+            "passed_blocks_fit_ring",
+            "under a causal mask the first group skips the blocks that only later groups see, while its last product still "
+            "reads a V tile; with no more stages than such blocks, producer and group deadlock",
+            lambda config, spec, arch: (
+                spec.mask == "full"
+                or config["Q_STAGES"] == 1
+                or -(-(config["BLOCK_M"] - ROWS) // config["BLOCK_N"]) < config["STAGES"]
+            ),
+        ),
+        Constraint(
+            "o_through_q_alone",
+            "O is stored through Q's shared memory only if it has Q's shape and the next tile's Q is not there yet",
+            lambda config, spec, arch: (
+                config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _dims(spec)[0] == _dims(spec)[1])
+            ),
+        ),
+        Constraint(
+            "o_has_room_of_its_own",
+            "O in halves or in Q's memory waits for its own stores; where two stages of K and V leave room for O, it need not",
+            lambda config, spec, arch: (
+                config["O_THROUGH"] == "own" or _shared_bytes(config, spec, 2, "own") > _shared_limit(config)
+            ),
+        ),
+    ),
+    default=default,
+)

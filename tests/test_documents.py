@@ -1,0 +1,154 @@
+"""README and docs/: tables are what the scripts write, links lead somewhere, the front door is short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import click
+import pytest
+from benchmark_scripts import BENCHMARKS, script
+
+from fa2tune.fleet import lookup_cost
+
+ROOT = Path(__file__).parent.parent
+TABLES = BENCHMARKS / "tables"
+
+
+@pytest.mark.parametrize("page", ["nothing here", "{end}\n{begin}", "{begin}\n{begin}\n{end}"])
+def test_markers_must_be_there_once_and_in_order(page: str, tmp_path: Path) -> None:
+    marked = script("marked")
+    begin, end = marked.markers("bench", "readme_table")
+    text = page.format(begin=begin, end=end)
+    with pytest.raises(ValueError, match="needs the lines"):
+        marked.replaced(text, "bench", "readme_table", "text")
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="needs the lines"):
+        marked.write(path, "bench", "readme_table", "text")
+    with pytest.raises(click.ClickException, match="needs the lines"):
+        marked.publish(path, "bench", "readme_table", "text")
+    assert path.read_text() == text
+
+
+PAGES = (
+    ("README.md", "readme_table", "medians"),
+    ("docs/benchmarks.md", "specialized_table", "rows"),
+    ("docs/lookup.md", "lookup_cost", "lookup"),
+    ("docs/search.md", "pruning", "pruning"),
+    ("docs/serve.md", "models_table", "models"),
+)
+
+
+@pytest.mark.parametrize(("page", "name", "part"), PAGES)
+def test_tables_in_the_documents_are_what_the_scripts_write(page: str, name: str, part: str, tmp_path: Path) -> None:
+    """From the recorded results and the shipped files: no figure is edited by hand, none is of an older file."""
+    copy = tmp_path / "page.md"
+    copy.write_bytes((ROOT / page).read_bytes())
+    source = script(name)
+    if name == "readme_table":
+        recorded = json.loads((ROOT / "docs/bench/h200_bf16.json").read_text())
+        text = f"{source.tables.setting(recorded)}, bfloat16.\n\n{source.medians(recorded)}"
+        source.marked.write(copy, part, name, text)
+    elif name == "models_table":
+        if importlib.util.find_spec("transformers") is None:
+            assert not os.environ.get("FA2TUNE_CI"), "pip install '.[models]'"
+            pytest.skip("Transformers, which reads configs of models, is not installed")
+        source.main.callback(paths=tuple((ROOT / "tests/fixtures/models").glob("*.json")), page=copy)
+    elif name == "pruning":
+        source.main.callback(paths=(*sorted(TABLES.glob("*.gz")), *sorted((TABLES / "blind").glob("*.gz"))), page=copy)
+    elif name == "specialized_table":
+        source.main.callback(cache=ROOT / "cache/h200.sqlite", page=copy)
+    else:
+        source.main.callback(caches=(), out=ROOT / "cache/lookup_cost.json", head_dims=(), dtype="bf16", seconds=0.0,
+                             markdown=False, page=copy)  # fmt: skip
+    assert copy.read_text() == (ROOT / page).read_text()
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def words(text: str) -> int:
+    """Outside of tables."""
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith("|"))
+
+
+def test_the_front_door_is_short() -> None:
+    assert words(README) <= 800
+    assert words(README.partition("```python")[0]) <= 60
+    assert words(README.partition("layout=")[0]) <= 200, "installation and use come first"
+    assert README.index("pip install") < README.index("layout=")
+    for command in ("make tune", "make test"):
+        assert command in README
+
+
+def test_figures_in_the_readme_are_those_of_its_table() -> None:
+    """The sentence that says why: ranges over the table's medians; the one that says when not: the shipped lookup costs."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines()]
+    head = next(row for row in rows if row[:2] == ["pass", "head dim"])
+    medians = [dict(zip(head, row, strict=True)) for row in rows if row and row[0] in ("forward", "backward")]
+    said = " ".join(README.split())
+    for pass_, peer, before in (("forward", "cuDNN", "forward "), ("backward", "cuDNN", "backward ")):
+        found = [row[f"x SDPA {peer}"] for row in medians if row["pass"] == pass_]
+        assert f"{before}{min(found)} to {max(found)}" in said
+    older = [float(row["x SDPA FlashAttention-2"]) for row in medians]
+    assert f"{min(older):.1f} to {max(older):.1f} times" in said
+    newest = [float(row["x FlashAttention-4"]) for row in medians]
+    assert f"{min(newest)} to {max(newest)} times as FlashAttention-4" in said
+    costs = lookup_cost.summary(lookup_cost.shipped()[1])
+    unaddressed, default = (
+        [f"{100 * costs[pass_, step].median:.0f} %" for pass_ in ("forward", "backward")]
+        for step in (lookup_cost.PORTABLE, lookup_cost.DEFAULT)
+    )
+    assert "{} longer forward, {} backward".format(*unaddressed) in said
+    assert "calls without a tuned config {} and {}".format(*default) in said
+
+
+def test_where_the_readme_says_a_peer_is_faster_it_is() -> None:
+    """Backward, head dim 128, no mask, sustained, from 8k up; nowhere else."""
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    section = page.partition("### Backward, bfloat16, sustained")[2].partition("\n### ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    behind = {(dim, mask, length): float(rest[-1]) for dim, mask, length, *rest in rows[2:] if float(rest[-1]) < 1}
+    assert behind.keys() == {("128", "full", "8k"), ("128", "full", "16k")}
+    assert f"{min(behind.values())} to {max(behind.values())} of FlashAttention-4's speed" in " ".join(README.split())
+
+
+def links(page: Path) -> list[str]:
+    found = re.findall(
+        r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    )
+    return [link for link in found if "://" not in link]
+
+
+PAGES_WITH_LINKS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "cache").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    """The site's build checks its pages; README and CONTRIBUTING are read in the repository, too."""
+    assert [link for link in links(page) if not (page.parent / link).exists()] == []
+
+
+NAMED = re.compile(r"`((?:benchmarks|docs|examples|fa2tune|kernels|search_spaces|tests)/[\w./-]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    assert [name for name in NAMED.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()] == []
+
+
+def test_the_model_prunes_the_best_pointer_config_of_a_recorded_key() -> None:
+    """docs/search.md says that per load variant the rule loses something: this is where, and how much."""
+    pruning = script("pruning")
+    found = {
+        load: rest
+        for load, *rest in pruning.figures(pruning.tables.load(TABLES / "h200_fwd_bf16_128_causal_4096.jsonl.gz"))
+    }
+    _, estimate, _, kept, lost = found["pointer"]
+    assert estimate > pruning.PRUNED_BEYOND and 1.0 < kept < 1.02 and lost > pruning.NEAR
+    _, estimate, near, kept, lost = found["descriptor"]
+    assert estimate < near < pruning.PRUNED_BEYOND and kept == 1.0 and lost > pruning.NEAR

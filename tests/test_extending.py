@@ -1,0 +1,268 @@
+"""What docs/add-a-kernel.md promises, done to a copy of the repository: nothing is edited but the files named here, and the
+tuner and the public call take it from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row
+from fa2tune.rows.store import Store
+
+ROOT = Path(__file__).parent.parent
+TUNE = "tune", "--pass", "fwd", "--headdim", "64", "--causal", "--dtype", "fp16", "--seqlen", "512"
+
+#: Runs one call in Triton's interpreter, with the cache that the environment names: prints what served it and how far its
+#: result is from float64.
+CALL = """
+import json, torch, fa2tune
+from fa2tune.measuring import reference
+from fa2tune.spec.mask import CAUSAL
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for length in (70, 90, 90))
+o = fa2tune.attention(q, k, v, causal=True)
+exact = reference.attention(q.double(), k.double(), v.double(), mask=CAUSAL)[0]
+served = fa2tune.explain(q, k, v, causal=True).kernels[0]
+print(json.dumps({"config": served.config, "error": float((o - exact).abs().max())}))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    copy = tmp_path / "tree"
+    for name in ("fa2tune", "kernels", "search_spaces"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "cache").mkdir()  # no shipped rows
+    return copy
+
+
+@pytest.fixture
+def run(tree: Path, tmp_path: Path) -> Callable[..., str]:
+    def run(*arguments: str, **environment: str) -> str:
+        env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "home"),
+               "TRITON_CACHE_DIR": str(tmp_path / "triton"), "FA2TUNE_KERNELS": "off", **environment}  # fmt: skip
+        done = subprocess.run([sys.executable, *arguments], cwd=tree, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run
+
+
+def tuned(run: Callable[..., str], path: Path, *options: str) -> list[Row]:
+    run("-m", "fa2tune", *TUNE, "--cache", str(path), *options)
+    return reader.read(path)
+
+
+def called(run: Callable[..., str], path: Path) -> Any:
+    return json.loads(run("-c", CALL, TRITON_INTERPRET="1", FA2TUNE_CACHE=str(path)).splitlines()[-1])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def toy(tree: Path) -> None:
+    """A kernel for compute capability 8.0: the portable forward by pointer alone, in two files, whose name says nothing."""
+    for folder in ("kernels", "search_spaces"):
+        (tree / folder / "sm80").mkdir()
+        shutil.copy(tree / folder / "portable" / "fwd.py", tree / folder / "sm80" / "streamed.py")
+    kernel = tree / "kernels" / "sm80" / "streamed.py"
+    edit(kernel, "fa2tune.search_spaces.portable.fwd", "fa2tune.search_spaces.sm80.streamed")
+    edit(kernel, "    kernel=fwd_kernel,\n", "    kernel=fwd_kernel,\n    min_arch=80,\n    max_arch=80,\n")
+    edit(
+        kernel,
+        'constants=lambda spec, _config: {"NEGATE"',
+        'constants=lambda spec, _config: {"LOADS": "pointer", "NEGATE"',
+    )
+    text = kernel.read_text(encoding="utf-8")
+    start, end = text.index("    descriptors={"), text.index("    grid=")
+    kernel.write_text(f"{text[:start]}    descriptors={{}},\n{text[end:]}", encoding="utf-8")
+    space = tree / "search_spaces" / "sm80" / "streamed.py"
+    edit(space, '        "LOADS": (POINTER, DESCRIPTOR),\n', '        "IMPLEMENTATION": ("toy",),\n')
+    edit(space, "        DESCRIPTOR_NEEDS_TMA,\n", "")
+    edit(space, "    default=default,\n",
+         '    default=lambda spec, arch: {"IMPLEMENTATION": "toy", "BLOCK_M": 64, "BLOCK_N": 64, "MASKED": "inside",\n'
+         '                                "HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0},\n')  # fmt: skip
+
+
+def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    toy(tree)
+    rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100", "--trials", "4")
+    assert {"toy"} <= {row.implementation for row in rows} <= {"toy", "pointer", "descriptor"}
+    (row,) = (row for row in rows if row.implementation == "toy")
+    assert row.config["IMPLEMENTATION"] == "toy" and "LOADS" not in row.config and row.time_us and row.errors
+    Store(tmp_path / "toy.sqlite").put([row])  # alone, so that no other is taken for faster
+    found = called(run, tmp_path / "toy.sqlite")
+    assert found["config"]["IMPLEMENTATION"] == "toy" and found["error"] < 2e-3
+    assert "sm80/streamed" in run("-c", "from fa2tune.compiling import registry; print(*registry.variants())")
+
+
+def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    """The kernel itself need not change to be searched over one more dimension, only to do something with it."""
+    before = tuned(run, tmp_path / "before.sqlite", "--gpu", "a100", "--trials", "2")
+    space = tree / "search_spaces" / "portable" / "fwd.py"
+    edit(space, "import DESCRIPTOR, POINTER, SearchSpace", "import DESCRIPTOR, POINTER, SearchSpace, added")
+    edit(
+        space, '        "num_warps": (4, 8),\n', '        "FLIP": added(0, 1, older=0),\n        "num_warps": (4, 8),\n'
+    )
+    found = called(run, tmp_path / "before.sqlite")
+    assert found["config"] == {**before[0].config, "FLIP": 0} and found["error"] < 2e-3
+    after = tuned(run, tmp_path / "after.sqlite", "--gpu", "a100", "--trials", "4")
+    assert after and all(row.config["FLIP"] in (0, 1) for row in after)
+
+
+#: Prefix language models: the keys of the prefix are seen by all queries, the others as under the causal mask.
+PREFIX = """
+import triton
+import triton.language as tl
+
+from fa2tune.spec.maskfile import MaskHooks
+
+
+@triton.jit
+def key_range(start, size, offset, seqlen_k, window, step):
+    prefix = tl.minimum(window[0], seqlen_k)
+    end = tl.maximum(tl.minimum(seqlen_k, tl.maximum(start + size + offset, 0)), prefix)
+    full_end = tl.maximum(tl.minimum(seqlen_k, tl.maximum(start + 1 + offset, 0)), prefix) // step * step
+    return 0, 0, full_end, end
+
+
+@triton.jit
+def query_range(start, size, offset, seqlen_q, window, step):
+    last = tl.cdiv(seqlen_q, step) * step
+    begin = tl.minimum(tl.maximum(start - offset, 0) // step * step, last)
+    full_begin = tl.minimum(tl.cdiv(tl.maximum(start + size - 1 - offset, 0), step) * step, last)
+    begin = tl.where(start < window[0], 0, begin)
+    return begin, tl.where(start + size <= window[0], 0, full_begin), seqlen_q, seqlen_q
+
+
+@triton.jit
+def keep(rows, columns, offset, seqlen_k, window):
+    return (columns < seqlen_k) & ((columns <= rows + offset) | (columns < window[0]))
+
+
+@triton.jit
+def sees(rows, offset, seqlen_k, window):
+    return (rows + offset >= 0) | (window[0] > 0)
+
+
+def visible(rows, columns, lengths, values):
+    return (columns <= rows + lengths[1] - lengths[0]) | (columns < values[0])
+
+
+MASK = MaskHooks("prefix", left=False, right=True, row_mask="causal", visible=visible, values={"prefix": (0, 2**31 - 1)})
+"""
+MASKED = """
+import json, torch, fa2tune
+from fa2tune import gpus
+from fa2tune.calling import dispatch
+from fa2tune.compiling import registry
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.problem import Problem
+found = {"kernels": [], "refused": [], "pairs": []}
+for lengths, prefix in (((70, 90), 40), ((150, 100), 20), ((150, 100), 0), ((70, 90), 1000)):
+    mask = fa2tune.Mask("prefix", prefix)
+    problem = Problem("fp16", 1, 4, 2, *lengths, 64, 64, mask)
+    inputs = reference.make_inputs(problem, "cpu", with_dlse=True)
+    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    o, lse = fa2tune.attention(q, k, v, mask=mask, return_lse=True)
+    gradients = torch.autograd.grad((o, lse), (q, k, v), (inputs.do, inputs.dlse))
+    named = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients))}
+    verify.compare(named, *reference.oracle_and_reference(inputs, mask=mask))  # raises
+    found["pairs"].append(mask.pairs(*lengths))
+h200 = gpus.named("h200")
+found["config"] = dict(dispatch.choose(problem, "fwd", h200).config)
+found["refused"] = [registry.refused_mask(variant, problem.specialization) for variant in registry.variants().values()]
+print(json.dumps(found))
+"""
+
+
+COMPILED = """
+from fa2tune.compiling import compiler, registry
+from fa2tune.fleet import precompile
+from fa2tune.spec.problem import Specialization
+fwd, spec = registry.portable_of("fwd"), Specialization("bf16", 64, 64, "prefix")
+print(compiler.build(fwd, spec, fwd.space.default(spec, 80), 80).kernel)
+print("sm90/fwd causal" in next(iter(precompile.sources().values())))
+"""
+
+
+def test_a_mask_is_one_file(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    (tree / "kernels" / "masks" / "prefix.py").write_text(PREFIX, encoding="utf-8")
+    found = json.loads(run("-c", MASKED, TRITON_INTERPRET="1").splitlines()[-1])
+    assert found["pairs"] == [
+        sum(j <= i + keys - queries or j < prefix for i in range(queries) for j in range(keys))
+        for (queries, keys), prefix in (((70, 90), 40), ((150, 100), 20), ((150, 100), 0), ((70, 90), 1000))
+    ]
+    # without hooks for Gluon the portable kernel serves, on a GPU that would run the warp-specialised one
+    assert found["config"]["LOADS"] in ("pointer", "descriptor")
+    refused = [why for why in found["refused"] if why]
+    assert any("kernels/masks/prefix.py does not define blocks_below" in why for why in refused)
+    assert len(refused) < len(found["refused"])
+    # compiled for a GPU, too; and hashes of other masks' kernels do not mind that it is there
+    assert run("-c", COMPILED).split() == ["portable/fwd", "True"]
+
+
+def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
+    row = '    _gpu("a100-toy", ("A100-TOY",), "ga100", 80, 96, 1410, 280.0, 140.0, 17.5, 40, 40, 1400),\n'
+    edit(tree / "fa2tune" / "catalogue.py", '    _gpu("a100-sxm-40gb",', f'{row}    _gpu("a100-sxm-40gb",')
+    rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100-toy", "--trials", "2")
+    assert rows and {(row.key.gpu, row.key.sm_count, row.key.arch) for row in rows} == {("a100-toy", 96, 80)}
+    assert "a100-toy" in run("-m", "fa2tune", "gpus")
+
+
+OF_FWD = """
+from dataclasses import replace
+from fa2tune.calling import defaults
+from fa2tune.compiling import fingerprint, registry
+known = registry.variants_of("fwd")
+hashes = fingerprint.kernel_hashes()
+print([one.name for one in known], registry.portable_of("fwd").name, [one.portable for one in known])
+print([hashes[f"fwd{filed} full"] == fingerprint.kernel_hash(registry.variant_named(name), "full")
+       for filed, name in (("", "portable/fwd"), (" alt", "portable/alt"))], "fwd alt full" in list(hashes))
+"""
+
+
+def alternative(tree: Path, loads: bool = False) -> None:
+    """A second implementation in the folder of portable kernels, whose path comes before the portable one's."""
+    for folder in ("kernels", "search_spaces"):
+        shutil.copy(tree / folder / "portable" / "fwd.py", tree / folder / "portable" / "alt.py")
+    edit(tree / "kernels" / "portable" / "alt.py", "portable.fwd", "portable.alt")
+    if not loads:
+        space = tree / "search_spaces" / "portable" / "alt.py"
+        edit(space, '        "LOADS": (POINTER, DESCRIPTOR),\n', '        "IMPLEMENTATION": ("alt",),\n')
+
+
+def test_another_implementation_beside_the_portable_kernel_does_not_take_its_place(
+    tree: Path, run: Callable[..., str]
+) -> None:
+    alternative(tree)
+    names, hashes = run("-c", OF_FWD).splitlines()
+    assert names == "['portable/fwd', 'portable/alt', 'sm90/fwd'] portable/fwd [True, False, False]"
+    assert hashes == "[True, True] True"
+
+
+def test_two_portable_kernels_are_an_error(tree: Path, run: Callable[..., str]) -> None:
+    alternative(tree, loads=True)
+    said = run("-c", f"try:\n    exec({OF_FWD!r})\nexcept ValueError as error:\n    print(error)")
+    assert said.startswith("kernel fwd: portable/alt and portable/fwd are both portable, as their configs have LOADS")
+
+
+def test_stray_files_in_a_folder_of_kernels_are_not_read(tree: Path, run: Callable[..., str]) -> None:
+    for folder in ("kernels", "search_spaces"):
+        (tree / folder / "portable" / ".#fwd.py").symlink_to("someone@somewhere.1234")
+        (tree / folder / "portable" / "._fwd.py").write_bytes(b"\x00\x05\x16\x07\xff")
+    (tree / "kernels" / "sm90" / "__init__.py").touch()
+    code = "from fa2tune.compiling import fingerprint, registry; from fa2tune.report import facts; facts.reasons(); "
+    assert "__init__" not in run("-c", f"{code}fingerprint.source_digest(); print(*registry.variants())")

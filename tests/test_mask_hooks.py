@@ -1,0 +1,96 @@
+"""The hooks of kernels/masks/ that Gluon kernels call, run as plain Python: Gluon has no interpreter. What a kernel skips,
+takes whole or hides is compared with what the mask says is visible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fa2tune.spec import maskfile, standins
+from fa2tune.spec.mask import Mask
+
+ROWS, BLOCK_M, BLOCK_N = (
+    4,
+    8,
+    8,
+)  #: of a consumer group, of a tile, of a key block; hide() is made for eight columns and more
+GLUON = SimpleNamespace(
+    maximum=np.maximum, minimum=np.minimum, cdiv=lambda x, y: -(-x // y), where=np.where,
+    arange=lambda start, end, layout: np.arange(start, end), SliceLayout=lambda dim, parent: None,
+)  # fmt: skip
+HOOKS_OF_GLUON = {"blocks_below", "first_block", "clear_blocks", "hide", "sees_a_key"}
+VALUES = (-1, 0, 2, 3, 8, 12, 30)  #: of every run-time integer, as far as it may have them
+
+
+def sampled(name: str) -> Iterator[Mask]:
+    limits = maskfile.mask_named(name).values.values()
+    for values in itertools.product(*({min(max(v, least), most) for v in VALUES} for least, most in limits)):
+        yield Mask(name, *values)
+
+
+#: Of every file; portable kernels serve a mask that lacks a hook
+MASKS = [mask for name in maskfile.names() if maskfile.hooks_of(name) >= HOOKS_OF_GLUON for mask in sampled(name)]
+LENGTHS = tuple(itertools.product((1, 8, 13, 40), repeat=2))
+
+
+def hook(mask: Mask, name: str) -> Callable[..., Any]:
+    """The function below its decorator, with numpy in place of Gluon."""
+    jitted: standins.Kernel = standins.run(f"masks.{mask.name}")[name]
+    return FunctionType(jitted.fn.__code__, {"gl": GLUON, "float": float, "max": max}, name)
+
+
+def visible(mask: Mask, seqlen_q: int, seqlen_k: int, rows: int, columns: int) -> np.ndarray:
+    """[rows, columns]. Keys behind the last are seen by none; rows behind the last as if there were more queries."""
+    i, j = np.arange(rows)[:, None], np.arange(columns)
+    seen = np.broadcast_to(mask.visible(i, j, seqlen_q, seqlen_k), (rows, columns))
+    return seen & (j < seqlen_k)
+
+
+def test_the_hooks_are_those_that_kernels_in_gluon_call() -> None:
+    gluon = {name for name, hook in standins.run("masks.full").items()
+             if isinstance(hook, standins.Kernel) and hook.is_gluon()}  # fmt: skip
+    assert gluon == HOOKS_OF_GLUON
+    assert {mask.name for mask in MASKS} >= {"full", "causal", "band", "chunked"}
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_what_gluon_kernels_skip_and_take_whole(mask: Mask) -> None:
+    below_of, first_of, clear_of = (hook(mask, name) for name in ("blocks_below", "first_block", "clear_blocks"))
+    described = maskfile.mask_named(mask.name)
+    for lengths in LENGTHS:
+        seqlen_q, seqlen_k = lengths
+        asked = (*lengths, mask.arguments(*lengths), BLOCK_N)
+        blocks = -(-seqlen_k // BLOCK_N)
+        seen = visible(mask, *lengths, -(-seqlen_q // BLOCK_M) * BLOCK_M, blocks * BLOCK_N)
+        for start in range(0, seqlen_q, BLOCK_M):
+            first = int(first_of(start, *asked))
+            for row in range(start, start + BLOCK_M, ROWS):
+                below = int(below_of(row + ROWS, *asked))
+                assert 0 <= first < below <= blocks, "at least one block"
+                mine = seen[row : row + ROWS].reshape(ROWS, blocks, BLOCK_N)
+                real = seen[row : min(row + ROWS, seqlen_q)].reshape(-1, blocks, BLOCK_N)
+                assert not real[:, :first].any() and not real[:, below:].any(), "what is skipped is seen by none"
+                clear_begin, clear_end = map(int, clear_of(row, row + ROWS, *asked))
+                # as the kernel has it: the last block is masked in any case
+                begin = max(first, clear_begin) if described.left else first
+                end = min(below - 1, clear_end) if described.right else below - 1
+                assert mine[:, begin : max(begin, end)].all(), "what is taken whole is seen by all"
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_what_gluon_kernels_hide(mask: Mask) -> None:
+    hide, sees = hook(mask, "hide"), hook(mask, "sees_a_key")
+    for lengths in LENGTHS:
+        seqlen_q, seqlen_k = lengths
+        window, offset, columns = mask.arguments(*lengths), seqlen_k - seqlen_q, -(-seqlen_k // 16) * 16
+        seen = visible(mask, *lengths, seqlen_q, columns)
+        rows = np.arange(seqlen_q)
+        for column in range(0, columns, 16):
+            scores = hide(np.zeros((seqlen_q, 16)), rows, column, offset, seqlen_k, window, None)
+            assert ((scores == 0) == seen[:, column : column + 16]).all()
+        assert (sees(rows, offset, seqlen_k, window) == seen.any(1)).all()

@@ -1,0 +1,132 @@
+"""The operand check: addresses of tensor-core operands that are not computed on every path."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, operandcheck, registry
+from fa2tune.spec.problem import Specialization
+from fa2tune.tuning.search import compile_check
+
+PRODUCT = "HGMMA.64x128x16.F32 R24, gdesc[UR32], R24"
+#: both of what an address is: its low word and, with the carry, its high one
+WORKED_OUT = ("UIADD3 UR32, UP0, UR8, 0x2, URZ", "UIADD3.X UR33, UR9, 0x40000040, URZ, UP0, !UPT")
+BEFORE = ("R2UR UR8, R0", "UMOV UR9, URZ", "UMOV UR34, 0x10", "UMOV UR35, 0x40000040")
+
+
+def listing(*lines: str, table: tuple[int, ...] = ()) -> str:
+    """A disassembly as nvdisasm writes it, of instructions and labels, and of a table of addresses."""
+    address, found = 0, ['\t.section .text.kernel,"ax",@progbits']
+    for line in lines:
+        if line.endswith(":"):
+            found.append(line)
+        else:
+            found.append(f"        /*{address:04x}*/                   {line} ;")
+            address += 16
+    data = ", ".join(f"0x{byte:02x}" for entry in table for byte in entry.to_bytes(4, "little"))
+    return "\n".join([*found, "\t.section .nv.constant2.kernel", *([f"        .byte {data}"] if table else [])])
+
+
+def registers(*lines: str, table: tuple[int, ...] = ()) -> set[int]:
+    return {one.register for one in operandcheck.unsound(listing(*lines, table=table))}
+
+
+def test_an_address_from_the_way_into_a_loop_that_may_be_passed_by() -> None:
+    """What ptxas 12.8 made of two loops over one tile."""
+    assert registers(
+        *BEFORE, "@!P0 BRA `(.L_x_6)", *WORKED_OUT, ".L_x_9:", PRODUCT, "@P1 BRA `(.L_x_9)", ".L_x_6:", PRODUCT, "EXIT"
+    ) == {32, 33}
+
+
+def test_a_value_of_long_before() -> None:
+    stale = ("S2UR UR33, SR_CgaCtaId", "UMOV UR32, 0x400")
+    found = operandcheck.unsound(listing(*BEFORE, *stale, "@P0 BRA `(.L_x_1)", *WORKED_OUT, ".L_x_1:", PRODUCT, "EXIT"))
+    assert [one.register for one in found] == [33]
+    assert str(found[0]) == (
+        "HGMMA at 0x90 takes UR33 from S2UR UR33, SR_CgaCtaId or UIADD3.X UR33, UR9, 0x40000040, URZ, UP0, !UPT"
+    )
+
+
+def test_it_is_followed_over_copies_and_offsets() -> None:
+    more = (
+        "UIADD3 UR16, UP0, UR32, 0x2, URZ",
+        "UIADD3.X UR17, UR33, URZ, URZ, UP0, !UPT",
+        "UMOV UR18, UR34",
+        "UMOV UR19, UR35",
+    )
+    product = "HGMMA.64x128x16.F32 R24, gdesc[UR16], R24, gsb0"
+    assert registers(*BEFORE, "@P0 BRA `(.L_x_1)", *WORKED_OUT, ".L_x_1:", *more, product, "EXIT") == {32, 33}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (*BEFORE, *WORKED_OUT, ".L_x_1:", PRODUCT, "@P0 BRA `(.L_x_1)", PRODUCT, "EXIT"),
+        # each way works it out
+        (*BEFORE, "@P0 BRA `(.L_x_1)", *WORKED_OUT, "BRA `(.L_x_2)", ".L_x_1:", *WORKED_OUT, ".L_x_2:", PRODUCT, "EXIT"),
+        # kept in a register of the threads, and fetched again
+        (*BEFORE, *WORKED_OUT, "MOV R9, UR33", ".L_x_1:", PRODUCT, "S2UR UR33, SR_CgaCtaId", "R2UR UR33, R9",
+         "@P0 BRA `(.L_x_1)", "EXIT"),
+        # the way past it ends
+        (*BEFORE, "@P0 BRA `(.L_x_1)", *WORKED_OUT, PRODUCT, "EXIT", ".L_x_1:", "EXIT"),
+        # under one predicate and its contrary
+        (*BEFORE, *(f"@{p} {one}" for p in ("UP1", "!UP1") for one in WORKED_OUT), PRODUCT, "EXIT"),
+        # the same over a special register, and a sum with one
+        (*BEFORE, "S2UR UR32, SR_CTAID.X", *(f"@{p} {one}" for p in ("UP1", "!UP1") for one in WORKED_OUT), PRODUCT, "EXIT"),
+        ("S2UR UR8, SR_CTAID.X", *BEFORE[1:], *WORKED_OUT, PRODUCT, "EXIT"),
+        # registers hold A, so the first two of the descriptor say nothing
+        ("UMOV UR34, 0x10", "UMOV UR35, 0x40000040", "HGMMA.64x64x16.F32 R88, R148, gdesc[UR32].tnspB, R88", "EXIT"),
+        ("UMOV UR34, 0x10", "UMOV UR35, 0x40000040", "HGMMA.64x64x16.F32 R88, R148.reuse, gdesc[UR32].tnspB, R88", "EXIT"),
+        # a jump that cannot be followed: nothing is said
+        (PRODUCT, "CALL.REL.NOINC `(.L_x_1)", ".L_x_1:", "EXIT"),
+        ("HMMA.16816.F32 R4, R4, R8, R4", "EXIT"),
+    ],
+)  # fmt: skip
+def test_sound_code(lines: tuple[str, ...]) -> None:
+    assert not registers(*lines)
+
+
+@pytest.mark.parametrize("jump", ["BRX R4 -0x50", "BRXU UR6 -0x50"])
+def test_jumps_by_table(jump: str) -> None:
+    """A partition that the table names, behind an exit that nothing passes."""
+    code = [*BEFORE, jump, "EXIT", PRODUCT, "EXIT"]
+    assert registers(*code, table=(6 * 16,)) == {32, 33}
+    assert not registers(*code, table=(5 * 16,))
+    assert not registers(*code)  # no table: it cannot be followed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "causal", "rescale", "rows", "numbered"),
+    [
+        ("fp16", False, "never", 128, True),  # a value of long before
+        ("fp16", False, "never", 192, False),  # none at all
+        ("bf16", True, "never", 192, True),  # three loops
+        ("bf16", True, "lazy", 128, True),
+        ("fp16", True, "now", 128, False),
+    ],
+)
+def test_the_forward_that_showed_it(dtype: str, causal: bool, rescale: str, rows: int, numbered: bool) -> None:
+    """Several loops over Q in shared memory, with two Q tiles; under a mask since P is carried as words."""
+    variant = registry.variant_named("sm90/fwd")
+    spec = Specialization(dtype, 64, 64, "causal" if causal else "full")
+    config = {
+        **variant.space.default(spec, 90),
+        "RESCALE": rescale,
+        "Q_STAGES": 2,
+        "BLOCK_M": rows,
+        "NUMBERED": numbered,
+    }
+    h200 = gpus.named("h200")
+    assert limits.before_compile(variant, spec, config, h200) is None
+    binary = compiler.build(variant, spec, config, 90)
+    assert operandcheck.check(binary) == ()
+
+
+def test_a_candidate_that_shows_it_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = operandcheck.UnsoundOperand(0x90, 33, ("nothing", "UMOV UR33, URZ"))
+    monkeypatch.setattr(operandcheck, "check", lambda binary: (found,))
+    variant = registry.portable_of("fwd")
+    spec = Specialization("bf16", 64, 64, "full")
+    result = compile_check.compile_check("fwd", spec, variant.space.default(spec, 80), gpus.named("a100-sxm-80gb"))
+    assert result.status == "miscompiled" and "HGMMA at 0x90 takes UR33 from nothing or UMOV UR33, URZ" in result.why

@@ -1,0 +1,48 @@
+"""Version, changelog, citation and CI workflow agree with each other."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fa2tune
+
+yaml = pytest.importorskip("yaml")  # comes with optuna
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read(name: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load((ROOT / name).read_text())
+    return found
+
+
+def test_the_changelog_names_this_version_behind_unreleased() -> None:
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == ("Unreleased", "")
+    assert heads[1][0] == fa2tune.__version__
+    assert heads[1][1], "a released version has a date"
+
+
+def test_the_citation_names_this_version_and_its_date() -> None:
+    citation = read("CITATION.cff")
+    released = re.search(rf"^## \[{fa2tune.__version__}\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    assert citation["version"] == fa2tune.__version__
+    assert str(citation["date-released"]) == released[1]
+    assert citation["authors"] == PROJECT["authors"]
+    assert citation["license"] == PROJECT["license"]
+    assert citation["cff-version"] == "1.2.0"
+    assert [reference["title"].partition(":")[0] for reference in citation["references"]] == ["FlashAttention-2"]
+
+
+def test_the_workflow_runs_the_ci_script_on_the_oldest_python() -> None:
+    jobs = read(".github/workflows/ci.yml")["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    pythons = [step["with"]["python-version"] for step in steps if "python-version" in step.get("with", {})]
+    assert [f">={python}" for python in pythons] == [PROJECT["requires-python"]]

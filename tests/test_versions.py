@@ -1,0 +1,83 @@
+"""A torch or a Triton that is too old is named, with the version that is needed, before anything else is done."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fa2tune import versions
+
+ROOT = Path(__file__).parent.parent
+OLD = {
+    "torch": "import torch, importlib.metadata as m; torch.__version__ = '2.8.0+cu126'; v = m.version; "
+    "m.version = lambda name: torch.__version__ if name == 'torch' else v(name)",
+    "triton": "import fa2tune.compiling.fingerprint as f; f.triton_version = lambda: '3.5.1'",
+}
+SAID = {
+    "torch": "fa2tune needs torch 2.11 or newer; this Python has torch 2.8.0+cu126. Upgrade it: "
+    "pip install --upgrade 'torch>=2.11'",
+    "triton": "fa2tune needs triton 3.6 or newer; this Python has triton 3.5.1. Upgrade it: "
+    "pip install --upgrade 'triton>=3.6'",
+}
+
+
+def with_old(package: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A Python in which ``package`` has an older version's number."""
+    (folder / "sitecustomize.py").write_text(OLD[package])
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "XDG_CACHE_HOME": str(folder)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("package", versions.REQUIRED)
+def test_the_public_call_names_what_is_too_old(package: str, tmp_path: Path) -> None:
+    done = with_old(
+        package, tmp_path, "-c", "import fa2tune\ntry: fa2tune.attention\nexcept ImportError as e: print(e)"
+    )
+    assert done.stdout.startswith(SAID[package]), done.stderr
+
+
+@pytest.mark.parametrize("package", versions.REQUIRED)
+def test_tune_for_an_absent_gpu_names_it_and_files_nothing(package: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache.sqlite"
+    done = with_old(
+        package, tmp_path, "-m", "fa2tune", "tune", "--gpu", "a100", "--headdim", "64", "--cache", str(cache)
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Error: {SAID[package]}")
+    assert len(done.stderr.splitlines()) == 1
+    assert not [path.name for path in tmp_path.rglob("*.sqlite")]
+
+
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.11.0+cu128", "2.11.0a0+nv26.02", "2.11.0.dev20260101", "3.0", "unknown"]
+)
+def test_versions_that_pass(version: str) -> None:
+    versions.check("torch", version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cpu", "1.13.1", "2.8.0a0+nv25.06"])
+def test_versions_that_do_not(version: str) -> None:
+    with pytest.raises(versions.VersionError, match=re.escape(f"this Python has torch {version}.")):
+        versions.check("torch", version)
+
+
+def test_the_package_requires_the_same_and_takes_prereleases() -> None:
+    """pip orders 2.11.0a0+nv26.02, a container's own build, below 2.11 and would replace it."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {found.name: found.specifier for found in map(Requirement, project["dependencies"])}
+    for package, lowest in versions.REQUIRED.items():
+        release = ".".join(map(str, lowest))
+        assert all(
+            declared[package].contains(f"{release}{end}") for end in (".0", ".0a0+nv26.02", ".0.dev20260101+cu128")
+        )
+        assert not declared[package].contains(f"{lowest[0]}.{lowest[1] - 1}.9")
