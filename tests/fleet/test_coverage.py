@@ -47,7 +47,7 @@ DEEPSEEK = {
     [
         ({"head_dim": 320}, "head dim 320: fa2tune has 16 to 256 in steps of 8"),
         ({"head_dim": 100}, "head dim 100"),
-        ({"attn_logit_softcapping": 50.0}, "soft-capped"),
+        ({"attn_logit_softcapping": 50.0}, "soft-capped, which its family is not known to be (attn_logit_softcapping)"),
         ({"model_type": "gpt_oss"}, "sinks"),
     ],
 )
@@ -246,6 +246,44 @@ def test_windowed_layers_name_their_window(user: Path, tmp_path: Path) -> None:
     assert [line[3] for line in cells if line and line[0] == "fwd"] == ["causal", "causal, window"]
     done = covered(tmp_path, mixed, "--gpu", "h200", "--pass", "fwd", "--seqlen", 8192, "--full")
     assert "full, window 4096 each side" in done.output
+
+
+GEMMA2 = {
+    "model_type": "gemma2", "hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "num_hidden_layers": 2, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_soft_capped_layers_are_computed_and_have_no_rows_of_their_own(user: Path, tmp_path: Path) -> None:
+    Store(user).put([fresh(head_dim=256, head_dim_v=256, bucket=2048)])
+    asked = ("--gpu", "h200", "--pass", "fwd", "--seqlen", 2048)
+    done = covered(tmp_path, GEMMA2, *asked)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("covered: 2 of 2 attention layers; 1 key on h200: 1 other row\n")
+    assert "causal, soft cap 50" in done.output and "tuned without one" in done.output
+    found = json.loads(covered(tmp_path, GEMMA2, *asked, "--json").output)
+    assert [(key["served_by"], key["softcap"]) for key in found["keys"]] == [("other row", True)]
+    assert [one["softcap"] for one in found["attention"]] == [50.0, 50.0]
+    assert not found["commands"], "no tune measures soft caps"
+    plain = json.loads(covered(tmp_path, {**GEMMA2, "attn_logit_softcapping": None}, *asked, "--json").output)
+    assert [(key["served_by"], key["softcap"]) for key in plain["keys"]] == [("own row", False)]
+
+
+@pytest.mark.parametrize("cap", [50.0, None])
+def test_no_warp_specialised_row_serves_a_soft_cap(user: Path, tmp_path: Path, cap: object) -> None:
+    key = fresh(head_dim=256, head_dim_v=256, bucket=2048).key
+    shipped = reader.read(Path(__file__).parents[2] / "cache" / "h200.sqlite")
+    Store(user).put([each for each in shipped if each.key == key and each.implementation == WARP_SPECIALIZED])
+    done = covered(
+        tmp_path, {**GEMMA2, "attn_logit_softcapping": cap}, "--gpu", "h200", "--pass", "fwd", "--seqlen", 2048
+    )
+    assert ("1 default config" in done.output.splitlines()[0]) == (cap is not None), done.output
+
+
+@pytest.mark.parametrize("cap", [-1.0, 1e-9, "50", True, [50.0]])
+def test_a_soft_cap_that_is_none_is_refused_by_name(tmp_path: Path, cap: object) -> None:
+    done = covered(tmp_path, {**GEMMA2, "attn_logit_softcapping": cap}, "--gpu", "h200")
+    assert done.exit_code in (1, 2) and "attn_logit_softcapping" in done.output
 
 
 def test_layers_in_chunks_name_their_chunks(user: Path, tmp_path: Path) -> None:
