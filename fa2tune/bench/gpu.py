@@ -21,6 +21,7 @@ MIN_ROUNDS, MAX_ROUNDS = 10, 100
 #: second or more to follow. Seconds.
 SETTLE_SECONDS, TURN_SECONDS = 0.3, 0.3
 HOT_SECONDS = 1.2  #: of all calls before that: a GPU that was cool, or waited, clocks higher for so long
+FEWEST = 4  #: launches of either part of a turn
 TURNS = 2  #: of each call, forth and back, so that what drifts evenly cancels
 #: At least this much is overwritten to empty the L2, and at least four times its size. Bytes.
 FLUSH_BYTES = 256 << 20
@@ -104,15 +105,16 @@ class BenchGpu:
     def time(self, calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
         """Milliseconds of GPU time, one sample per call and round, interleaved: every round runs every call once, in a
         random order, each after the L2 was emptied. About ``seconds`` per call, within MIN_ROUNDS and MAX_ROUNDS."""
-        cuda = self._torch.cuda
+        from fa2tune.measuring import timing
+
         order, shuffle = list(calls), random.Random(0).shuffle
         flush_seconds = self._flush_seconds()
         began, host, whole = time.perf_counter(), 0.0, 0.0
         while time.perf_counter() - began < WARM_SECONDS:
             start = time.perf_counter()
-            self._round(calls, order, lead=0)
+            submitted = timing.submit([calls[name] for name in order], self._flush, lead=0)
             host = time.perf_counter() - start
-            cuda.synchronize()
+            timing.finish(submitted)
             whole = time.perf_counter() - start
         # The GPU must be behind the host whenever a start event is reached, or the event times the host's launches. So each
         # round queues behind overwrites that keep the GPU busy for twice as long as the host needs to submit the round.
@@ -121,10 +123,9 @@ class BenchGpu:
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             shuffle(order)
-            events = self._round(calls, order, lead)
-            cuda.synchronize()
-            for name, (start_event, end_event) in events.items():
-                samples[name].append(start_event.elapsed_time(end_event))
+            found = timing.finish(timing.submit([calls[name] for name in order], self._flush, lead))
+            for name, microseconds in zip(order, found, strict=True):
+                samples[name].append(microseconds / 1e3)
         return samples
 
     def sustain(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
@@ -132,42 +133,15 @@ class BenchGpu:
         and the L2 is as the call before left it. The clock is then the one that this call's own power allows, where ``time``
         has every call run at the clock that all of them leave the GPU. A call that takes the host longer than the GPU is as
         slow as the host."""
-        each = {name: self._turn(call, HOT_SECONDS / len(calls), 0.0) for name, call in calls.items()}
+        from fa2tune.measuring import timing
+
+        for call in calls.values():
+            timing.settle(call, HOT_SECONDS / len(calls), FEWEST)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(TURNS):
             for name in list(calls)[:: -1 if turn % 2 else 1]:
-                self._turn(calls[name], SETTLE_SECONDS, each[name])
-                samples[name].append(self._turn(calls[name], TURN_SECONDS, each[name]))
+                samples[name].append(timing.alone(calls[name], SETTLE_SECONDS, TURN_SECONDS, FEWEST) / 1e3)
         return samples
-
-    def _turn(self, call: Callable[[], object], seconds: float, each: float) -> float:
-        """Milliseconds a call, over about so many seconds. ``each``: what one is known to take; 0: nothing is known."""
-        cuda = self._torch.cuda
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        if not each:
-            each = self._turn(call, seconds, 1e3 * seconds / 4)
-        count = max(4, round(1e3 * seconds / each))
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        cuda.synchronize()
-        return float(start.elapsed_time(end)) / count
-
-    def _round(
-        self, calls: Mapping[str, Callable[[], object]], order: list[str], lead: int
-    ) -> dict[str, tuple[Any, Any]]:
-        events = {}
-        for _ in range(lead):
-            self._flush()
-        for name in order:
-            start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush()
-            start.record()
-            calls[name]()
-            end.record()
-            events[name] = (start, end)
-        return events
 
     def _flush(self) -> None:
         if self._scratch is None:

@@ -19,7 +19,7 @@ import torch
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
-from fa2tune.measuring import clock_monitor, racing, reference, worker
+from fa2tune.measuring import clock_monitor, racing, reference, timing, worker
 from fa2tune.measuring.clock_monitor import Reading
 from fa2tune.measuring.samples import CRAWLING, EFFORTS, Race
 from fa2tune.spec.key import TuningKey
@@ -29,7 +29,8 @@ from fa2tune.spec.variant import implementation_of
 WARM_UP_SECONDS = 0.4  #: of matrix products, before the first race and after a pause
 IDLE_SECONDS = 1.0  #: a pause that lets the clocks drop
 FLUSH_BYTES_AT_MOST = 256 << 20
-LEAD = 8  #: times the L2 is flushed before a block of launches, see ``_Track._launches``
+LEAD = 8  #: times the L2 is flushed before a block of launches: an overwrite, of four times the L2, takes the memory longer
+#: than a launch takes the host
 #: Seconds until a launch counts as hung: the anchor's first, others', a block of the race
 FIRST_LAUNCH_SECONDS, LAUNCH_SECONDS, BLOCK_SECONDS = 20.0, 5.0, 20.0
 #: Whose first two launches take longer, and so many times as long as the anchor's first, is not raced.
@@ -157,60 +158,22 @@ class _Track:
         self.rests, self.hot = TURN_RESTS if turn_seconds else RESTS, False
 
     def launch(self, schedule: Sequence[int]) -> list[float]:
+        calls = [self.runners[index] for index in schedule]
         if not self.turn_seconds:
-            found = self._launches(schedule)
+            found = timing.finish(timing.submit(calls, self.gpu.flush_buffer.zero_, LEAD))
+            self._alive()
         else:
             if not self.hot:
-                self._turn(self.runners[schedule[0]], HOT_SECONDS)
+                timing.settle(calls[0], HOT_SECONDS, FEW)
+                self._alive()
                 self.hot = True
-            found = [self._turn(self.runners[index], self.turn_seconds) for index in schedule]
+            settling = SETTLING * self.turn_seconds
+            found = [timing.alone(call, settling, self.turn_seconds - settling, FEW, self._alive) for call in calls]
         self.gpu.last_used = time.monotonic()
         return found
 
-    def _turn(self, runner: Callable[[], object], seconds: float) -> float:
-        """One contender over and over: microseconds a launch, once power and clock have settled. From then on nothing runs
-        between launches; where the host takes longer for one than the GPU, it is the host that is timed."""
-        begun, count = time.monotonic(), FEW
-        while True:
-            start = time.monotonic()
-            for _ in range(count):
-                runner()
-            torch.cuda.synchronize()
-            now = time.monotonic()
-            each = (now - start) / count
-            if now - begun >= SETTLING * seconds:
-                break
-            count = max(FEW, int(0.1 * seconds / each))
-        worker.report(-1, BLOCK_SECONDS)  # alive
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        count = max(FEW, int((1 - SETTLING) * seconds / each))
-        first.record()
-        for _ in range(count):
-            runner()
-        last.record()
-        torch.cuda.synchronize()
-        worker.report(-1, BLOCK_SECONDS)  # alive
-        return first.elapsed_time(last) * 1e3 / count
-
-    def _launches(self, schedule: Sequence[int]) -> list[float]:
-        """Each launch stands between two events, behind an overwrite of the L2. Events see the kernels alone as long as the
-        GPU is behind the host. An overwrite, of four times the L2, takes the memory longer than a launch takes the host, and
-        ``LEAD`` of them at the start give the host its head start. So launch gaps do not count, not those between the kernels
-        of a whole backward either, and a CUDA graph would cost a capture a candidate to show the same."""
-        flush = self.gpu.flush_buffer.zero_
-        for _ in range(LEAD):
-            flush()
-        events = []
-        for index in schedule:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush()
-            start.record()
-            self.runners[index]()
-            end.record()
-            events.append((start, end))
-        torch.cuda.synchronize()
-        worker.report(-1, BLOCK_SECONDS)  # alive
-        return [start.elapsed_time(end) * 1e3 for start, end in events]
+    def _alive(self) -> None:
+        worker.report(-1, BLOCK_SECONDS)
 
     def read(self) -> Reading:
         return self.seen.read()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from fa2tune.bench import comparison, tables
 from fa2tune.bench import gpu as bench_gpu
 from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
 from fa2tune.cli.bench import bench as command
+from fa2tune.measuring import timing
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
@@ -250,7 +251,7 @@ def test_a_sustained_cell_is_timed_by_turns() -> None:
     assert record["peers"]["turned"]["samples"] == 2 and record["peers"][SUBJECT]["high_ms"] == 2.2
 
 
-def test_each_call_has_the_gpu_for_itself_forth_and_back() -> None:
+def test_each_call_has_the_gpu_for_itself_forth_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now, did = [0.0], []
 
     class Event:
@@ -269,8 +270,10 @@ def test_each_call_has_the_gpu_for_itself_forth_and_back() -> None:
 
         return launch
 
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now[0] / 1e3)
     rig = object.__new__(REAL_GPU)
-    rig._torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
     samples = rig.sustain({"a": call("a", 1.0), "b": call("b", 50.0)})
     assert samples == {"a": [pytest.approx(1.0)] * bench_gpu.TURNS, "b": [pytest.approx(50.0)] * bench_gpu.TURNS}
     blocks = [name for name, _ in itertools.groupby(did)]
