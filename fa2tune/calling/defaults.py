@@ -34,7 +34,7 @@ def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bo
     """The default of a kernel's portable variant, or of its warp-specialised one; None where that cannot run on this GPU."""
     for variant in variants_of(kernel):
         alike = WARP_SPECIALIZED in variant.implementations if specialized else variant.portable
-        if alike and variant.min_arch <= gpu.arch <= variant.max_arch:
+        if alike and limits.unsupported(variant, spec, gpu) is None:
             config = variant.space.default(spec, gpu.arch)
             if limits.before_compile(variant, spec, config, gpu) is None:
                 return config

@@ -73,9 +73,9 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
     return int(tile.flops(variant.serves) / 2) // (config["num_warps"] * WARP_THREADS)
 
 
-def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:
-    """Why ``config`` is dropped before it is compiled, or None."""
-    if not variant.min_arch <= gpu.arch <= variant.max_arch:
+def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | None:
+    """Why no config of a kernel computes calls like these on this GPU, or None."""
+    if not variant.runs_on(gpu.arch):
         if variant.max_arch == variant.min_arch:
             needed = f"exactly {_capability(variant.min_arch)}"
         elif gpu.arch < variant.min_arch:
@@ -89,6 +89,13 @@ def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: 
         return Refusal("mask", why)
     if (why := refused_score(variant, spec)) is not None:
         return Refusal("score", why)
+    return None
+
+
+def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: Gpu) -> Refusal | None:
+    """Why ``config`` is dropped before it is compiled, or None."""
+    if (refusal := unsupported(variant, spec, gpu)) is not None:
+        return refusal
     broken = variant.space.broken(config, spec, gpu.arch)
     if broken is not None:
         return Refusal(broken.name, broken.why)

@@ -216,6 +216,10 @@ class Variant:
         """Whether the analytic model can estimate it: a loop over tiles that Triton pipelines."""
         return {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "maxnreg"} <= set(self.space.dimensions)
 
+    def runs_on(self, arch: int) -> bool:
+        """Whether it compiles for a compute capability (90: 9.0)."""
+        return self.min_arch <= arch <= self.max_arch
+
     def programs(self, problem: Problem, config: Config, sm_count: int, early: bool = True) -> int:
         """Programs to launch; ``early``: as ``scalars`` has it."""
         return int(self.grid(problem, config, sm_count, early))

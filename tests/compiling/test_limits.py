@@ -81,6 +81,24 @@ def test_reasons_say_what_is_needed_and_what_there_is() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kernel", "gpu", "changes", "name"),
+    [
+        ("sm90/fwd", A100, {}, "architecture"),
+        ("sm90/fwd", H200, {"score": "softcap"}, "score"),
+        ("sm90/fwd", H200, {}, None),
+        ("portable/fwd", A100, {"score": "softcap"}, None),
+    ],
+)
+def test_what_no_config_of_a_kernel_computes(kernel: str, gpu: gpus.Gpu, changes: dict[str, str], name: str) -> None:
+    """It is refused before any config is looked at, by the same name and sentence as each of them."""
+    variant, spec = registry.variant_named(kernel), replace(SPEC, **changes)
+    refusal = limits.unsupported(variant, spec, gpu)
+    assert (refusal and refusal.name) == name
+    config = variant.space.default(spec, max(gpu.arch, variant.min_arch))
+    assert limits.before_compile(variant, spec, config, gpu) == refusal
+
+
 def test_limits_differ_between_8_6_and_8_7() -> None:
     orin, a10 = gpus.named("orin-agx-64gb"), gpus.named("a10")
     tiles = {

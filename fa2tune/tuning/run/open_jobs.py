@@ -96,7 +96,7 @@ def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
         for kernel in plan.kernels
         if kernel in job.kernels
         for variant in registry.variants_of(kernel)
-        if variant.portable or ((variant.modelled or not predicted) and variant.min_arch <= arch <= variant.max_arch)
+        if variant.portable or ((variant.modelled or not predicted) and variant.runs_on(arch))
     ]
 
 
