@@ -31,10 +31,10 @@ WANTED = precompile.Wanted(windows=True)
 LARGEST = 15_000_000  #: bytes of a file; a wheel is to stay below 40 MB
 
 
-def jobs() -> dict[int, dict[precompile.Job, None]]:
+def jobs() -> dict[int, dict[precompile.BinaryJob, None]]:
     """Compute capability -> what to compile for the shipped rows. Files of rows that another Triton made (h200-triton3.9)
     are for those whose machine code is not here, so they are left out; any other row of another Triton is an error."""
-    found: dict[int, dict[precompile.Job, None]] = {}
+    found: dict[int, dict[precompile.BinaryJob, None]] = {}
     here = fingerprint.triton_version()
     for path in reader.shipped_paths():
         if "-triton" in path.stem:
@@ -65,7 +65,7 @@ def make(folder: Path, workers: int | None) -> None:
         click.echo(f"{path}: {len(outcome.entries)} binaries, {path.stat().st_size / 1e6:.1f} MB")
 
 
-def _progress(name: str, total: int) -> precompile.Progress:
+def _progress(name: str, total: int) -> precompile.OnBinary:
     def progress(done: int) -> None:
         if done % 20 == 0:
             click.echo(f"{name}: {done} of {total}", err=True)
@@ -88,7 +88,7 @@ def check(folder: Path, sample: int, seed: int) -> Iterable[str]:
             yield f"{path}: {len(damaged)} damaged, as {damaged[0].about}"
         if fingerprint.source_digest() not in file.sources:
             yield f"{path}: of other sources than these"
-        build, by_key = precompiled.triton_build(), dict[str, precompile.Job]()
+        build, by_key = precompiled.triton_build(), dict[str, precompile.BinaryJob]()
         for job in todo:
             variant, spec, point = job
             by_key[precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build)] = job

@@ -18,13 +18,13 @@ from optuna.trial import TrialState, create_trial
 from fa2tune.compiling import registry
 from fa2tune.predicting import model
 from fa2tune.report.contents import render
-from fa2tune.report.sources import Search, Sources, Trial
+from fa2tune.report.sources import Sources, StoredSearch, Trial
 from fa2tune.rows.row import MEASURED
 from fa2tune.rows.store import write_text
 from fa2tune.tuning.search.candidates import Point, distributions, point
 
 
-def search(table: tables.Table) -> Search:
+def search(table: tables.Table) -> StoredSearch:
     """A table as a study that tried everything."""
     predicted: dict[Point, float] = {}
     if any(built.loops for built in table.binaries.values()):  # what the model goes by
@@ -42,7 +42,7 @@ def search(table: tables.Table) -> Search:
             trials.append(
                 Trial(config, time_us, table.statuses.get(where, ""), built.why, predicted.get(where), None, frozen)
             )
-    return Search(table.key, tables.stem(table.key), MEASURED, trials, (), exhaustive=True)
+    return StoredSearch(table.key, tables.stem(table.key), MEASURED, trials, (), exhaustive=True)
 
 
 @click.command()

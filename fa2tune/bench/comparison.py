@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], tuple[torch.Tensor, ...]]
 
-PASSES = ("fwd", "bwd", "both")
+BENCHED = ("fwd", "bwd", "both")
 #: How a cell is timed -> its kind: every launch behind another peer's and out of a cold L2; or each peer for turns alone
 TIMINGS = {"interleaved": "time", "sustained": "sustained"}
 BENCH_DTYPES = ("bf16", "fp16")
@@ -77,7 +77,7 @@ class Rig(Protocol):
 class Cell:
     kind: str  #: "memory", or one of TIMINGS' values
     problem: Problem
-    pass_: str  #: one of PASSES
+    pass_: str  #: one of BENCHED
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -109,12 +109,16 @@ class Grid:
     head_dims: Sequence[int] = HEAD_DIMS
     masks: Sequence[Mask] = (FULL, CAUSAL)
     seqlens: Sequence[int] = BUCKETS
-    passes: Sequence[str] = PASSES
+    passes: Sequence[str] = BENCHED
     timings: Sequence[str] = ("interleaved",)
     memory_seqlens: Sequence[int] = MEMORY_SEQLENS
 
     def __post_init__(self) -> None:
-        words = (("dtype", self.dtypes, BENCH_DTYPES), ("pass", self.passes, PASSES), ("timing", self.timings, TIMINGS))
+        words = (
+            ("dtype", self.dtypes, BENCH_DTYPES),
+            ("pass", self.passes, BENCHED),
+            ("timing", self.timings, TIMINGS),
+        )
         for name, values, allowed in words:
             for value in values:
                 if value not in allowed:

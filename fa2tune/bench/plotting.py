@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fa2tune.bench.tables import Record
+    from fa2tune.bench.tables import CellRecord
 
 #: How the cells of a kind are timed.
 _HOW = {
@@ -122,7 +122,7 @@ def _legend_inches(names: Sequence[str]) -> float:
     return 0.21 * -(-len(names) // max(1, _columns(names)))
 
 
-def _labels(data: Mapping[str, Any], cells: Sequence[Record]) -> dict[str, str]:
+def _labels(data: Mapping[str, Any], cells: Sequence[CellRecord]) -> dict[str, str]:
     """What a legend says of each peer: its name and version, and in how many of the cells it was measured, if not in all."""
     versions = {field: str(value or "") for field, value in data["runs"][-1].items()}
     found = {}
@@ -145,19 +145,19 @@ def _quiet(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def _rare(cells: Sequence[Record]) -> list[str]:
+def _rare(cells: Sequence[CellRecord]) -> list[str]:
     """The peers that were measured in less than ``RARE`` of these cells."""
     counts = {name: sum(name in cell["peers"] for cell in cells) for name in tables.peers_of(cells)}
     return [name for name, count in counts.items() if count < RARE * len(cells)]
 
 
-def _without(cells: Sequence[Record], names: Sequence[str]) -> list[Record]:
+def _without(cells: Sequence[CellRecord], names: Sequence[str]) -> list[CellRecord]:
     return [
         {**cell, "peers": {name: entry for name, entry in cell["peers"].items() if name not in names}} for cell in cells
     ]
 
 
-def _note(cells: Sequence[Record], letters: int) -> list[str]:
+def _note(cells: Sequence[CellRecord], letters: int) -> list[str]:
     """Why bars are absent, in lines of at most so many ``letters``; none where every peer was timed in every cell."""
     counts = {name: sum(name in cell["peers"] for cell in cells) for name in tables.peers_of(cells)}
     rare = _rare(cells)

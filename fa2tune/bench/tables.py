@@ -17,7 +17,7 @@ from fa2tune.spec.mask import ROW_MASKS, band
 if TYPE_CHECKING:
     from rich.table import Table
 
-    Record = Mapping[str, Any]
+    CellRecord = Mapping[str, Any]
 
 #: Kinds of timed cells -> what a title adds; in the order of tables
 KIND_TITLES = {kind: name for name, kind in reversed(comparison.TIMINGS.items())}
@@ -32,7 +32,7 @@ LONG = 2048
 # ---- reading the data ----------------------------------------------------------------------------------------------
 
 
-def records(data: Mapping[str, Any], kind: str, **fields: Any) -> list[Record]:
+def records(data: Mapping[str, Any], kind: str, **fields: Any) -> list[CellRecord]:
     """The cells of a kind whose fields have these values, by head dim, mask (full first), length."""
     found = [cell for cell in data["cells"] if cell["kind"] == kind and all(cell[f] == v for f, v in fields.items())]
     return sorted(found, key=lambda cell: (cell["head_dim"], mask_place(mask_label(cell)), cell["seqlen"]))
@@ -48,19 +48,19 @@ def title_of(dtype: str, pass_: str, kind: str) -> str:
     return f"{PASS_TITLES[pass_].capitalize()}, {DTYPE_TITLES[dtype]}, {KIND_TITLES[kind]}"
 
 
-def peers_of(cells: Iterable[Record]) -> list[str]:
+def peers_of(cells: Iterable[CellRecord]) -> list[str]:
     """Names of the peers that these cells know, in the order of PEERS."""
     present = {name for cell in cells for name in cell["peers"]}
     return [name for name in PEERS if name in present]
 
 
-def ratio_to_best(cell: Record) -> tuple[float, str] | None:
+def ratio_to_best(cell: CellRecord) -> tuple[float, str] | None:
     """How many times as fast as the fastest peer fa2tune is, and which that is; None without a figure for both."""
     ratios = [(entry["ratio"], name) for name, entry in cell["peers"].items() if name != SUBJECT and "ratio" in entry]
     return min(ratios, default=None)
 
 
-def averages(cells: Iterable[Record]) -> dict[str, float]:
+def averages(cells: Iterable[CellRecord]) -> dict[str, float]:
     """Geometric mean of fa2tune's ratio to each peer over cells with lengths from LONG up; "best": to the best of each cell."""
     gathered: dict[str, list[float]] = {}
     for cell in cells:
@@ -79,7 +79,7 @@ def length_name(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def mask_label(cell: Record) -> str:
+def mask_label(cell: CellRecord) -> str:
     """The name of a cell's mask: "full", "causal", "window LEFT, RIGHT", or another's with its values: "chunked 8192"."""
     if cell.get("mask") is not None:
         name, *values = cell["mask"]  # its file need not be here
@@ -110,7 +110,7 @@ def setting(data: Mapping[str, Any]) -> str:
     return ", ".join([*parts, " to ".join({days[0]: None, days[-1]: None})])
 
 
-def _rows(cells: Sequence[Record], names: Sequence[str]) -> list[tuple[list[str], int | None]]:
+def _rows(cells: Sequence[CellRecord], names: Sequence[str]) -> list[tuple[list[str], int | None]]:
     """Table rows (head dim, mask, length, TFLOP/s of each peer, ratio to BASELINE, ratio to the best peer), and which
     column is the fastest's."""
     rows = []
@@ -136,7 +136,7 @@ def _header(names: Sequence[str], labels: Mapping[str, str]) -> list[str]:
     return ["head dim", "mask", "length", *(labels[name] for name in names), *ratios, "x best"]
 
 
-def sentence(cells: Sequence[Record]) -> str:
+def sentence(cells: Sequence[CellRecord]) -> str:
     """The averages in words, each head dim apart: one may win what another loses. "" if no length is long enough for them."""
     long = [cell for cell in cells if cell["seqlen"] >= LONG]
     dims = sorted({cell["head_dim"] for cell in long})
@@ -161,7 +161,7 @@ def sentence(cells: Sequence[Record]) -> str:
     )
 
 
-def memory_setting(cell: Record) -> str:
+def memory_setting(cell: CellRecord) -> str:
     return f"batch 1, {cell['heads']} heads of {cell['head_dim']}, {mask_label(cell)}, {DTYPE_TITLES[cell['dtype']]}"
 
 

@@ -32,7 +32,6 @@ from fa2tune.spec.variant import implementation_of
 TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
     "tuned", "stale", "other gpu", "near", "predicted", "default",
 )  # fmt: skip
-PASSES = {"fwd": "forward", BACKWARD: "backward"}
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
 DECODING = 16  #: at most so many queries: few programs run, as keys are not split among them

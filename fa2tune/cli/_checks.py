@@ -33,7 +33,7 @@ FOR_CALLS = ("torch", "triton")
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line of the report. ``fix`` is set where something is wrong; ``needed``: attention() cannot run here until it is
     fixed, or something that was configured cannot be used."""
 
@@ -52,9 +52,9 @@ class Finding:
         return {"mark": self.mark, **asdict(self)}
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[Check]:
     python = (3, 11)
-    yield Finding(
+    yield Check(
         "python", platform.python_version(), "" if sys.version_info >= python else "install Python 3.11 or newer"
     )
     for package, lowest in REQUIRED.items():
@@ -68,13 +68,13 @@ def packages() -> Iterator[Finding]:
         yield _package(package, version, "" if numbers >= lowest else wanted)
 
 
-def _package(package: str, found: str, fix: str) -> Finding:
+def _package(package: str, found: str, fix: str) -> Check:
     if package in FOR_CALLS or not fix:
-        return Finding(package, found, fix)
-    return Finding(package, found, f"{fix}; attention() runs without it, fa2tune tune does not", needed=False)
+        return Check(package, found, fix)
+    return Check(package, found, f"{fix}; attention() runs without it, fa2tune tune does not", needed=False)
 
 
-def tools() -> Iterator[Finding]:
+def tools() -> Iterator[Check]:
     """The programs that compile for a GPU and read its machine code. They come with the triton wheel."""
     from fa2tune.compiling import compiler
 
@@ -84,11 +84,11 @@ def tools() -> Iterator[Finding]:
             compiler.tool(name)
             found.append(name)
         except FileNotFoundError as error:
-            yield Finding(name, str(error), "pip install --force-reinstall --no-deps triton")
+            yield Check(name, str(error), "pip install --force-reinstall --no-deps triton")
         except ImportError as error:
-            yield Finding(name, f"triton does not import: {plain(error)}", "pip install --force-reinstall triton")
+            yield Check(name, f"triton does not import: {plain(error)}", "pip install --force-reinstall triton")
     if found:
-        yield Finding("CUDA tools", f"{', '.join(found)}, of the triton wheel")
+        yield Check("CUDA tools", f"{', '.join(found)}, of the triton wheel")
 
 
 @dataclass(frozen=True)
@@ -112,36 +112,36 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(**values)
 
 
-def torch_finding(seen: Found) -> Finding | None:
+def torch_check(seen: Found) -> Check | None:
     """Why torch cannot use the driver that is here, or None."""
     build = torch_build()
     if build is None or not seen.cuda:
         return None
     if build.hip:
-        return Finding(
+        return Check(
             "torch build", f"for ROCm {build.hip}", "install the CUDA build of torch: fa2tune needs an NVIDIA GPU"
         )
     if not build.cuda:
-        return Finding("torch build", "without CUDA", "install the CUDA build of torch")
+        return Check("torch build", "without CUDA", "install the CUDA build of torch")
     if int(build.cuda.split(".")[0]) > int(seen.cuda.split(".")[0]):
         fix = "update the driver, or install a torch for an older CUDA"
-        return Finding("torch build", f"for CUDA {build.cuda}; the driver supports CUDA {seen.cuda} at most", fix)
-    return Finding("torch build", f"for CUDA {build.cuda}; the driver supports CUDA {seen.cuda}")
+        return Check("torch build", f"for CUDA {build.cuda}; the driver supports CUDA {seen.cuda} at most", fix)
+    return Check("torch build", f"for CUDA {build.cuda}; the driver supports CUDA {seen.cuda}")
 
 
-def gpus(seen: Found) -> Iterator[Finding]:
+def gpus(seen: Found) -> Iterator[Check]:
     """One line a GPU, one on its clock monitor, and the driver."""
     from fa2tune import devices
     from fa2tune.compiling import fingerprint
     from fa2tune.gpus import MIN_ARCH
     from fa2tune.measuring.clock_monitor import ClockMonitor
 
-    if (about := torch_finding(seen)) is not None:
+    if (about := torch_check(seen)) is not None:
         yield about
     for device in seen.devices:
         found = f"{plain(device.name)}, {device.sm_count} SMs, sm_{device.arch}: {plain(device.gpu.note or device.gpu.name)}"
         fix = "" if device.arch >= MIN_ARCH else "fa2tune needs compute capability 8.0 (A100) or newer"
-        yield Finding(f"gpu {device.number}", found, fix)
+        yield Check(f"gpu {device.number}", found, fix)
         monitor = ClockMonitor(devices.bus_id(device.number))
         fix = (
             "pip install nvidia-ml-py; without it tuning works, and rows do not record throttling"
@@ -149,9 +149,9 @@ def gpus(seen: Found) -> Iterator[Finding]:
             else ""
         )
         clock = plain(monitor.why) or f"by NVML: {_clock(monitor.read())}"
-        yield Finding(f"gpu {device.number} clock", clock, fix, needed=False)
+        yield Check(f"gpu {device.number} clock", clock, fix, needed=False)
     if seen.cuda:
-        yield Finding("driver", fingerprint.driver_version() or "version unknown")
+        yield Check("driver", fingerprint.driver_version() or "version unknown")
 
 
 def _clock(reading: Reading) -> str:
@@ -161,7 +161,7 @@ def _clock(reading: Reading) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowClass:
     """The rows of one class of evidence that can serve a GPU."""
 
     evidence: str  #: "measured", "sibling" or "predicted"
@@ -192,7 +192,7 @@ class Rows:
         return {**asdict(self), "stale_files": [str(layer.path) for layer in self.stale_files]}
 
 
-def rows_for(device: Device, layers: Sequence[Layer], toolchain: Toolchain) -> list[Rows]:
+def rows_for(device: Device, layers: Sequence[Layer], toolchain: Toolchain) -> list[RowClass]:
     """What the cache files hold for a GPU, in the order in which the lookup prefers it."""
     from fa2tune.rows import lookup
 
@@ -212,7 +212,7 @@ def rows_for(device: Device, layers: Sequence[Layer], toolchain: Toolchain) -> l
     return found
 
 
-def _class(standing: tuple[str, str], held: Sequence[tuple[Any, Layer]], toolchain: Toolchain) -> Rows:
+def _class(standing: tuple[str, str], held: Sequence[tuple[Any, Layer]], toolchain: Toolchain) -> RowClass:
     on, evidence = standing
     stale = [(row, layer, parts) for row, layer in held if (parts := toolchain.stale(row))]
     old = {id(row) for row, _, _ in stale}
@@ -221,7 +221,7 @@ def _class(standing: tuple[str, str], held: Sequence[tuple[Any, Layer]], toolcha
     waiting = [(layer, parts) for row, layer, parts in stale if row.key not in fresh_keys]
     reasons = Counter(_short(part) for _, parts in waiting for part in parts)
     files = {layer.path: layer for layer, _ in waiting}
-    return Rows(
+    return RowClass(
         evidence, on, tuple(sorted({row.key.gpu for row, _ in held})), len(held), len(held) - len(old), len(keys),
         len(fresh_keys), tuple(reason for reason, _ in reasons.most_common()), tuple(files.values()),
     )  # fmt: skip
@@ -243,14 +243,14 @@ class _Skipped(logging.Handler):
         self.records.append(record)
 
 
-def _skipped(record: logging.LogRecord) -> Finding:
+def _skipped(record: logging.LogRecord) -> Check:
     """A file that serves no call, and what to do about it."""
     from fa2tune.rows.reader import FLEET_VARIABLE, CacheFileError
 
     error = record.args[-1] if isinstance(record.args, tuple) and record.args else None
     if not isinstance(error, CacheFileError):  # no home directory to look in
         said = record.getMessage()
-        return Finding("cache", said, f"set HOME or XDG_CACHE_HOME, or correct {FLEET_VARIABLE}", skipped=said)
+        return Check("cache", said, f"set HOME or XDG_CACHE_HOME, or correct {FLEET_VARIABLE}", skipped=said)
     layer = record.getMessage().partition(" ")[0]
     path, missing = plain(error.path, None), error.reason == "no such file"
     if missing:
@@ -265,12 +265,10 @@ def _skipped(record: logging.LogRecord) -> Finding:
         "user": f"mv {shlex.quote(path)} {shlex.quote(path + '.bad')} (or restore it from a copy)",
         "fleet": f"restore {path} from a copy, or remove it from {FLEET_VARIABLE}",
     }.get(layer, f"install fa2tune again: {path} came with it")
-    return Finding(
-        f"{layer} cache", f"{path}: {error.reason}", fix, skipped=f"{layer} file {path} is {what} and skipped"
-    )
+    return Check(f"{layer} cache", f"{path}: {error.reason}", fix, skipped=f"{layer} file {path} is {what} and skipped")
 
 
-def cache_files() -> tuple[list[Layer], list[Finding]]:
+def cache_files() -> tuple[list[Layer], list[Check]]:
     """The cache files that serve, strongest first; a line for each, and for each that cannot be read."""
     from fa2tune.rows import reader
 
@@ -278,15 +276,15 @@ def cache_files() -> tuple[list[Layer], list[Finding]]:
     reader.logger.addHandler(skipped)
     try:
         layers = reader.layers()
-        found = [Finding(f"{one.name} cache", f"{plain(one.path, None)}, {len(list(one.rows))} rows") for one in layers]
+        found = [Check(f"{one.name} cache", f"{plain(one.path, None)}, {len(list(one.rows))} rows") for one in layers]
     finally:
         reader.logger.removeHandler(skipped)
     if not layers:
-        found.append(Finding("cache", "no file: every call takes the default config", "fa2tune tune", needed=False))
+        found.append(Check("cache", "no file: every call takes the default config", "fa2tune tune", needed=False))
     return layers, [*found, *map(_skipped, skipped.records)]
 
 
-def binaries_files() -> Iterator[Finding]:
+def binaries_files() -> Iterator[Check]:
     """The files of binaries: which are trusted, which not and why, what is in them, and whether it is intact."""
     from fa2tune.compiling import binaries, fingerprint, overrules
 
@@ -294,7 +292,7 @@ def binaries_files() -> Iterator[Finding]:
     for place, file in held.files:
         subject, path = f"{place.layer} kernels", plain(file.path, None)
         if damaged := len(file.damaged()):
-            yield Finding(
+            yield Check(
                 subject, f"{path}, {len(file.entries)} binaries, {damaged} damaged",
                 "fa2tune cache precompile, or ship the file again; until then calls compile those kernels",
             )  # fmt: skip
@@ -306,29 +304,29 @@ def binaries_files() -> Iterator[Finding]:
             f"{n} for {plain(for_)}" for for_, n in sorted(made.items())
         )
         other = file.sources and fingerprint.source_digest() not in file.sources
-        yield Finding(
+        yield Check(
             subject, f"{found}; other kernel sources than here" if other else found,
             "fa2tune cache precompile; until then calls whose kernels differ compile" if other else "", needed=False,
         )  # fmt: skip
     for place, why in held.refused:
         missing = place.layer == "named" and not os.path.lexists(place.path)  # as a cache file that FA2TUNE_CACHE names
         fix = f"ship that file, or remove it from {binaries.VARIABLE}" if missing else "fix that, or delete the file"
-        yield Finding(
+        yield Check(
             f"{place.layer} kernels", f"{plain(place.path, None)}: {'no such file' if missing else plain(why)}",
             f"{fix}; until then calls compile", needed=missing,
         )  # fmt: skip
     if not held.files and not held.refused:
         off = os.environ.get(binaries.VARIABLE) == binaries.OFF
-        yield Finding("kernels", f"off, by {binaries.VARIABLE}" if off else "no file of binaries: first calls compile")
+        yield Check("kernels", f"off, by {binaries.VARIABLE}" if off else "no file of binaries: first calls compile")
     if held.files and (overruled := overrules.found()) is not None:
-        yield Finding("kernels", f"not used: {plain(overruled)}")
+        yield Check("kernels", f"not used: {plain(overruled)}")
 
 
-def settings() -> Iterator[Finding]:
+def settings() -> Iterator[Check]:
     """Variables of the environment with a value that a call would refuse."""
     from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
 
     setting, allowed = os.environ.get(CAPTURE_MISS), (ERROR, DEFAULT)
     if setting is not None and setting not in allowed:
         fix = f"set it to {' or '.join(allowed)}, or remove it from the environment"
-        yield Finding(CAPTURE_MISS, plain(repr(setting)), fix)
+        yield Check(CAPTURE_MISS, plain(repr(setting)), fix)

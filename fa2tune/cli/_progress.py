@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 30.0  #: seconds between two lines, where the output is not a terminal
 
 
-class Steps:
+class StepsBar:
     """Called as ``steps(what, done, total)``. A context manager, so that a bar never stays behind."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Steps:
         self.bar: Progress | None = None
         self.task: TaskID | None = None
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> StepsBar:
         if sys.stdout is not None and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

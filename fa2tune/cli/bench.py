@@ -38,7 +38,7 @@ def _text(values: tuple[Any, ...]) -> str:
 @click.option("--window", "windows", multiple=True, metavar="LEFT,RIGHT", callback=window,
               help="A sliding window in place of the masks: keys to the left and to the right of the diagonal that a query "
                    "sees, -1 for all. May be repeated, and combined with --causal or --full.")  # fmt: skip
-@click.option("--pass", "passes", callback=comma_separated(str), default=_text(comparison.PASSES), show_default=True,
+@click.option("--pass", "passes", callback=comma_separated(str), default=_text(comparison.BENCHED), show_default=True,
               help="fwd: forward without gradients; bwd: backward alone; both: one after the other.")  # fmt: skip
 @click.option("--timing", "timings", callback=comma_separated(str), default="interleaved", show_default=True,
               help="interleaved: launches of all peers take turns, each with a cold L2; sustained: each peer runs alone, at "

@@ -13,7 +13,7 @@ import click
 
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.cli import _checks
-from fa2tune.cli._checks import Finding, Rows
+from fa2tune.cli._checks import Check, RowClass
 from fa2tune.cli._output import echo
 from fa2tune.text import plain
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """Everything that was found."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Check] = field(default_factory=list)
     seen: Found | None = None  #: what the driver says; None: not asked, as a package is missing
-    rows: dict[int, list[Rows]] = field(default_factory=dict)  #: GPU by number -> what the cache files hold for it
+    rows: dict[int, list[RowClass]] = field(default_factory=dict)  #: GPU by number -> what the cache files hold for it
     triton: str = ""
     gpu_wanted: bool = True
 
     @property
-    def broken(self) -> list[Finding]:
+    def broken(self) -> list[Check]:
         return [one for one in self.findings if one.fix and one.needed]
 
     @property
@@ -96,7 +96,7 @@ class Report:
         }  # fmt: skip
 
 
-def _verdict_on(device: Device, classes: Sequence[Rows], triton: str) -> str:
+def _verdict_on(device: Device, classes: Sequence[RowClass], triton: str) -> str:
     name = plain(device.name)
     if not classes:
         return f"{name} has no rows, so attention() takes the default configs."
@@ -109,7 +109,7 @@ def _verdict_on(device: Device, classes: Sequence[Rows], triton: str) -> str:
     return f"{name} has {best.words()}. {best.keys - best.fresh_keys} of {best.keys} keys have only stale rows ({reasons})."
 
 
-def _next_for(classes: Sequence[Rows]) -> str:
+def _next_for(classes: Sequence[RowClass]) -> str:
     if not classes or (classes[0].on, classes[0].evidence) != ("exact", "measured"):
         return "fa2tune tune (measures on this GPU)"
     if classes[0].stale_files:
@@ -117,9 +117,9 @@ def _next_for(classes: Sequence[Rows]) -> str:
     return NOTHING_TO_DO
 
 
-def examine(gpu_wanted: bool) -> Report:
+def examine(gpu_wanted: bool) -> Diagnosis:
     """Look at everything. Imports no torch."""
-    report = Report(gpu_wanted=gpu_wanted)
+    report = Diagnosis(gpu_wanted=gpu_wanted)
     report.findings += _checks.packages()
     complete = not report.broken  # the rest imports these packages
     if complete:
@@ -143,12 +143,12 @@ def examine(gpu_wanted: bool) -> Report:
     return report
 
 
-def _row_lines(device: Device, classes: Sequence[Rows]) -> Iterator[Finding]:
+def _row_lines(device: Device, classes: Sequence[RowClass]) -> Iterator[Check]:
     """What the cache files hold for a GPU, one line a class of evidence."""
     for one in classes:
-        yield Finding(f"gpu {device.number} rows", f"{one.words()}; {one.fresh} fresh, {one.rows - one.fresh} stale")
+        yield Check(f"gpu {device.number} rows", f"{one.words()}; {one.fresh} fresh, {one.rows - one.fresh} stale")
     if not classes:
-        yield Finding(f"gpu {device.number} rows", "none: default configs")
+        yield Check(f"gpu {device.number} rows", "none: default configs")
 
 
 @click.command()
@@ -175,7 +175,7 @@ def doctor(as_json: bool, no_gpu: bool) -> None:
         raise SystemExit(report.status)
 
 
-def _lines(report: Report, width: int | None) -> Iterator[str]:
+def _lines(report: Diagnosis, width: int | None) -> Iterator[str]:
     """Verdict and next command, then every finding. ``width``: of the terminal, None for lines of any length."""
     yield from textwrap.wrap(report.verdict, width or len(report.verdict), break_on_hyphens=False)
     said = f"Next: {report.next}"

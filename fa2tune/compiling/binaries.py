@@ -295,7 +295,7 @@ def companion(cache_file: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """A file that may bring binaries."""
 
     layer: str  #: "user", "named" (by FA2TUNE_KERNELS) or "shipped"
@@ -303,24 +303,24 @@ class Place:
     pin: str = ""
 
 
-def places() -> Iterable[Place]:
+def places() -> Iterable[FilePlace]:
     """The trusted files, whether they exist or not, in lookup order."""
     named = os.environ.get(VARIABLE, "")
     if named == OFF:
         return
     with suppress(RuntimeError):  # no home, no file
-        yield Place("user", companion(reader.user_path()))
+        yield FilePlace("user", companion(reader.user_path()))
     for entry in named.split(os.pathsep):
         if entry:
             path, _, pin = entry.rpartition("@") if _SHA256.fullmatch(entry.rpartition("@")[2]) else (entry, "", "")
-            yield Place("named", Path(os.path.expanduser(path)), pin)
+            yield FilePlace("named", Path(os.path.expanduser(path)), pin)
     yield from shipped()
 
 
-def shipped() -> list[Place]:
+def shipped() -> list[FilePlace]:
     """The files that came with fa2tune."""
     folders = dict.fromkeys(path.parent for path in reader.shipped_paths())
-    return [Place("shipped", path) for path in _beside(tuple(folders))]
+    return [FilePlace("shipped", path) for path in _beside(tuple(folders))]
 
 
 @cache
@@ -333,8 +333,8 @@ def _beside(folders: tuple[Path, ...]) -> tuple[Path, ...]:
 class Trusted:
     """Files that may be loaded from, and why others may not."""
 
-    files: tuple[tuple[Place, File], ...]
-    refused: tuple[tuple[Place, str], ...]
+    files: tuple[tuple[FilePlace, File], ...]
+    refused: tuple[tuple[FilePlace, str], ...]
 
 
 def trusted() -> Trusted:
@@ -348,7 +348,7 @@ def forget() -> None:
 
 
 @cache
-def _read(asked: tuple[Place, ...]) -> Trusted:
+def _read(asked: tuple[FilePlace, ...]) -> Trusted:
     files, refused = [], []
     for place in asked:
         if place.layer != "named" and not os.path.lexists(place.path):

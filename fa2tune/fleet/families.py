@@ -29,7 +29,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """The attention of one model type."""
 
     stacks: tuple[Stack, ...] = ()
@@ -112,41 +112,41 @@ def _bart(source: str, target: str) -> tuple[Stack, ...]:
     return encoder, decoder, replace(decoder, name="cross attention", mask=FULL, length=longer)
 
 
-def _table() -> dict[str, Family]:
-    found: dict[str, Family] = {}
+def _table() -> dict[str, ModelFamily]:
+    found: dict[str, ModelFamily] = {}
 
-    def enter(names: str, family: Family) -> None:
+    def enter(names: str, family: ModelFamily) -> None:
         for name in names.split():
             assert name not in found, name
             found[name] = family
 
-    enter(DECODERS, Family((Stack("", CAUSAL),)))
-    enter(LATENT, Family((Stack("", CAUSAL),), note=LATENT_NOTE))
-    enter(ENCODERS, Family((Stack("", FULL),)))
-    enter(ENCODERS_WITH_OFFSET, Family((Stack("", FULL, reserved=2),)))
-    enter(IMAGES, Family((Stack("", FULL, length=""),)))
+    enter(DECODERS, ModelFamily((Stack("", CAUSAL),)))
+    enter(LATENT, ModelFamily((Stack("", CAUSAL),), note=LATENT_NOTE))
+    enter(ENCODERS, ModelFamily((Stack("", FULL),)))
+    enter(ENCODERS_WITH_OFFSET, ModelFamily((Stack("", FULL, reserved=2),)))
+    enter(IMAGES, ModelFamily((Stack("", FULL, length=""),)))
     packed = "several images are packed into one sequence, and each sees itself only"
     pixtral = Stack("", FULL, length="", refused=packed)
-    enter("pixtral", Family((pixtral,)))
+    enter("pixtral", ModelFamily((pixtral,)))
     qwen = replace(pixtral, layers="depth", heads="num_heads")
-    enter("qwen2_vl_vision", Family((replace(qwen, width="embed_dim"),)))
-    enter(PACKED_IMAGES, Family((qwen,)))
-    enter(COMPOSITES, Family(composite=True))
-    enter("gemma3", Family(composite=True, partly=IMAGE_TOKENS))
+    enter("qwen2_vl_vision", ModelFamily((replace(qwen, width="embed_dim"),)))
+    enter(PACKED_IMAGES, ModelFamily((qwen,)))
+    enter(COMPOSITES, ModelFamily(composite=True))
+    enter("gemma3", ModelFamily(composite=True, partly=IMAGE_TOKENS))
     positions = dict.fromkeys(TRANSLATORS.split(), ("max_position_embeddings", "max_position_embeddings"))
     positions |= dict.fromkeys(("speech_to_text", "whisper"), ("max_source_positions", "max_target_positions"))
     for name, (source, target) in positions.items():
-        enter(name, Family(_bart(source, target)))
-    enter(T5S, Family(_t5(RELATIVE)))
+        enter(name, ModelFamily(_bart(source, target)))
+    enter(T5S, ModelFamily(_t5(RELATIVE)))
     for why, (causal, full) in REFUSED.items():
-        enter(causal, Family((Stack("", CAUSAL, refused=why),)))
-        enter(full, Family((Stack("", FULL, refused=why),)))
+        enter(causal, ModelFamily((Stack("", CAUSAL, refused=why),)))
+        enter(full, ModelFamily((Stack("", FULL, refused=why),)))
     for why, names in REFUSED_UNREAD.items():
-        enter(names, Family(refused=why))
+        enter(names, ModelFamily(refused=why))
     return found
 
 
-FAMILIES = _table()
+MODEL_FAMILIES = _table()
 
 #: Layer type -> the kind of softmax attention that it has; None: it has none.
 FULL_KIND, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

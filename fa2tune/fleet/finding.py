@@ -69,7 +69,7 @@ def variant_of(row: Row) -> Variant:
     return registry.variant_of(row.key.kernel, row.config)
 
 
-def gpu_of(key: TuningKey, present: PresentGpu | None) -> Gpu:
+def gpu_of_key(key: TuningKey, present: PresentGpu | None) -> Gpu:
     """The GPU that a row is filed under."""
     if present and (present.gpu.name, present.gpu.sm_count) == (key.gpu, key.sm_count):
         return present.gpu

@@ -12,16 +12,15 @@ from statistics import median
 from typing import Any
 
 from fa2tune.measuring.samples import quantile
+from fa2tune.rows.describe import PASSES
 from fa2tune.rows.lookup import differences
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.problem import BACKWARD
 
 SHORTER, LONGER = "bucket: next shorter", "bucket: next longer"
 FAR, FARTHER = "bucket: 4 times off", "bucket: 8 times off and more"
 DTYPE, HEAD_DIM = "other 16-bit dtype", "same padded head dim"
 PORTABLE, DEFAULT = "tensors that TMA cannot address", "documented default"
 STEPS = (SHORTER, LONGER, FAR, FARTHER, DTYPE, HEAD_DIM, PORTABLE, DEFAULT)
-PASSES = {"fwd": "forward", BACKWARD: "backward"}
 
 
 def step_between(asked: TuningKey, has: TuningKey) -> str | None:

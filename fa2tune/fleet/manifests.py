@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelFile:
     """One file of binaries that a process may load kernels from."""
 
     file: str  #: its name, without folders
@@ -60,7 +60,7 @@ class Manifest:
     #: version of the NVIDIA driver, if it decides between rows of a file; else "", also where there is none
     driver: str
     kernels: Mapping[str, str] = field(default_factory=dict)  #: kernel -> hash of its source
-    binaries: tuple[Kernels, ...] = ()  #: in lookup order
+    binaries: tuple[KernelFile, ...] = ()  #: in lookup order
 
     @property
     def hash(self) -> str:
@@ -101,16 +101,16 @@ def manifest() -> Manifest:
     return of(dispatch.layers(), dispatch.toolchain(), trusted_binaries())
 
 
-def trusted_binaries() -> list[Kernels]:
+def trusted_binaries() -> list[KernelFile]:
     """The files of binaries that this process may load from."""
     return [_kernels(file) for _, file in binaries.trusted().files]
 
 
-def _kernels(file: binaries.File) -> Kernels:
-    return Kernels(file.path.name, len(file.entries), file.digest)
+def _kernels(file: binaries.File) -> KernelFile:
+    return KernelFile(file.path.name, len(file.entries), file.digest)
 
 
-def of(layers: Iterable[Layer], toolchain: lookup.Toolchain, kernels: Iterable[Kernels] = ()) -> Manifest:
+def of(layers: Iterable[Layer], toolchain: lookup.Toolchain, kernels: Iterable[KernelFile] = ()) -> Manifest:
     """The manifest of these layers, strongest first, under a toolchain, with these files of binaries."""
     layers = list(layers)
     driver = toolchain.driver if any(lookup.driver_decides(layer.rows) for layer in layers) else ""
@@ -164,7 +164,7 @@ def parse(text: str) -> Manifest:
             raise ManifestError("each of its files of binaries must have file, binaries and digest")
         if not all(_is_text(part[name]) for name in ("file", "digest")) or type(part["binaries"]) is not int:
             raise ManifestError("file and digest must be text, binaries an integer")
-        files.append(Kernels(**part))
+        files.append(KernelFile(**part))
     found = Manifest(tuple(parts), held["fa2tune"], held["triton"], held["driver"], kernels, tuple(files))
     if found.hash != held["hash"]:
         raise ManifestError("its hash does not match its content: it was changed after it was written")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa2tune.fleet import families
-from fa2tune.fleet.families import CAUSAL, CHUNKED, FAMILIES, FULL, FULL_KIND, KINDS, SLIDING, Stack
+from fa2tune.fleet.families import CAUSAL, CHUNKED, FULL, FULL_KIND, KINDS, MODEL_FAMILIES, SLIDING, Stack
 from fa2tune.fleet.modelfile import (
     DROPPED,
     MOST_LAYERS,
@@ -100,9 +100,9 @@ def model(config: Mapping[str, Any], dtype: str | None = None) -> Model:
                 "pip install -U transformers. If the model ships its own code: fa2tune does not run it; tune by head dim "
                 "(fa2tune tune --headdim) and ask `fa2tune explain` about single calls"
             )
-    if name in FAMILIES and FAMILIES[name].refused:
-        return Model(name, (), refused=(FAMILIES[name].refused,), transformers=version)
-    strange = tuple(f"model_type {one}" for one in types if one not in FAMILIES)
+    if name in MODEL_FAMILIES and MODEL_FAMILIES[name].refused:
+        return Model(name, (), refused=(MODEL_FAMILIES[name].refused,), transformers=version)
+    strange = tuple(f"model_type {one}" for one in types if one not in MODEL_FAMILIES)
     if strange:
         return Model(name, (), strange, transformers=version)
     found = list(_parts(instance(library, config), config, config, dtype, ""))
@@ -157,7 +157,7 @@ def _parts(
 ) -> Iterator[Model]:
     """A Model for each part that has attention."""
     name = str(config.model_type)
-    family = FAMILIES.get(name)
+    family = MODEL_FAMILIES.get(name)
     where = f"{part}: " if part else ""
     if family is None:
         yield Model(name, (), (f"{where}model_type {name}",))

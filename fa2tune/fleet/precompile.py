@@ -34,9 +34,9 @@ OTHER_DRIVER = "other"  #: stands for any that no row was made with
 
 Point = tuple[tuple[str, object], ...]
 #: One binary: the ``binary_config`` as sorted pairs.
-Job = tuple[Variant, Specialization, Point]
+BinaryJob = tuple[Variant, Specialization, Point]
 #: Called with the number of jobs done.
-Progress = Callable[[int], None]
+OnBinary = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def _choices(
             yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers, node).config
 
 
-def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Job], int]:
+def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:
     """Every binary that those calls take, under any driver, and how many keys (dtype, head dims, mask, bucket) they are."""
-    found: dict[Job, None] = {}
+    found: dict[BinaryJob, None] = {}
     keys, nodes = _keys(gpu, layers, wanted), _nodes(layers)
     for key in keys:
         for problem, node in product(_problems(key, wanted), nodes):
@@ -112,10 +112,10 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Job], 
     return list(found), len(keys)
 
 
-def jobs_of(rows: Iterable[Row]) -> dict[int, list[Job]]:
+def jobs_of(rows: Iterable[Row]) -> dict[int, list[BinaryJob]]:
     """Compute capability -> every binary that rows were measured with: those of their kernels, and of the kernels that run
     before and after. A whole backward has none of its own."""
-    found: dict[int, dict[Job, None]] = {}
+    found: dict[int, dict[BinaryJob, None]] = {}
     for row in rows:
         key = row.key
         if key.kernel != BACKWARD:
@@ -145,14 +145,14 @@ class Outcome:
     """Results of the jobs."""
 
     entries: dict[str, New] = field(default_factory=dict)  #: by key
-    failures: list[tuple[Job, str]] = field(default_factory=list)
+    failures: list[tuple[BinaryJob, str]] = field(default_factory=list)
 
     @property
     def kernels(self) -> Counter[str]:
         return Counter(str(new.about["kernel"]) for new in self.entries.values())
 
 
-def build(job: Job, arch: int) -> tuple[str, New]:
+def build(job: BinaryJob, arch: int) -> tuple[str, New]:
     """(key, binary) of one job; raises as ``compiler.compile_kernel``."""
     variant, spec, point = job
     config = dict(point)
@@ -170,7 +170,7 @@ def check_host() -> None:
         raise RuntimeError(f"binaries for other machines are not compiled while {why}")
 
 
-def missing(path: Path, todo: Sequence[Job], arch: int) -> list[Job]:
+def missing(path: Path, todo: Sequence[BinaryJob], arch: int) -> list[BinaryJob]:
     """The jobs whose binaries a file lacks, or has damaged. BinariesError: the file is damaged as a whole, or not trusted."""
     if not path.exists():
         return list(todo)
@@ -184,7 +184,7 @@ def missing(path: Path, todo: Sequence[Job], arch: int) -> list[Job]:
 
 
 def compile_all(
-    todo: Sequence[Job], arch: int, workers: int | None = None, progress: Progress = lambda done: None,
+    todo: Sequence[BinaryJob], arch: int, workers: int | None = None, progress: OnBinary = lambda done: None,
     outcome: Outcome | None = None,
 ) -> Outcome:  # fmt: skip
     """On all cores. A config that does not compile is a failure of its own; a fault of the host (a killed ptxas, no memory)

@@ -27,7 +27,7 @@ from fa2tune.fleet.finding import (
     UNTOLD,
     Finding,
     PresentGpu,
-    gpu_of,
+    gpu_of_key,
     misfit,
     odd_key,
     toolchain_here,
@@ -108,7 +108,7 @@ class Verification:
         single = [row for row in self.rows if row.key.kernel != BACKWARD]
         fit = []
         for row in single:
-            why = misfit(row, gpu_of(row.key, self.present))
+            why = misfit(row, gpu_of_key(row.key, self.present))
             if why is None:
                 fit.append(row)
             else:
@@ -140,7 +140,7 @@ class Verification:
     # ---- compiling
 
     def _binary(self, row: Row, config: Config) -> Any:
-        return row.key.kernel, row.key.specialization(), point(config), gpu_of(row.key, self.present)
+        return row.key.kernel, row.key.specialization(), point(config), gpu_of_key(row.key, self.present)
 
     def _rival(self, row: Row) -> Config:
         """The default that would serve in its place."""
@@ -430,7 +430,7 @@ class Verification:
         if len(fresh) < len(parts):
             self._file(row, UNTIMED, "its kernels were not checked")
             return
-        gpu = gpu_of(row.key, self.present)
+        gpu = gpu_of_key(row.key, self.present)
         around = evidence.streaming_us(row.key.workload(), row.strategy, gpu)
         errors = evidence.worst_errors([part.errors for part in fresh])
         time_us = sum(part.time_us or 0.0 for part in fresh) + around

@@ -148,7 +148,7 @@ def find(
     return None, fitting[0] if fitting else "no file of binaries has this kernel, config and kind of tensors"
 
 
-def _ordered(held: binaries.Trusted, code: str, measured: str) -> list[tuple[binaries.Place, binaries.File, Entry]]:
+def _ordered(held: binaries.Trusted, code: str, measured: str) -> list[tuple[binaries.FilePlace, binaries.File, Entry]]:
     """The binaries of one code: first those that the row was measured with, then those that the Triton here compiled, then
     those of the newest one."""
     found = [(place, file, entry) for place, file in held.files for entry in file.by_code.get(code, ())]
@@ -156,7 +156,7 @@ def _ordered(held: binaries.Trusted, code: str, measured: str) -> list[tuple[bin
         return found
     build = triton_build()
 
-    def order(one: tuple[binaries.Place, binaries.File, Entry]) -> tuple[bool, bool, list[int]]:
+    def order(one: tuple[binaries.FilePlace, binaries.File, Entry]) -> tuple[bool, bool, list[int]]:
         made = str(one[2].about.get("triton"))
         return not (measured and one[2].compiled_by(measured)), made != build, [-n for n in versions.numbers(made)]
 

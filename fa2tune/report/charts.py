@@ -17,13 +17,13 @@ from fa2tune.bench import tables
 from fa2tune.bench.peers import PEERS, SUBJECT
 from fa2tune.bench.plotting import COLOURS
 from fa2tune.report.compared import Compared
-from fa2tune.report.facts import Pair, Standing, gpu_of, rank_correlations
+from fa2tune.report.facts import Pair, Standing, listed_gpu, rank_correlations
 from fa2tune.rows.row import OBTAINED
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BUCKETS, DTYPES
 
-Record = dict[str, Any]
+ChartRecord = dict[str, Any]
 
 KEYS = "keys"  #: the data set of each key's best row, which several charts share
 #: What a reader can choose in a chart, one value at a time: field of a record -> title.
@@ -48,7 +48,9 @@ class Chart:
     panels: int = 1  #: most panels side by side; 0: no panels, as wide as the page
     height: int = 190  #: of a panel, pixels
     picks: Sequence[str] = ()  #: fields of PICKS of which one value is shown at a time
-    extra: Mapping[str, Sequence[Record]] = field(default_factory=dict)  #: other data sets that the specification names
+    extra: Mapping[str, Sequence[ChartRecord]] = field(
+        default_factory=dict
+    )  #: other data sets that the specification names
 
 
 def embedded(found: Iterable[Chart]) -> list[dict[str, Any]]:
@@ -86,7 +88,7 @@ def panel_of(key: TuningKey) -> str:
     return f"head dim {dims_of(key)}, {key.mask}"
 
 
-def record_of(key: TuningKey) -> Record:
+def record_of(key: TuningKey) -> ChartRecord:
     """The fields that filters, picks and axes go by."""
     return {
         "title": title_of(key), "gpu": f"{key.gpu}@{key.sm_count}", "dim": key.head_dim, "dtype": key.dtype,
@@ -144,7 +146,7 @@ def faceted(layers: Sequence[alt.Chart], field_: str, order: Sequence[str], colu
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def key_records(standings: Sequence[Standing]) -> list[Record]:
+def key_records(standings: Sequence[Standing]) -> list[ChartRecord]:
     """One record per key: its best row. ``n``: its place among all rows."""
     found = []
     for number, s in enumerate(standings):
@@ -249,14 +251,14 @@ def roofline(standings: Sequence[Standing]) -> Chart | None:
     )  # fmt: skip
 
 
-def roofs_of(standings: Iterable[Standing]) -> list[Record]:
+def roofs_of(standings: Iterable[Standing]) -> list[ChartRecord]:
     """Three points of each GPU's and dtype's roof: where memory limits, the ridge, where products limit."""
     groups: dict[tuple[str, str, str], list[Standing]] = {}
     for s in standings:
         groups.setdefault((f"{s.row.key.gpu}@{s.row.key.sm_count}", s.row.key.dtype, s.row.key.precision), []).append(s)
-    found: list[Record] = []
+    found: list[ChartRecord] = []
     for (name, dtype, precision), mine in groups.items():
-        gpu = gpu_of(mine[0].row.key.gpu, mine[0].row.key.arch)
+        gpu = listed_gpu(mine[0].row.key.gpu, mine[0].row.key.arch)
         assert gpu is not None  # it has a share of its peak
         top = gpu.peak(dtype, precision)
         ridge = top * 1e3 / gpu.hbm_gbs  # FLOP per byte
@@ -276,7 +278,7 @@ def roofs_of(standings: Iterable[Standing]) -> list[Record]:
 # ---- other implementations -------------------------------------------------------------------------------------------
 
 
-def peer_records(data: Mapping[str, Any]) -> list[Record]:
+def peer_records(data: Mapping[str, Any]) -> list[ChartRecord]:
     found = []
     for dtype, pass_, kind in tables.sections(data):
         for cell in tables.records(data, kind, dtype=dtype, **{"pass": pass_}):
@@ -327,13 +329,13 @@ def peers(data: Mapping[str, Any]) -> Chart:
 # ---- predicted against measured --------------------------------------------------------------------------------------
 
 
-def pair_records(pairs: Sequence[Pair]) -> list[Record]:
+def pair_records(pairs: Sequence[Pair]) -> list[ChartRecord]:
     """Each time over the key's best measured; points that would hide each other are given once."""
     best: dict[TuningKey, float] = {}
     for pair in pairs:
         best[pair.key] = min(pair.measured_us, best.get(pair.key, pair.measured_us))
     said = rank_correlations(pairs)
-    found: dict[tuple[TuningKey, int, int], Record] = {}
+    found: dict[tuple[TuningKey, int, int], ChartRecord] = {}
     for pair in sorted(pairs, key=lambda p: p.measured_us / best[p.key]):
         measured, predicted = pair.measured_us / best[pair.key], pair.predicted_us / best[pair.key]
         where = pair.key, round(measured * 50), round(predicted * 50)
@@ -347,7 +349,7 @@ def pair_records(pairs: Sequence[Pair]) -> list[Record]:
     return list(found.values())
 
 
-def predictions(records: Sequence[Record]) -> Chart | None:
+def predictions(records: Sequence[ChartRecord]) -> Chart | None:
     """Predicted against measured time, each over the key's best measured."""
     if not records:
         return None
@@ -376,7 +378,7 @@ def predictions(records: Sequence[Record]) -> Chart | None:
 # ---- two caches ------------------------------------------------------------------------------------------------------
 
 
-def compared_records(found: Iterable[Compared]) -> list[Record]:
+def compared_records(found: Iterable[Compared]) -> list[ChartRecord]:
     return [
         {**record_of(c.key), "ratio": c.ratio, "here": c.here.tflops, "there": c.there.tflops, "state": c.state,
          "evidence": f"{c.here.obtained} / {c.there.obtained}"}
@@ -384,7 +386,7 @@ def compared_records(found: Iterable[Compared]) -> list[Record]:
     ]  # fmt: skip
 
 
-def compared(records: Sequence[Record], keys: Sequence[TuningKey], other: str) -> Chart | None:
+def compared(records: Sequence[ChartRecord], keys: Sequence[TuningKey], other: str) -> Chart | None:
     """Speed of this file's winners over those of the other, by length."""
     if not records:
         return None

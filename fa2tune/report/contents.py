@@ -11,9 +11,9 @@ from typing import Any
 from fa2tune import __version__
 from fa2tune.bench import tables
 from fa2tune.report import charts, compared, document, facts, searchcharts, searches, served
-from fa2tune.report.charts import KEYS, PICKS, Chart, Record
+from fa2tune.report.charts import KEYS, PICKS, Chart, ChartRecord
 from fa2tune.report.facts import KERNEL_ORDER, KERNEL_TITLES, Pair, Standing
-from fa2tune.report.sources import Search, Sources
+from fa2tune.report.sources import Sources, StoredSearch
 from fa2tune.rows import pruned, record
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.spec.key import TuningKey
@@ -60,24 +60,24 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Found:
+class Gathered:
     """What follows from the sources, computed once."""
 
     sources: Sources
     standings: Sequence[Standing]
-    ordered: Sequence[Search]  #: searches in an order that means something: no exhaustive tables
-    families: Sequence[searches.Family]  #: of these
+    ordered: Sequence[StoredSearch]  #: searches in an order that means something: no exhaustive tables
+    groups: Sequence[searches.SearchGroup]  #: of these
     shares: Mapping[tuple[str, int], Mapping[str, float]]  #: searches.importances
     slices: Sequence[searches.Slices]
     pairs: Sequence[Pair]
     both: Sequence[compared.Compared]  #: empty where there is no other cache
 
     @classmethod
-    def of(cls, sources: Sources) -> Found:
+    def of(cls, sources: Sources) -> Gathered:
         ordered = [search for search in sources.searches if not search.exhaustive]
         shares = searches.importances(sources.searches)
         return cls(
-            sources, facts.standings(sources.rows), ordered, searches.families(ordered), shares,
+            sources, facts.standings(sources.rows), ordered, searches.groups(ordered), shares,
             searches.slices(sources.searches, shares), pairs_of(sources.searches),
             compared.compare(sources.rows, sources.others) if sources.others else [],
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Found:
 
 def render(sources: Sources) -> str:
     """The page as HTML. It asks for nothing from elsewhere, and its content security policy allows nothing else."""
-    found = Found.of(sources)
+    found = Gathered.of(sources)
     data = _data(found)
     drawn = _charts(found, data)
     embedded = {
@@ -102,33 +102,33 @@ def render(sources: Sources) -> str:
     return document.assemble(_view(found) | {"charts": {chart.id: chart for chart in drawn}}, embedded)
 
 
-def _data(found: Found) -> dict[str, Sequence[Record]]:
+def _data(found: Gathered) -> dict[str, Sequence[ChartRecord]]:
     """The data sets that charts are drawn from."""
     sources = found.sources
     return {
         KEYS: charts.key_records(found.standings), "peers": charts.peer_records(sources.bench) if sources.bench else [],
         "pairs": charts.pair_records(found.pairs), "compared": charts.compared_records(found.both),
-        "progress": searches.progress(found.families), "regret": searches.regret(found.ordered),
-        "outcomes": searches.outcomes(searches.families(sources.searches)),
+        "progress": searches.progress(found.groups), "convergence": searches.convergence(found.ordered),
+        "outcomes": searches.outcomes(searches.groups(sources.searches)),
         **{f"slices-{number}": one.records for number, one in enumerate(found.slices)},
     }  # fmt: skip
 
 
-def _charts(found: Found, data: Mapping[str, Sequence[Record]]) -> list[Chart]:
+def _charts(found: Gathered, data: Mapping[str, Sequence[ChartRecord]]) -> list[Chart]:
     """Every chart that the sources allow."""
     bench, timed = found.sources.bench, sum(len(search.timed) >= 2 for search in found.ordered)
     drawn = [
         charts.gains(found.standings), charts.speeds(found.standings), charts.roofline(found.standings),
         charts.peers(bench) if bench else None,
         charts.compared(data["compared"], [c.key for c in found.both if c.ratio], found.other),
-        searchcharts.regret(data["regret"], timed), searchcharts.progress(data["progress"], by_time=False),
+        searchcharts.convergence(data["convergence"], timed), searchcharts.progress(data["progress"], by_time=False),
         searchcharts.progress(data["progress"], by_time=True), searchcharts.outcomes(data["outcomes"]),
         *(searchcharts.slices(number, one) for number, one in enumerate(found.slices)), charts.predictions(data["pairs"]),
     ]  # fmt: skip
     return [chart for chart in drawn if chart]
 
 
-def picks(data: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
+def picks(data: Mapping[str, Sequence[ChartRecord]]) -> dict[str, Any]:
     """Field -> its title and [(value, label)] in the order of the page."""
     places: dict[str, Any] = {"kernel": lambda k: facts.place(KERNEL_ORDER, k)}
     found = {}
@@ -140,7 +140,7 @@ def picks(data: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
     return found
 
 
-def _view(found: Found) -> dict[str, Any]:
+def _view(found: Gathered) -> dict[str, Any]:
     """What the template shows."""
     sources, standings = found.sources, found.standings
     keys = {s.row.key for s in standings} | {search.key for search in sources.searches}
@@ -151,7 +151,7 @@ def _view(found: Found) -> dict[str, Any]:
         "tiles": tiles(standings, sources.searches), "filters": filters(keys), "blocks": blocks(standings),
         "of_peak": of_peak(standings), "bench_setting": tables.setting(sources.bench) if sources.bench else "",
         "objections": tables.objections(sources.bench) if sources.bench else [],
-        "sentences": sentences(sources.bench) if sources.bench else [], "families": found.families,
+        "sentences": sentences(sources.bench) if sources.bench else [], "groups": found.groups,
         "measured": any(search.obtained != PREDICTED for search in sources.searches),
         "importances": importance_table(found.shares), "slices": found.slices, "least_trials": searches.LEAST_TRIALS,
         "good": searches.GOOD, "failures": searches.failures(sources.searches), "pruned": pruned_table(sources.rows),
@@ -178,7 +178,7 @@ def _title(keys: Iterable[TuningKey]) -> str:
 # ---- the head
 
 
-def tiles(standings: Sequence[Standing], found: Sequence[Search]) -> list[Tile]:
+def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[Tile]:
     """What a reader wants to know first."""
     best = [s for s in standings if s.best]
     shown = (
@@ -216,7 +216,7 @@ def tiles(standings: Sequence[Standing], found: Sequence[Search]) -> list[Tile]:
         )
     if found:
         trials = sum(len(search.trials) for search in found)
-        failed = sum(1 for search in found for trial in search.trials if trial.fate)
+        failed = sum(1 for search in found for trial in search.trials if trial.status)
         shown.append(
             Tile(f"{trials}", "trials recorded", f"{len(found)} keys searched; {failed} trials without a time")
         )
@@ -399,7 +399,7 @@ def pruned_table(rows: Sequence[Row]) -> dict[str, Any]:
     return {"columns": columns, "stages": stages, "most": most}
 
 
-def pairs_of(found: Iterable[Search]) -> list[Pair]:
+def pairs_of(found: Iterable[StoredSearch]) -> list[Pair]:
     """Trials that were predicted, then measured."""
     from fa2tune.rows.describe import describe
 

@@ -65,7 +65,7 @@ def order(key: TuningKey) -> tuple[object, ...]:
 
 
 @cache
-def gpu_of(name: str, arch: int) -> Gpu | None:
+def listed_gpu(name: str, arch: int) -> Gpu | None:
     """The catalogue's entry for a key's GPU."""
     try:
         known = gpus.named(name)
@@ -76,7 +76,7 @@ def gpu_of(name: str, arch: int) -> Gpu | None:
 
 def peak(key: TuningKey) -> float | None:
     """TFLOP/s of a key's GPU in its dtype."""
-    gpu = gpu_of(key.gpu, key.arch)
+    gpu = listed_gpu(key.gpu, key.arch)
     if gpu is None or key.dtype not in ITEMSIZE:
         return None
     return gpu.peak(key.dtype, key.precision)
@@ -227,7 +227,7 @@ def rank_correlations(pairs: Iterable[Pair]) -> dict[tuple[str, int], float]:
 
 
 def stage(reason: str) -> str:
-    """When a candidate with this fate was dropped."""
+    """When a candidate with this status was dropped."""
     if reason in AFTER_COMPILE:
         return BY_LIMITS
     named = any(reason in rules for rules in reasons().values())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from fa2tune.report.charts import LOG, Chart, Record, coloured, faceted, shaped, tip, zoom
+from fa2tune.report.charts import LOG, Chart, ChartRecord, coloured, faceted, shaped, tip, zoom
 from fa2tune.report.searches import Slices
 
 
@@ -14,8 +14,8 @@ def _behind(name: str, title: str) -> alt.Y:
     return alt.Y(f"{name}:Q", title=title, scale=LOG, axis=alt.Axis(format="~g", tickCount=5))
 
 
-def progress(records: Sequence[Record], by_time: bool) -> Chart | None:
-    """Best so far over the final best, a panel per family, a line per length."""
+def progress(records: Sequence[ChartRecord], by_time: bool) -> Chart | None:
+    """Best so far over the final best, a panel per group of searches, a line per length."""
     shown = [record for record in records if not by_time or record["seconds"] is not None]
     if not shown:
         return None
@@ -35,7 +35,7 @@ def progress(records: Sequence[Record], by_time: bool) -> Chart | None:
     )  # fmt: skip
 
 
-def regret(records: Sequence[Record], searches: int) -> Chart | None:
+def convergence(records: Sequence[ChartRecord], searches: int) -> Chart | None:
     """Median and 90 % quantile over all searches of best so far over the final best."""
     if not records:
         return None
@@ -46,8 +46,8 @@ def regret(records: Sequence[Record], searches: int) -> Chart | None:
         tooltip=[tip("line:N", "of all searches"), tip("count:Q", "after candidates"), tip("ratio:Q", "over the best", ".3f")],
     ).add_params(zoom("x", "y"))  # fmt: skip
     return Chart(
-        "regret", "All searches: best time so far over the final best, by candidates",
-        "How far the best candidate so far is behind the final best of its search.", chart.to_dict(), "regret",
+        "convergence", "All searches: best time so far over the final best, by candidates",
+        "How far the best candidate so far is behind the final best of its search.", chart.to_dict(), "convergence",
         (("line", "of all searches"), ("count", "candidates"), ("ratio", "best so far / final best")), 0, height=220,
     )  # fmt: skip
 
@@ -73,19 +73,19 @@ def slices(number: int, of: Slices) -> Chart:
     )  # fmt: skip
 
 
-def outcomes(records: Sequence[Record]) -> Chart | None:
-    """A bar per family: candidates that were timed, and the others by what became of them."""
+def outcomes(records: Sequence[ChartRecord]) -> Chart | None:
+    """A bar per group of searches: candidates that were timed, and the others by what became of them."""
     if not records:
         return None
-    families = list(dict.fromkeys(record["family"] for record in records))
+    groups = list(dict.fromkeys(record["group"] for record in records))
     kinds = list(dict.fromkeys(record["outcome"] for record in sorted(records, key=lambda record: record["place"])))
     chart = alt.Chart(alt.NamedData("rows")).mark_bar().encode(
-        x=alt.X("count:Q", title="candidates"), y=alt.Y("family:N", sort=families, title=None, axis=alt.Axis(labelLimit=320)),
+        x=alt.X("count:Q", title="candidates"), y=alt.Y("group:N", sort=groups, title=None, axis=alt.Axis(labelLimit=320)),
         color=coloured("outcome", kinds, None), order=alt.Order("place:Q"),
-        tooltip=[tip("family:N", "searches"), tip("outcome:N", "outcome"), tip("count:Q", "candidates"), tip("all:Q", "of")],
+        tooltip=[tip("group:N", "searches"), tip("outcome:N", "outcome"), tip("count:Q", "candidates"), tip("all:Q", "of")],
     ).properties(height=alt.Step(18))  # fmt: skip
     return Chart(
         "outcomes", "Candidates of each kernel, dtype, head dim and mask, by outcome",
         "A bar per kernel, dtype, head dim and mask; one colour per outcome.", chart.to_dict(), "outcomes",
-        (("family", "searches"), ("outcome", "outcome"), ("count", "candidates"), ("all", "of")), 0, height=0,
+        (("group", "searches"), ("outcome", "outcome"), ("count", "candidates"), ("all", "of")), 0, height=0,
     )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Any
 
 from fa2tune.measuring.samples import quantile
 from fa2tune.report import facts
-from fa2tune.report.charts import Record, dims_of, record_of, tokens
-from fa2tune.report.sources import Search
+from fa2tune.report.charts import ChartRecord, dims_of, record_of, tokens
+from fa2tune.report.sources import StoredSearch
 from fa2tune.rows import pruned
 
 #: Timed trials below which nothing is said of a study's dimensions.
@@ -27,16 +27,16 @@ PAUSE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Family:
+class SearchGroup:
     """The searches of one variant of a kernel, dtype, head dim and mask: one a length."""
 
     title: str
-    searches: Sequence[Search]
+    searches: Sequence[StoredSearch]
     tokens: str
 
 
-def families(searches: Iterable[Search]) -> list[Family]:
-    groups: dict[tuple[object, ...], list[Search]] = {}
+def groups(searches: Iterable[StoredSearch]) -> list[SearchGroup]:
+    groups: dict[tuple[object, ...], list[StoredSearch]] = {}
     for search in sorted(searches, key=lambda s: facts.order(s.key)):
         groups.setdefault((*facts.order(search.key)[:-1], search.variant), []).append(search)
     found = []
@@ -44,14 +44,14 @@ def families(searches: Iterable[Search]) -> list[Family]:
         key = members[0].key
         title = f"{members[0].searched} {key.dtype} {dims_of(key)} {key.mask}"
         about = " ".join(word for word in tokens(key).split() if not word.startswith("len:"))
-        found.append(Family(title, members, about))
+        found.append(SearchGroup(title, members, about))
     return found
 
 
 # ---- best so far
 
 
-def working_seconds(searches: Iterable[Search]) -> Callable[[datetime], float]:
+def working_seconds(searches: Iterable[StoredSearch]) -> Callable[[datetime], float]:
     """Seconds of work up to a moment, since the first trial of all was filed: pauses between runs taken out."""
     moments = sorted({trial.filed for search in searches for trial in search.trials if trial.filed})
     spent: dict[datetime, float] = {}
@@ -63,7 +63,7 @@ def working_seconds(searches: Iterable[Search]) -> Callable[[datetime], float]:
     return lambda moment: spent[moment]
 
 
-def best_so_far(search: Search) -> list[tuple[int, datetime | None, float]]:
+def best_so_far(search: StoredSearch) -> list[tuple[int, datetime | None, float]]:
     """(trials filed, when, best time over the final best) each time there is a new best, and at the end."""
     timed = search.timed
     if not timed:
@@ -78,19 +78,19 @@ def best_so_far(search: Search) -> list[tuple[int, datetime | None, float]]:
     return [*steps, (len(search.trials), search.trials[-1].filed, 1.0)]
 
 
-def progress(found: Sequence[Family]) -> list[Record]:
-    """Each search's best so far over its final best, by candidates and by seconds of work; the panels are families."""
-    seconds = working_seconds(search for family in found for search in family.searches)
+def progress(found: Sequence[SearchGroup]) -> list[ChartRecord]:
+    """Each search's best so far over its final best, by candidates and by seconds of work; the panels are groups."""
+    seconds = working_seconds(search for group in found for search in group.searches)
     records = []
-    for family in found:
-        for search in family.searches:
-            of = {**record_of(search.key), "panel": family.title}
+    for group in found:
+        for search in group.searches:
+            of = {**record_of(search.key), "panel": group.title}
             for count, when, ratio in best_so_far(search):
                 records.append({**of, "count": count, "seconds": seconds(when) if when else None, "ratio": ratio})
     return records
 
 
-def regret(searches: Sequence[Search]) -> list[Record]:
+def convergence(searches: Sequence[StoredSearch]) -> list[ChartRecord]:
     """All searches at once: median and 90 % quantile of best so far over the final best, against candidates; [] for fewer than
     three searches. A search that has no time yet counts with its slowest."""
     curves = [best_so_far(search) for search in searches if len(search.timed) >= 2]
@@ -107,7 +107,7 @@ def regret(searches: Sequence[Search]) -> list[Record]:
 # ---- which dimensions matter
 
 
-def importances(searches: Iterable[Search]) -> dict[tuple[str, int], dict[str, float]]:
+def importances(searches: Iterable[StoredSearch]) -> dict[tuple[str, int], dict[str, float]]:
     """(kernel, head dim) -> dimension -> share, averaged over its studies that have enough timed trials: which dimensions tell
     the good trials from the others, by Optuna's PED-ANOVA."""
     import optuna
@@ -141,13 +141,13 @@ class Slices:
     studies: int
     trials: int
     dimensions: Sequence[str]  #: the most important first, each with its importance where that is known
-    records: Sequence[Record]  #: one for each value of each dimension
+    records: Sequence[ChartRecord]  #: one for each value of each dimension
     tokens: str
 
 
-def slices(searches: Sequence[Search], shares: Mapping[tuple[str, int], Mapping[str, float]]) -> list[Slices]:
+def slices(searches: Sequence[StoredSearch], shares: Mapping[tuple[str, int], Mapping[str, float]]) -> list[Slices]:
     """Per kernel and head dim and dimension: times over the best of their key, by value."""
-    groups: dict[tuple[str, int], list[Search]] = {}
+    groups: dict[tuple[str, int], list[StoredSearch]] = {}
     for search in sorted(searches, key=lambda s: facts.order(s.key)):
         if search.timed:
             groups.setdefault((search.searched, search.key.head_dim), []).append(search)
@@ -172,7 +172,7 @@ def slices(searches: Sequence[Search], shares: Mapping[tuple[str, int], Mapping[
     return found
 
 
-def _slice(title: str, values: Mapping[Any, Sequence[float]]) -> list[Record]:
+def _slice(title: str, values: Mapping[Any, Sequence[float]]) -> list[ChartRecord]:
     """One dimension: per value the best, the quartiles and the median of times over the best of their key."""
     records = []
     for place, value in enumerate(sorted(values, key=lambda value: (isinstance(value, str), value))):
@@ -188,61 +188,61 @@ def _slice(title: str, values: Mapping[Any, Sequence[float]]) -> list[Record]:
 TIMED = "timed"
 
 
-def outcomes(found: Sequence[Family]) -> list[Record]:
-    """Per family how many candidates were timed, and how many met each other end; at its worst length."""
+def outcomes(found: Sequence[SearchGroup]) -> list[ChartRecord]:
+    """Per group how many candidates were timed, and how many met each other end; at its worst length."""
     records = []
-    for family in found:
+    for group in found:
         ends: dict[tuple[Any, ...], str] = {}
-        for search in family.searches:
+        for search in group.searches:
             wrong = [dict(config) for config, _ in search.wrong]
             for trial in search.trials:
                 point = tuple(sorted(trial.config.items()))
-                fate = "wrong_result" if trial.config in wrong else trial.fate
-                ends[point] = fate or ends.get(point, "")
-        of = {name: value for name, value in record_of(family.searches[0].key).items() if name not in ("len", "length")}
-        for outcome, times in sorted(Counter(fate or TIMED for fate in ends.values()).items()):
+                status = "wrong_result" if trial.config in wrong else trial.status
+                ends[point] = status or ends.get(point, "")
+        of = {name: value for name, value in record_of(group.searches[0].key).items() if name not in ("len", "length")}
+        for outcome, times in sorted(Counter(status or TIMED for status in ends.values()).items()):
             records.append(
-                {**of, "family": family.title, "outcome": pruned.words(outcome), "count": times, "all": len(ends)}
+                {**of, "group": group.title, "outcome": pruned.words(outcome), "count": times, "all": len(ends)}
             )
     kinds = [TIMED, *sorted({record["outcome"] for record in records} - {TIMED})]
     return [{**record, "place": kinds.index(record["outcome"])} for record in records]
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureLine:
     """A reason in full, and how often it was met."""
 
-    fate: str
+    status: str
     why: str
     times: int
     example: str  #: key and config of one of them
     tokens: str
 
 
-def failures(searches: Iterable[Search], most: int = 120) -> list[Failure]:
+def failures(searches: Iterable[StoredSearch], most: int = 120) -> list[FailureLine]:
     """Why candidates have no time, equal reasons counted together, the most frequent outcome first."""
     from fa2tune.rows.describe import describe
 
     met: dict[tuple[str, str], tuple[int, str, str]] = {}
     seen: set[tuple[object, ...]] = set()
     for search in searches:
-        family = (*facts.order(search.key)[:-1], search.variant)
-        ended = [(t.fate, t.why, t.config) for t in search.trials if t.fate]
+        group = (*facts.order(search.key)[:-1], search.variant)
+        ended = [(t.status, t.why, t.config) for t in search.trials if t.status]
         ended += [("wrong_result", why, config) for config, why in search.wrong]
-        for fate, why, config in ended:
-            once = (family, fate, tuple(sorted(config.items())))
+        for status, why, config in ended:
+            once = (group, status, tuple(sorted(config.items())))
             if once in seen:  # the same end at every length
                 continue
             seen.add(once)
             where = f"{search.searched} {search.key.dtype} {search.key.head_dim} {search.key.mask}"
             about = " ".join(word for word in tokens(search.key).split() if not word.startswith("len:"))
-            times, example, kept = met.get((fate, why), (0, f"{where}: {describe(config)}", about))
-            met[fate, why] = times + 1, example, kept
+            times, example, kept = met.get((status, why), (0, f"{where}: {describe(config)}", about))
+            met[status, why] = times + 1, example, kept
     common = Counter[str]()
-    for (fate, _), (times, *_) in met.items():
-        common[fate] += times
+    for (status, _), (times, *_) in met.items():
+        common[status] += times
     ordered = sorted(met.items(), key=lambda item: (-common[item[0][0]], item[0][0], -item[1][0], item[0][1]))
     return [
-        Failure(pruned.words(fate), why, times, example, about)
-        for (fate, why), (times, example, about) in ordered[:most]
+        FailureLine(pruned.words(status), why, times, example, about)
+        for (status, why), (times, example, about) in ordered[:most]
     ]

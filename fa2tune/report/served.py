@@ -10,13 +10,12 @@ from fa2tune.fleet import lookup_cost
 from fa2tune.gpus import Gpu
 from fa2tune.report.facts import Standing
 from fa2tune.rows import lookup
+from fa2tune.rows.describe import PASSES
 from fa2tune.rows.reader import Layer
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, padded_head_dim
 
-#: The kernels whose rows hold the times of whole passes, with the title of their pass.
-PASSES = {"fwd": "forward", BACKWARD: "backward"}
 #: What stands for the documented default config among the numbers of rows.
 DEFAULT = -1
 
@@ -69,7 +68,7 @@ def _asked(standings: Sequence[Standing]) -> Iterator[tuple[Gpu, TuningKey]]:
                 for dim in dims:
                     key = TuningKey(name, sms, arch, "fwd", dtype, "ieee", dim, dim, mask, BUCKETS[0])
                     if _family(key) in mine:
-                        yield finding.gpu_of(key, None), key
+                        yield finding.gpu_of_key(key, None), key
 
 
 def _family(key: TuningKey) -> tuple[Any, ...]:

@@ -48,8 +48,8 @@ class Trial:
     """One candidate at one key."""
 
     config: Config
-    time_us: float | None  #: measured, or predicted where the study is; None: it has a fate instead
-    fate: str  #: "" if it was timed, else a short word: "spills", "crash", ...
+    time_us: float | None  #: measured, or predicted where the study is; None: it has a status instead
+    status: str  #: "" if it was timed, else a short word: "spills", "crash", ...
     why: str  #: the reason in full
     predicted_us: float | None  #: by the model before it was measured; None where nothing was predicted
     filed: datetime | None  #: when its outcome was known
@@ -57,7 +57,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Search:
+class StoredSearch:
     """One study: a key's candidates, in the order they were filed."""
 
     key: TuningKey
@@ -85,7 +85,7 @@ class Sources:
 
     title: str
     rows: Sequence[Row]
-    searches: Sequence[Search] = ()
+    searches: Sequence[StoredSearch] = ()
     bench: Mapping[str, Any] | None = None  #: results of ``fa2tune bench`` (comparison.load)
     files: Mapping[str, Path] = field(default_factory=dict)  #: what was read, by kind
     notes: Sequence[str] = ()  #: what a reader should know of the reading
@@ -156,7 +156,7 @@ def _kept(attributes: Mapping[str, Any]) -> Iterator[Row]:
             continue
 
 
-def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
+def read_studies(path: Path) -> tuple[list[StoredSearch], list[Row], list[str]]:
     """Per key the study with the latest trial, the rows those kept, and notes on what was left aside."""
     _check_studies(path)
     import optuna
@@ -164,7 +164,7 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # a path in a URI of SQLite's: read-only, so that not even an older database is touched
     where = f"sqlite:///{path.absolute().as_uri()}?mode=ro&uri=true"
-    found: dict[tuple[TuningKey, str], tuple[datetime, Search, list[Row]]] = {}
+    found: dict[tuple[TuningKey, str], tuple[datetime, StoredSearch, list[Row]]] = {}
     foreign = older = 0
     try:
         storage = optuna.storages.RDBStorage(where, skip_table_creation=True)
@@ -180,7 +180,7 @@ def read_studies(path: Path) -> tuple[list[Search], list[Row], list[str]]:
                 continue
             wrong = [(dict(config), why) for config, why in json.loads(study.user_attrs.get("disqualified", "[]"))]
             variant = next((word[len(_VARIANT) :] for word in stamp.split() if word.startswith(_VARIANT)), "")
-            search = Search(key, study.study_name, stamp.partition(" ")[0], trials, wrong, variant)
+            search = StoredSearch(key, study.study_name, stamp.partition(" ")[0], trials, wrong, variant)
             of = key, variant
             latest = max((t.filed for t in trials if t.filed), default=datetime.min)
             if of in found:
@@ -236,7 +236,7 @@ def gather(
         beside = cache.with_name("studies.sqlite")
         if studies is None and beside.exists():
             studies = beside
-    searches: list[Search] = []
+    searches: list[StoredSearch] = []
     notes: list[str] = []
     if studies is not None:
         searches, kept, notes = read_studies(studies)

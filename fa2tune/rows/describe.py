@@ -6,6 +6,9 @@ from fa2tune.rows.row import Row
 from fa2tune.spec.problem import BACKWARD, Config
 from fa2tune.spec.variant import OPTIONS, WARP_SPECIALIZED, implementation_of
 
+#: Kernel whose row a pass is filed under -> the pass, for people.
+PASSES = {"fwd": "forward", BACKWARD: "backward"}
+
 
 def describe(config: Config) -> str:
     """A config on half a line: "128x64 pointer first w8 s3 r168 heads-per-wave=4"."""

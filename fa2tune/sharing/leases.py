@@ -67,7 +67,7 @@ RETRIED = "retried"  #: a mark: what had failed before was struck out, once
 
 
 @dataclass(frozen=True)
-class Standing:
+class LeaseState:
     """How things are, after a meeting."""
 
     held: frozenset[str] = frozenset()  #: jobs that this worker holds
@@ -129,7 +129,7 @@ class Leases:
     request: str
     gpus: int = 1
     worker: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}")
-    standing: Standing = Standing()
+    standing: LeaseState = LeaseState()
     met: float = -math.inf  #: time.monotonic() of the last meeting; -inf: the next one is due
     joined: bool = False  #: the others know of this worker
 
@@ -139,11 +139,11 @@ class Leases:
     def due(self) -> bool:
         return time.monotonic() >= self.met + BEAT_S
 
-    def meet(self, wanted: Sequence[str]) -> Standing:
+    def meet(self, wanted: Sequence[str]) -> LeaseState:
         """Renew this worker's leases, remove expired workers, and take free jobs up to this worker's part: of each job by its
         GPUs, of those of all that want it. ``wanted``: every job of the request, the largest first."""
 
-        def meeting(connection: sa.Connection) -> Standing:
+        def meeting(connection: sa.Connection) -> LeaseState:
             self.storage.alone(connection)
             self._bury(connection)
             present = self._breathe(connection)
@@ -166,7 +166,7 @@ class Leases:
             if len(held) > 1 and self._without(connection, sought):
                 excess = max(1, excess)  # parts are rounded up: the first worker would keep all
             excess = min(len(sought), excess)
-            return Standing(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
+            return LeaseState(frozenset(held | {*new}), frozenset(settled), excess, sought, self.joined and not present)
 
         self.standing = self.storage.do(meeting)
         self.met, self.joined = time.monotonic(), True
@@ -287,7 +287,7 @@ class Leases:
             self._strike(connection, self.worker)
 
         self.storage.do(left)
-        self.standing, self.met, self.joined = Standing(), -math.inf, False
+        self.standing, self.met, self.joined = LeaseState(), -math.inf, False
 
 
 def board(storage: Storage) -> list[Lease]:

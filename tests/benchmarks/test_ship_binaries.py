@@ -30,7 +30,7 @@ MADE = next(row.triton for path in reader.shipped_paths() if path.stem == "h200"
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[int, dict[precompile.Job, None]]:
+def everything() -> dict[int, dict[precompile.BinaryJob, None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ship.fingerprint, "triton_version", lambda: MADE)
         dispatch.toolchain.cache_clear()
@@ -40,7 +40,9 @@ def everything() -> dict[int, dict[precompile.Job, None]]:
 
 
 @pytest.fixture
-def few(everything: dict[int, dict[precompile.Job, None]], monkeypatch: pytest.MonkeyPatch) -> list[precompile.Job]:
+def few(
+    everything: dict[int, dict[precompile.BinaryJob, None]], monkeypatch: pytest.MonkeyPatch
+) -> list[precompile.BinaryJob]:
     """Three small binaries of all."""
     some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "portable/fwd"][:3]
     monkeypatch.setattr(ship, "jobs", lambda: {80: dict.fromkeys(some)})
@@ -52,7 +54,9 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_every_shipped_gpu_has_its_jobs_and_those_of_windows(everything: dict[int, dict[precompile.Job, None]]) -> None:
+def test_every_shipped_gpu_has_its_jobs_and_those_of_windows(
+    everything: dict[int, dict[precompile.BinaryJob, None]],
+) -> None:
     assert set(everything) == {
         gpus.named(row.key.gpu).arch for path in reader.shipped_paths() for row in reader.read(path)
     }
@@ -61,7 +65,7 @@ def test_every_shipped_gpu_has_its_jobs_and_those_of_windows(everything: dict[in
         assert {variant.serves for variant, _, _ in todo} >= {"fwd", "bwd_dq", "bwd_dkdv"}
 
 
-def test_what_a_call_loads_is_among_them(everything: dict[int, dict[precompile.Job, None]]) -> None:
+def test_what_a_call_loads_is_among_them(everything: dict[int, dict[precompile.BinaryJob, None]]) -> None:
     problem = TuningKey(A100.name, A100.sm_count, A100.arch, "fwd", "bf16", "ieee", 128, 128, "causal", 2048).workload()
     config = dispatch.choose(problem, "fwd", A100).config
     for mask in (problem.mask, band(700, 0)):
@@ -71,7 +75,7 @@ def test_what_a_call_loads_is_among_them(everything: dict[int, dict[precompile.J
             assert (variant, spec, point) in everything[80]
 
 
-def test_made_checked_and_the_same_bytes_again(few: list[precompile.Job], tmp_path: Path) -> None:
+def test_made_checked_and_the_same_bytes_again(few: list[precompile.BinaryJob], tmp_path: Path) -> None:
     assert run(tmp_path / "one")[0] == 0
     with ship.compiled_anew():
         assert run(tmp_path / "two")[0] == 0
@@ -80,7 +84,9 @@ def test_made_checked_and_the_same_bytes_again(few: list[precompile.Job], tmp_pa
     assert run(tmp_path / "one", "--check") == (0, "")
 
 
-def test_a_check_names_what_differs(few: list[precompile.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_names_what_differs(
+    few: list[precompile.BinaryJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(tmp_path)[0] == 0
     path = tmp_path / "sm_80.kernels"
     file = File(path)
@@ -100,7 +106,7 @@ def test_a_check_names_what_differs(few: list[precompile.Job], tmp_path: Path, m
 
 
 def test_shipped_files_serve_rows_under_any_triton(
-    few: list[precompile.Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few: list[precompile.BinaryJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the shipped rows, trusted without being named; without Triton, or under a newer one."""
     assert run(tmp_path)[0] == 0
@@ -116,7 +122,7 @@ def test_shipped_files_serve_rows_under_any_triton(
     assert [place.layer for place, _ in binaries.trusted().files] == ["shipped"]
 
 
-def test_without_triton_a_compile_says_so(few: list[precompile.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_a_compile_says_so(few: list[precompile.BinaryJob], monkeypatch: pytest.MonkeyPatch) -> None:
     variant, spec, point = few[0]
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(
@@ -135,7 +141,10 @@ def test_rows_of_another_triton_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("version", ["3.9.0", ""])
 def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
-    everything: dict[int, dict[precompile.Job, None]], version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    everything: dict[int, dict[precompile.BinaryJob, None]],
+    version: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the choice of a row to its binary, under a Triton for which there are rows, too, or none."""
     problem = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 2048).workload()

@@ -273,7 +273,7 @@ def test_the_families_that_read_a_window_are_those_whose_code_does() -> None:
 
     folder = Path(transformers.__file__).parent / "models"
     read = set()
-    for name, family in families.FAMILIES.items():
+    for name, family in families.MODEL_FAMILIES.items():
         if family.refused or family.composite or name in ("qwen2_vl_vision", "qwen2_5_vl_vision"):  # beside their text
             continue
         config = transformers.CONFIG_MAPPING[name].from_dict({"sliding_window": 77, "use_sliding_window": True})
@@ -371,7 +371,7 @@ def test_every_field_of_every_family_is_understood() -> None:
     from transformers import CONFIG_MAPPING
 
     strange = []
-    for name, family in families.FAMILIES.items():
+    for name, family in families.MODEL_FAMILIES.items():
         config = CONFIG_MAPPING[name]()
         if not family.refused and (family.composite or not all(stack.refused for stack in family.stacks)):
             raw = {key: value for key, value in vars(config).items() if not key.startswith("_")}
@@ -384,7 +384,7 @@ def test_every_field_of_every_family_is_understood() -> None:
 def test_every_family_can_be_read() -> None:
     from transformers import CONFIG_MAPPING
 
-    for name in families.FAMILIES:
+    for name in families.MODEL_FAMILIES:
         config = json.loads(CONFIG_MAPPING[name]().to_json_string())
         try:
             found = modelconfig.model({**config, "model_type": name})

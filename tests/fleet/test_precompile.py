@@ -383,7 +383,7 @@ def test_a_config_that_does_not_compile_costs_the_others_nothing(
     todo, _ = precompile.jobs(H200, layers(one_key), precompile.Wanted())
     unlucky = todo[0][0].name
 
-    def build(job: precompile.Job, arch: int) -> tuple[str, binaries.New]:
+    def build(job: precompile.BinaryJob, arch: int) -> tuple[str, binaries.New]:
         if job[0].name == unlucky:
             raise CompileError("no such luck")
         return job[0].name, binaries.New("0" * 64, {"kernel": job[0].name}, {}, b"")
@@ -393,7 +393,7 @@ def test_a_config_that_does_not_compile_costs_the_others_nothing(
     assert {(job[0].name, why) for job, why in outcome.failures} == {(unlucky, "no such luck")}
     assert set(outcome.entries) == {job[0].name for job in todo} - {unlucky}
 
-    def killed(job: precompile.Job, arch: int) -> tuple[str, binaries.New]:
+    def killed(job: precompile.BinaryJob, arch: int) -> tuple[str, binaries.New]:
         raise compiler.HostTrouble("ptxas was killed")
 
     monkeypatch.setattr(precompile, "build", killed)
@@ -561,7 +561,7 @@ def fake_builds(one_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(reader, "shipped_paths", list)
     built: list[str] = []
 
-    def build(job: precompile.Job, arch: int) -> tuple[str, binaries.New]:
+    def build(job: precompile.BinaryJob, arch: int) -> tuple[str, binaries.New]:
         variant, spec, point = job
         code = precompiled.code_of(variant, spec, dict(point), arch)
         key = precompiled.key_of(code, precompiled.triton_build())
@@ -580,13 +580,13 @@ def precompiling(folder: Path) -> Result:
 def test_what_is_compiled_survives_ctrl_c_and_is_not_compiled_again(
     fake_builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(command.Steps):
+    class Impatient(command.StepsBar):
         def __call__(self, what: str, done: int, total: int) -> None:
             if done == 2:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "Steps", Impatient)
+        patch.setattr(command, "StepsBar", Impatient)
         stopped = precompiling(tmp_path)
     made = tmp_path / "fleet.kernels"
     assert stopped.exit_code == 130
@@ -609,7 +609,7 @@ def test_a_killed_process_loses_only_what_was_not_saved_yet(
     held: list[int] = []
     monkeypatch.setattr(command, "SAVE_EVERY_S", 0.0)
     monkeypatch.setattr(
-        command.Steps, "__call__",
+        command.StepsBar, "__call__",
         lambda steps, what, done, total: held.append(len(File(made).entries) if made.exists() else 0),
     )  # fmt: skip
     made = tmp_path / "fleet.kernels"

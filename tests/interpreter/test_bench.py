@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fa2tune.bench.comparison import PASSES, Stand
+from fa2tune.bench.comparison import BENCHED, Stand
 from fa2tune.bench.peers import PEERS
 from fa2tune.spec.mask import CAUSAL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "gpt.py"
 @pytest.mark.parametrize("name", ["fa2tune", "triton-plain", "standard"])
 def test_our_peers_are_right(name: str, mask: Mask) -> None:
     stand = Stand(Problem("fp16", 1, 2, 2, 70, 70, 16, 16, mask), PEERS, "cpu")
-    for pass_ in PASSES:
+    for pass_ in BENCHED:
         assert stand.error(name, pass_, stand.call(name, pass_)()) < 0.005, pass_
 
 

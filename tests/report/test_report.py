@@ -236,8 +236,8 @@ def test_charts_are_valid_and_draw_only_data_of_the_page(run: Path, tmp_path: Pa
     figures = {attrs["data-chart"] for tag, attrs in found.tags if tag == "figure"}
     drawn = {chart["id"]: chart for chart in found.data["charts"]}
     assert figures == set(drawn) >= {
-        "gains", "speeds", "roofline", "peers", "compared", "regret", "progress", "progress-time", "outcomes", "slices-0",
-    } - {"regret"}  # fmt: skip
+        "gains", "speeds", "roofline", "peers", "compared", "convergence", "progress", "progress-time", "outcomes", "slices-0",
+    } - {"convergence"}  # fmt: skip
     for chart in drawn.values():
         alt.Chart.from_dict(chart["spec"])  # raises what Altair's schema refuses
         text = json.dumps(chart["spec"])
@@ -293,7 +293,7 @@ def test_studies_alone_show_the_rows_they_selected(run: Path) -> None:
     search = found.searches[0]
     assert search.obtained == MEASURED
     messages = {tuple(o.config.items()): o for o in outcomes()}
-    assert {tuple(t.config.items()): (t.time_us, t.fate, t.why) for t in search.trials} == {
+    assert {tuple(t.config.items()): (t.time_us, t.status, t.why) for t in search.trials} == {
         where: (o.time_us, o.status, o.why) for where, o in messages.items()
     }
     assert [why for _, why in search.wrong] == [f"o: NaN {EVIL}"]

@@ -13,14 +13,14 @@ import click
 from fa2tune.cli import _output, _tables
 from fa2tune.cli._options import CannotUseError, check_folder, head_dim, told
 from fa2tune.cli._output import echo
-from fa2tune.cli._progress import Steps
+from fa2tune.cli._progress import StepsBar
 from fa2tune.cli.cache.common import FILE, gpu_asked
 from fa2tune.rows import reader
 from fa2tune.spec.problem import DTYPES
 from fa2tune.text import plain
 
 if TYPE_CHECKING:
-    from fa2tune.fleet.precompile import Job
+    from fa2tune.fleet.precompile import BinaryJob
 
 SAVE_EVERY_S = 30.0  #: seconds; a killed process loses at most what it compiled in that time
 
@@ -142,7 +142,7 @@ def _naming(path: Path) -> Iterator[None]:
 class _Run:
     """Compiles; saves the binaries now and then, and at the end, also after an error or Ctrl-C."""
 
-    def __init__(self, out: Path, todo: Sequence[Job]) -> None:
+    def __init__(self, out: Path, todo: Sequence[BinaryJob]) -> None:
         from fa2tune.fleet.precompile import Outcome
 
         self.out, self.todo = out, todo
@@ -155,7 +155,7 @@ class _Run:
 
         begun = last = time.monotonic()
         broken = False  # the file cannot be written
-        with Steps() as steps:
+        with StepsBar() as steps:
 
             def progress(done: int) -> None:
                 nonlocal last, broken

@@ -13,7 +13,7 @@ import click
 from fa2tune.cli import _output, _tables
 from fa2tune.cli._options import told
 from fa2tune.cli._output import echo
-from fa2tune.cli._progress import Steps
+from fa2tune.cli._progress import StepsBar
 from fa2tune.cli.cache.common import (
     FILE,
     KEY_TITLES,
@@ -86,7 +86,7 @@ def verify(
     where = f"{present.name}, driver {present.driver}" if present else "no GPU, so nothing is timed"
     stale = sum(bool(here.stale(row)) for row in rows)
     _tables.say(f"{path}: {len(rows)} of {len(held)} rows, {stale} stale; Triton {here.triton}; {where}")
-    steps = Steps()
+    steps = StepsBar()
     look = upkeep.Verification(rows, held, present, _functions(), workers, steps)
     if repair:
         look.found = mending.Refresher(path)

@@ -27,7 +27,7 @@ NONE_RIGHT = "no candidate ran within the limits and gave right results"  #: why
 FILING_SHARE = 20.0  #: filing rows takes one part in so many of the time
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """What has the rows: a cache file, or a database."""
 
     def rows(self) -> list[Row]: ...
@@ -38,7 +38,7 @@ class Log:
     plan: Plan
     watcher: Watcher
     functions: WorkerFunctions
-    store: Rows
+    store: RowSource
     toolchain: Provenance
     report: Report
     #: files those rows that are still this worker's to file, and says which these are
