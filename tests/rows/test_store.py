@@ -1,4 +1,5 @@
-"""Writing cache files: schema, upsert, merge, export, several processes at once."""
+"""Writing cache files: schema, renewal, merge, export, several processes at once. What every store of rows keeps:
+tests/sharing/test_row_stores.py."""
 
 from __future__ import annotations
 
@@ -66,21 +67,6 @@ def test_every_field_of_a_row_is_a_column() -> None:
     assert not same, "the round trip proves nothing about these"
 
 
-def test_put_replaces_what_a_slot_held(tmp_path: Path) -> None:
-    cache = Store(tmp_path / "deep" / "c.sqlite")
-    assert cache.rows() == []
-    others = [
-        replace(FULL, implementation="descriptor"), replace(FULL, obtained="predicted"), replace(FULL, batch=3),
-        replace(FULL, seqlen_k=5000), row({"family": "decode"}), replace(FULL, strategy="split"),
-    ]  # fmt: skip
-    cache.put([FULL, *others])
-    new = [replace(FULL, config={"BLOCK_M": size}, time_us=float(size)) for size in (64, 128)]
-    cache.put(new)
-    assert cache.rows() == ordered([*new, *others]), "another config of the slot is gone, those put together stay"
-    cache.put([replace(new[0], time_us=1.5), replace(new[0], time_us=1.6)])
-    assert [r.time_us for r in cache.rows() if record.slot(r) == record.slot(FULL)] == [1.6]
-
-
 def test_renew_replaces_one_config_of_a_slot(tmp_path: Path) -> None:
     cache = Store(tmp_path / "c.sqlite")
     one, two = (replace(FULL, config={"BLOCK_M": size}, time_us=float(size)) for size in (64, 128))
@@ -93,42 +79,6 @@ def test_a_workload_that_is_not_said_is_that_of_the_key() -> None:
     assert (BARE.batch, BARE.heads_q, BARE.heads_kv, BARE.seqlen_q, BARE.seqlen_k) == (4, 16, 16, 4096, 4096)
     said = replace(BARE, batch=0, heads_q=0, heads_kv=2, seqlen_q=1, seqlen_k=0)
     assert (said.batch, said.heads_q, said.heads_kv, said.seqlen_q, said.seqlen_k) == (4, 16, 2, 1, 4096)
-
-
-@pytest.mark.parametrize(
-    ("bad", "said"),
-    [
-        (replace(FULL, time_us=float("nan")), "time_us"),
-        (replace(FULL, registers=2.5), "registers"),
-        (replace(FULL, obtained="guessed"), "obtained"),
-        (replace(FULL, config={"BLOCK_M": (1, 2)}), "config"),
-        (replace(FULL, config={"BLOCK M": 1}), "config"),
-        (replace(FULL, pruned={1: 2}), "pruned"),
-        (replace(FULL, driver=None), "driver"),
-        (replace(FULL, created="yesterday"), "created"),
-        (replace(FULL, binary_hash="0123"), "binary_hash"),
-        (replace(FULL, batch=-1), "batch"),
-        (replace(FULL, strategy="split two"), "strategy"),
-        (row({"family": "dens"}), "family: got 'dens', must be one of dense, banded, ragged, decode, fp8"),
-        (row({"mask": "band"}), "mask: got 'band', must be one of full, causal"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_put_refuses_what_no_file_may_hold(bad: Row, said: str, tmp_path: Path) -> None:
-    cache = Store(tmp_path / "c.sqlite")
-    cache.put([BARE])
-    with pytest.raises(ValueError, match=said):
-        cache.put([FULL, bad])
-    assert cache.rows() == [BARE]
-
-
-def test_numpy_scalars_become_plain(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
-    cache = Store(tmp_path / "c.sqlite")
-    cache.put([replace(FULL, registers=np.int64(200), time_us=np.float64(2.5), gain=np.float32(0.5))])
-    [read] = cache.rows()
-    assert (read.registers, read.time_us, read.gain) == (200, 2.5, 0.5)
-    assert (type(read.registers), type(read.time_us)) == (int, float)
 
 
 def test_merge_keeps_the_later_made(tmp_path: Path) -> None:

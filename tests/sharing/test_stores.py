@@ -1,4 +1,5 @@
-"""The contract of a storage, which SQLite and PostgreSQL both keep: trials, studies, failures, rows, leases."""
+"""The contract of a storage, which SQLite and PostgreSQL both keep: trials, studies, failures, leases.
+That of its rows, which cache files keep, too: test_row_stores.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,12 @@ from typing import Any
 
 import optuna
 import pytest
-from cache_rows import BARE, FULL
+from cache_rows import FULL
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from postgres_server import server
 
 from fa2tune.compiling.registry import portable_of
-from fa2tune.rows import record
 from fa2tune.sharing import leases, storage, trials
 from fa2tune.sharing.leases import Leases, board
 from fa2tune.sharing.shared import TABLE, SharedStore
@@ -182,18 +182,9 @@ def test_a_compile_that_took_too_long_counts_in_the_second_run(held: Storage) ->
 # ---- rows
 
 
-def put(store: SharedStore, rows: Sequence[Any]) -> None:
-    store.storage.do(lambda connection: store.write(connection, rows))
-
-
-def test_rows_come_back_as_they_were_and_a_later_one_takes_the_place(held: Storage) -> None:
+def test_rows_of_a_later_fa2tune_are_not_read(held: Storage) -> None:
     store = SharedStore(held)
-    put(store, [FULL, BARE])
-    put(store, [replace(FULL, samples=99)])
-    assert SharedStore(again(held)).rows() == sorted([replace(FULL, samples=99), BARE], key=record.identity)
-    with pytest.raises(ValueError, match="gain"):
-        put(store, [BARE, replace(FULL, gain=float("nan"))])
-    assert len(store.rows()) == 2
+    store.storage.do(lambda connection: store.write(connection, [FULL]))
     store.storage.execute(TABLE.update().values(version=99))
     with pytest.raises(StorageError, match="upgrade fa2tune"):
         store.rows()
