@@ -483,7 +483,7 @@ def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Pa
 
 
 def _warm() -> None:
-    """Two seconds of matrix products: a cool card clocks 10 % higher."""
+    """Two seconds of matrix products: a cool GPU clocks 10 % higher."""
     import torch
 
     matrix, until = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), time.monotonic() + 2

@@ -240,7 +240,7 @@ def _from_2(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: Older schema version -> what makes a record of it one of the next version. Version 0, the development files, had float32
-#: products in IEEE arithmetic only and no column to say so; version 1 did not say whether the card had been throttled.
+#: products in IEEE arithmetic only and no column to say so; version 1 did not say whether the GPU had been throttled.
 UPGRADES: Mapping[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     0: lambda record: {**record, "precision": "ieee"},
     1: lambda record: {**record, "throttled": None},

@@ -72,8 +72,8 @@ class Row:
     pruned: Mapping[str, int] = field(default_factory=dict)  #: reason -> how many candidates
     clock_mhz: int | None = None  #: SM clock while measuring
     power_limit_w: int | None = None
-    #: launches rejected because the card was throttled, and taken again; None: not monitored. (Where the card does not
-    #: recover, times are of a throttled card, and replace no default.)
+    #: launches rejected because the GPU was throttled, and taken again; None: not monitored. (Where the GPU does not
+    #: recover, times are of a throttled GPU, and replace no default.)
     throttled: int | None = None
     driver: str = ""
     triton: str = ""
