@@ -38,7 +38,7 @@ PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pi
 CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests start is no child
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
 COMPILING = tuple(
-    TESTS / f"test_{name}.py"
+    TESTS / "compiling" / f"test_{name}.py"
     for name in ("operandcheck", "compile", "dispatch_phases", "hopper_forward", "hostside", "hopper")
 )
 

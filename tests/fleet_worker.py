@@ -1,6 +1,6 @@
-"""Workers of tests/test_many_workers.py: whole tuning runs, in processes that may be killed at any moment, over a small space
-and with fake functions that cost next to nothing. This process has imported everything and forks one worker a line that it
-reads:
+"""Workers of tests/sharing/test_many_workers.py: whole tuning runs, in processes that may be killed at any moment, over a small
+space and with fake functions that cost next to nothing. This process has imported everything and forks one worker a line that
+it reads:
 {"name", "folder", "request": fields of a TuneRequest, "environment"}; it answers with the worker's pid. A worker leaves its
 report's rows and how it ended in ``<folder>/<name>.json``, and what it says, as it says it, in ``<folder>/<name>.lines``.
 """

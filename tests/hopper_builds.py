@@ -1,5 +1,5 @@
-"""Binaries for tests/test_hopper.py, compiled by as many processes as there are cores: one after the other they are most of
-what the suite takes."""
+"""Binaries for tests/compiling/test_hopper.py, compiled by as many processes as there are cores: one after the other they are
+most of what the suite takes."""
 
 from __future__ import annotations
 

@@ -132,6 +132,15 @@ def test_every_room_has_its_place() -> None:
     assert loose == {"__init__", "__main__", "catalogue", "gpus", "devices", "versions", "text"}
 
 
+def test_tests_have_the_rooms_of_the_code() -> None:
+    """At the top: tests of the repository and of fa2tune's own modules. pytest imports a file by its name alone."""
+    tests = ROOT / "tests"
+    rooms = {path.parent.name for path in tests.glob("*/test_*.py")}
+    assert rooms <= {*ROOMS, "spec", "benchmarks", "gpu", "interpreter"}
+    names = [path.name for path in tests.rglob("test_*.py") if path.parent.name not in ("gpu", "interpreter")]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if room(f"{module}.") == "kernels"])
 def test_a_kernel_knows_its_space_and_the_shared_math_only(module: str) -> None:
     others = {name for name in GRAPH[module] if room(name) != "search_spaces"}

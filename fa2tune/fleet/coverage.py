@@ -18,6 +18,7 @@ from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band, row_mask_named
 from fa2tune.spec.problem import BACKWARD, BUCKETS, SPLIT, STRATEGIES, WORKLOAD_TOKENS, Problem, bucket_of
+from fa2tune.spec.score import NONE, Score, score_of
 
 OWN = "own row"  #: for this very key, made with this toolchain
 STALE = "stale row"  #: for this very key, made with another
@@ -107,6 +108,7 @@ class Need:
     key: TuningKey
     answer: lookup.Answer | None
     mask: Mask = FULL  #: no row was measured with a window or chunks: rows without serve it
+    score: Score = NONE  #: nor with a score term
     specialized: bool = False  #: whether the documented default is warp-specialised: no prediction stands before that
 
     @property
@@ -114,9 +116,14 @@ class Need:
         """One of STANDINGS."""
         if self.answer is None:
             return DEFAULT
-        if self.answer.row.key != self.key or not self.mask.measured:
+        if self.answer.row.key != self.key or not self.measured:
             return NEAR
         return STALE if self.answer.stale else OWN
+
+    @property
+    def measured(self) -> bool:
+        """Whether rows are measured with this mask and this score term."""
+        return self.mask.measured and self.score == NONE
 
     @property
     def step(self) -> str:
@@ -139,6 +146,7 @@ def _problem(attention: Attention, bucket: int, mask: str) -> Problem:
     return Problem(
         attention.dtype, max(1, WORKLOAD_TOKENS // bucket), attention.heads_q, attention.heads_kv, length, length,
         attention.head_dim, attention.head_dim_v, _mask(attention, mask).fitted(length, length),
+        score=score_of(attention.softcap),
     )  # fmt: skip
 
 
@@ -166,7 +174,8 @@ def needs(
         def served(kernel: str, why_not: Callable[[Row], str | None], problem: Problem = problem) -> Need:
             key = dispatch.key_of(problem, kernel, gpu)
             answer = lookup.find(key, gpu.silicon, layers, why_not, toolchain)
-            return Need(key, answer, problem.mask, bool(defaults.specialized_default(kernel, problem, gpu)))
+            specialized = bool(defaults.specialized_default(kernel, problem, gpu))
+            return Need(key, answer, problem.mask, problem.score, specialized)
 
         found.append(served("fwd", dispatch.kind_refusal(problem, gpu, None)))
         if training:
@@ -194,8 +203,8 @@ def commands(found: Iterable[Need], present: bool, cache: str | None = None) -> 
     }
     gaps: dict[tuple[object, ...], tuple[set[str], set[int]]] = {}
     for need in found:
-        # no tune measures windows and chunks yet
-        if need.standing == DEFAULT or (need.standing == NEAR and need.mask.measured):
+        # no tune measures windows, chunks and soft caps yet
+        if need.standing == DEFAULT or (need.standing == NEAR and need.measured):
             key = need.key
             there = not present and _searched(need) in measure
             about = (key.gpu, key.head_dim, key.head_dim_v, key.dtype, key.mask, there)

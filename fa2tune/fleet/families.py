@@ -176,13 +176,15 @@ DROPOUT_RATE = frozenset(T5S.split())
 SWITCHES = {
     "alibi": "ALiBi is added to its scores",
     "use_alibi": "ALiBi is added to its scores",
-    "attn_logit_softcapping": "its scores are soft-capped",
+    "attn_logit_softcapping": "its scores are soft-capped, which its family is not known to be",
     "use_relative_position_bias": RELATIVE,
     "use_shared_relative_position_bias": RELATIVE,
     "prefix_lm": "its mask lets the tokens of a prefix see each other",
     "attn_uses_sequence_id": "its mask keeps packed documents apart",
     "add_cross_attention": "the cross attention of a decoder of this type is not read",
 }
+#: The field of SWITCHES that holds a tanh soft cap of the scores, and the families whose code reads it.
+SOFT_CAP, SOFT_CAPPED = "attn_logit_softcapping", frozenset(("gemma2", "gemma3_text", "vaultgemma"))
 #: Position embeddings that leave the scores alone; others are a bias.
 POSITIONS = frozenset(("absolute", "rope", "rotary", "nope", "learned", "sinusoidal"))
 

@@ -28,6 +28,7 @@ from fa2tune.fleet.modelfile import (
 )
 from fa2tune.fleet.modelfile import read as read
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.score import score_of
 
 MOST = 1 << 24  #: of any count in a config
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -55,6 +56,7 @@ class Attention:
     dropout: float = 0.0  #: probability that a weight of the softmax is dropped in training
     window: int = 0  #: tokens of a sliding window, the query's own included; 0: none
     chunk: int = 0  #: keys of a chunk, of causal attention in chunks of the sequence; 0: none
+    softcap: float = 0.0  #: tanh soft cap of the scores; 0: none
     known: bool = True  #: False: ``not_covered`` names what is not understood; it may be covered
 
 
@@ -306,21 +308,35 @@ def _heads(fields: _Fields, stack: Stack, name: str) -> tuple[int, int, int, int
     return heads, heads_kv, dim, dim
 
 
-def _refusals(fields: _Fields, stack: Stack, dims: tuple[int, int]) -> Iterator[str]:
+def _softcap(fields: _Fields, name: str) -> float:
+    """The cap of the scores, 0 where there is none."""
+    value = fields.get(families.SOFT_CAP) if name in families.SOFT_CAPPED else None
+    if value is None:
+        return 0.0
+    try:
+        score = score_of(value)
+    except (TypeError, ValueError) as error:
+        raise ModelConfigError(f"{families.SOFT_CAP}, which is {error}") from None
+    return float(sum(score.values))
+
+
+def _refusals(fields: _Fields, stack: Stack, name: str, dims: tuple[int, int]) -> Iterator[str]:
     """Why no kernel computes any of it."""
     for dim in dict.fromkeys(dims):
         if dim not in range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP):
             yield f"head dim {dim}: fa2tune has {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_STEP}"
     if stack.refused:
         yield stack.refused
-    for name, why in families.SWITCHES.items():
-        values = (getattr(holder, name, None) for holder in (fields.config, fields.get("attn_config")))
+    for switch, why in families.SWITCHES.items():
+        if switch == families.SOFT_CAP and name in families.SOFT_CAPPED:
+            continue
+        values = (getattr(holder, switch, None) for holder in (fields.config, fields.get("attn_config")))
         if any(values):
-            yield f"{why} ({name})"
-    for name in ("position_embedding_type", "position_embeddings_type"):
-        positions = fields.get(name)
+            yield f"{why} ({switch})"
+    for field in ("position_embedding_type", "position_embeddings_type"):
+        positions = fields.get(field)
         if positions is not None and positions not in families.POSITIONS:
-            yield f"{families.RELATIVE} ({name} {short(positions)})"
+            yield f"{families.RELATIVE} ({field} {short(positions)})"
 
 
 def _limit(fields: _Fields, stack: Stack) -> int:
@@ -351,7 +367,8 @@ def _stack(
         mask = FULL
     names = (*families.DROPOUTS, "dropout_rate") if name in families.DROPOUT_RATE else families.DROPOUTS
     dropout = fields.probability(names)
-    refused = " and ".join(_refusals(fields, stack, (dim, dim_v)))
+    refused = " and ".join(_refusals(fields, stack, name, (dim, dim_v)))
+    softcap = _softcap(fields, name)
     strange = f"not known to be covered: {', '.join(unknown)}" if unknown else ""
     title = " ".join(filter(None, (part, stack.name)))
     for kind, count in _kinds(fields, stack, name).items():
@@ -370,5 +387,5 @@ def _stack(
             why, reach, known = why or f"layer type {text(kind)} is not known", 0, bool(refused)
         yield Attention(
             count, heads, heads_kv, dim, dim_v, dtype, reach, kind, why, mask, title, limit, dropout,
-            window, chunk, known,
+            window, chunk, softcap, known,
         )  # fmt: skip

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 OTHER_KEY = "row's key, where it differs"
 WINDOWED = "sliding windows (window=) are served by rows that were tuned without a window"
 CHUNKS = 'attention in chunks (mask=fa2tune.Mask("chunked", N)) is served by rows that were tuned without chunks'
+CAPPED = "soft caps (softcap=) are computed by portable kernels and served by rows that were tuned without one"
 FULL_CHUNKS = "attention in chunks is computed with the causal mask only; with --full its keys are those without chunks"
 PADDING = "fa2tune takes no padding mask: sequences of a batch have one length"
 TITLES = ("attention", "layers", "heads", "kv", "dim", "dtype", "mask", "computed")
@@ -93,7 +94,7 @@ def coverage(
             attention, target, layers, dispatch.toolchain(), buckets=rules.lengths(attention, seqlen),
             mask="full" if full else None, training=pass_ == "both" and not attention.dropout, deterministic=deterministic,
         ):  # fmt: skip
-            needs[need.key, need.mask.name] = need
+            needs[need.key, need.mask.name, need.score.name] = need
     verdict = rules.verdict(model, seqlen, pass_ == "both")
     present = gpu is None or is_here(target)
     commands = rules.commands(needs.values(), present, str(named[0]) if named else None)
@@ -104,6 +105,8 @@ def coverage(
         notes.append(WINDOWED)
     if any(need.mask.name == "chunked" for need in needs.values()):
         notes.append(CHUNKS)
+    if any(need.score.name == "softcap" for need in needs.values()):
+        notes.append(CAPPED)
     if full and any(attention.chunk for attention in model.attentions):
         notes.append(FULL_CHUNKS)
     if as_json:
@@ -200,6 +203,8 @@ def _line(attention: Attention, full: bool) -> list[str]:
         mask += f", window {attention.window}" + (" each side" if mask == FULL else "")
     if attention.chunk and mask != FULL:
         mask += f", chunks of {attention.chunk}"
+    if attention.softcap:
+        mask += f", soft cap {attention.softcap:g}"
     return [
         f"{kind}{attention.part or 'self-attention'}",
         *map(str, counts),
@@ -236,6 +241,7 @@ def _served(need: Need) -> dict[str, Any]:
         "mask": key.mask,
         "window": need.mask.name == "band",
         "chunks": need.mask.name == "chunked",
+        "softcap": need.score.name == "softcap",
         "length": key.bucket,
         "served_by": need.standing,
         "lookup": need.step,
@@ -249,6 +255,7 @@ def _merged(needs: Iterable[Need]) -> list[list[str]]:
     for need in needs:
         *key, mask, _ = cells(need.key)[1:]
         mask += {"band": ", window", "chunked": ", chunks"}.get(need.mask.name, "")
+        mask += ", soft cap" if need.score.name == "softcap" else ""
         alike.setdefault((*key, mask, need.standing, need.step, _differs(need)), []).append(need.key.bucket)
     return [[*about[:4], span, *about[4:]] for about, lengths in alike.items() for span in _tables.spans(lengths)]
 

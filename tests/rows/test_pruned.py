@@ -1,0 +1,57 @@
+"""Why candidates were never timed, in plain words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cache_rows import row
+
+from fa2tune.cli.tune import _reasons
+from fa2tune.compiling.registry import variants
+from fa2tune.rows import pruned, reader
+from fa2tune.tuning.search.failures import BLAMELESS, FAULTS
+from fa2tune.tuning.search.space import PRUNED
+from fa2tune.tuning.search.status import _WORDS
+
+LIMITS = Path(__file__).parents[2] / "fa2tune" / "compiling" / "limits.py"
+#: Words of the code, which say nothing to a reader of a table.
+PRIVATE = {"who", "whom", "whose", "road", "way", "ways", "select", "lot", "lots", "rung", "book", "books", "fate"}
+
+
+def names() -> set[str]:
+    """Every name under which this version counts candidates."""
+    found = {rule.name for variant in variants().values() for rule in variant.space.constraints}
+    found |= set(re.findall(r'Refusal\(\s*"(\w+)"', LIMITS.read_text()))
+    return found | FAULTS | BLAMELESS | {word for word, _ in _WORDS} | {PRUNED, "wrong_result"}
+
+
+def test_every_name_has_a_text_and_every_text_a_name() -> None:
+    assert len(names()) > 40
+    assert set(pruned.WORDS) == names()
+
+
+def test_rows_that_are_shipped_hold_no_name_without_a_text() -> None:
+    held = {name for path in reader.shipped_paths() for row in reader.read(path) for name in row.pruned}
+    assert len(held) > 20
+    assert held <= set(pruned.WORDS)
+
+
+@pytest.mark.parametrize("text", pruned.WORDS.values())
+def test_a_text_is_short_and_plain(text: str) -> None:
+    assert len(text) <= 64 and not {*":;"} & {*text}, "they stand between texts and counts"
+    assert not PRIVATE & set(re.findall(r"\w+", text.lower()))
+    assert "_" not in re.sub(r"\b[A-Z][A-Z_]+\b|num_warps", "", text), "only parameters of a config have underscores"
+
+
+def test_counts_are_listed_with_the_most_first() -> None:
+    found = {"crash": 2, "who_prepares_makes_room_for_who_finishes": 31, "timeout_before": 1, "of_another_version": 1}
+    assert pruned.counted(found) == (
+        "FINISH_BESIDE without the options that it needs: 31; crash: 2; timeout, in an earlier run: 1; of another version: 1"
+    )
+
+
+def test_the_tuner_sums_reasons_up_in_words() -> None:
+    rows = [row({"bucket": bucket}, pruned={"spills": count}) for bucket, count in ((512, 3), (1024, 5))]
+    assert _reasons(rows) == ["fwd: too many spills: 5"]

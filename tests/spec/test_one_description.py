@@ -1,0 +1,55 @@
+"""A call's mask is described once: a Mask, or its name. A bool is what the public call, options and files have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: What a bool, or a window beside it, is called.
+BOOLS = {"causal", "causals", "is_causal", "banded"}
+#: (module, function or class): the public call and its checks, its memo key, the options of the command line.
+ALLOWED = {
+    ("calling/ops.py", "attention"), ("calling/ops.py", "checked"), ("calling/ops.py", "_general"),
+    ("calling/ops.py", "_sides"), ("calling/ops.py", "_check"), ("calling/ops.py", "_check_mask"),
+    ("calling/dispatch.py", "forward_key"), ("calling/serving.py", "explain"), ("calling/serving.py", "is_supported"),
+    ("spec/mask.py", "mask_of"),
+    ("cli/_options.py", "checked"),
+}  # fmt: skip
+
+
+def named(tree: ast.Module) -> Iterator[str]:
+    """Functions with such a parameter, and classes with such a field or property."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            if any(each.arg in BOOLS for each in every):
+                yield getattr(node, "name", "lambda")
+        elif isinstance(node, ast.ClassDef):
+            fields = {
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            }
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            if (fields | methods) & BOOLS:
+                yield node.name
+
+
+def found() -> set[tuple[str, str]]:
+    return {
+        (path.relative_to(folder).as_posix(), name)
+        for folder in (ROOT / "fa2tune", ROOT / "search_spaces")
+        for path in folder.rglob("*.py")
+        for name in named(ast.parse(path.read_text()))
+    }
+
+
+def test_a_mask_is_a_bool_in_the_public_call_alone() -> None:
+    assert found() == ALLOWED
+
+
+def test_it_sees_parameters_fields_and_properties() -> None:
+    source = "def f(causal): ...\nclass C:\n    banded: bool\nclass D:\n    def causal(self): ...\ndef g(mask): ...\n"
+    assert list(named(ast.parse(source))) == ["f", "C", "D"]
