@@ -13,15 +13,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import schedule
+from fa2tune.calling import group_schedule, schedule
 from fa2tune.calling.defaults import default_config, portable_default, specialized_default
 from fa2tune.calling.empty import NoKeys, is_empty
+from fa2tune.calling.saved import check_saved
 from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
 from fa2tune.compiling import binaries, limits, measured_code
 from fa2tune.compiling.compiler import CompileError, uses_descriptors
@@ -36,7 +37,6 @@ from fa2tune.launching.passes import (
     empty_ordered,
     float32_precision,
     lse_of,
-    lse_shape,
 )
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation, over_portable
@@ -412,32 +412,6 @@ def forward(
     return plan(q, k, v)
 
 
-def _check_saved(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-) -> None:
-    """TypeError or ValueError names a tensor that hooks on saved tensors have changed since the forward."""
-    keys, columns = k.shape[:3], v.shape[3]
-    shapes = {"k": (*keys, q.shape[3]), "v": (*keys, columns)}
-    shapes |= dict.fromkeys(("o", "the gradient of o"), (*q.shape[:3], columns))
-    for name, tensor in (("k", k), ("v", v), ("o", o), ("the gradient of o", do)):
-        if tensor.dtype is not q.dtype:
-            raise TypeError(
-                f"attention's backward: got {name} of dtype {tensor.dtype}, q has {q.dtype}; all must agree"
-            )
-        if tensor.shape != shapes[name]:
-            raise ValueError(
-                f"attention's backward: got {name} of shape {tuple(tensor.shape)}, the forward had {shapes[name]}"
-            )
-    for name, tensor in (("k", k), ("v", v), ("o", o), ("lse", lse), ("the gradient of o", do)):
-        if tensor.device != q.device:
-            raise ValueError(f"attention's backward: got {name} on {tensor.device}, q is on {q.device}")
-    if lse.dtype is not torch.float32 or tuple(lse.shape) != lse_shape(q):
-        raise TypeError(
-            f"attention's backward: got lse of dtype {lse.dtype}, shape {tuple(lse.shape)}; the forward of q of dtype "
-            f"{q.dtype} saved torch.float32, {lse_shape(q)}"
-        )
-
-
 def backward(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, mask: Mask, softmax_scale: float, deterministic: bool, score: Score,
@@ -466,7 +440,7 @@ def backward(
         check_among("deterministic", deterministic, (True, False))  # a forward from the memo has not checked it
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
-        _check_saved(q, k, v, o, lse, do)
+        check_saved(q, k, v, o, lse, do)
         saved = q, k, v, o, lse
         dense = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
         if any(new is not old for new, old in zip(dense, saved, strict=True)):
@@ -479,7 +453,13 @@ def backward(
         device_index, gradient = q.get_device(), do
 
         def on(strategy: str) -> Make[BackwardPlan]:
-            return partial(BackwardPlan, problem, gradient, dlse, q, k, v, o, softmax_scale, strategy)
+            def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> BackwardPlan:
+                parts = group_schedule.parts(problem, configs, gpu_of(device_index))
+                return BackwardPlan(
+                    problem, gradient, dlse, q, k, v, o, softmax_scale, strategy, configs, measured, parts
+                )
+
+            return make
 
         try:
             with uncollected():

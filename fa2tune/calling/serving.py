@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, defaults, dispatch, ops
+from fa2tune.calling import arguments, defaults, dispatch, group_schedule, ops
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
-from fa2tune.launching import passes, precompiled
+from fa2tune.launching import group_parts, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import TuningKey
@@ -52,6 +52,7 @@ class Served:
     scheduled: Row | None = None  #: row of another length whose config suits this batch, heads and lengths better
     mask: Mask = FULL  #: the call's
     unmeasured: str = ""  #: what of the call no row was measured with: "a window"
+    parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
 
     @property
     def kernel(self) -> str:
@@ -123,10 +124,13 @@ class Served:
 
     def __str__(self) -> str:
         if self.row is None:
-            return f"{self.kernel}: {self.evidence}"
+            apart = f", query groups in {self.parts} parts" if self.parts > 1 else ""
+            return f"{self.kernel}: {self.evidence}{apart}"
         parts = [self.row.filed_as, self.evidence]
         if self.row.gain is not None:
             parts.append(f"{self.row.gain:.2f} x portable default")
+        if self.parts > 1:
+            parts.append(f"query groups in {self.parts} parts, for these heads and lengths")
         return f"{self.kernel}: {', '.join(parts)}"
 
 
@@ -261,6 +265,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         ],
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
+        "parts": served.parts,
     }  # fmt: skip
 
 
@@ -312,16 +317,20 @@ def _served(
         row, suited = dispatch.suited(problem, gpu, answer, dispatch.toolchain())
         scheduled = None if row is answer.row else row
     changed = {name: (config[name], value) for name, value in suited.items() if value != config[name]}
-    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "")
-    return Served(key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured)
+    parts = group_schedule.parts_of(problem, kernel, suited, gpu)
+    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "", parts)
+    return Served(
+        key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured, parts
+    )
 
 
-def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str) -> dict[str, str]:
+def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int) -> dict[str, str]:
     """Where a first call takes each kernel from that runs for a config; ``measured``: as ``precompiled.find`` has it."""
     found = {}
-    for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
+    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, config, gpu.arch)]
+    for variant, its_config, posed in needed + (group_parts.helpers(problem, gpu.arch) if parts > 1 else []):
         binary = compiler.binary_config(variant, its_config)
-        image, where = precompiled.find(variant, problem.specialization, binary, gpu.arch, measured)
+        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
         found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"
     return found
 
