@@ -101,7 +101,7 @@ def test_explain_says_so():
     told = serving.explain_problem(posed(1, 8, 1, 8192, 128), H200, present=False)
     served = told.kernels[-1]
     assert served.kernel == "bwd_fused" and served.parts > 1
-    assert f"query groups in {served.parts} parts" in str(told)
+    assert f"bwd_fused: each group of 8 query heads is split into {served.parts} parts" in str(told)
     assert told.as_dict()["kernels"][-1]["parts"] == served.parts
     assert {"bwd_spread", "bwd_gather"} <= set(served.binaries)
     alike = serving.explain_problem(posed(2, 16, 16, 8192, 128), H200, present=False)
