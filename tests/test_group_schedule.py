@@ -8,6 +8,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, group_schedule, serving
+from fa2tune.compiling.registry import variants_of
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import STRATEGIES, Problem
@@ -107,3 +108,11 @@ def test_explain_says_so():
     alike = serving.explain_problem(posed(2, 16, 16, 8192, 128), H200, present=False)
     assert "parts" not in str(alike) and alike.kernels[-1].parts == 1
     assert "bwd_spread" not in alike.kernels[-1].binaries
+
+
+def test_every_kernel_that_is_split_names_its_tensors_alike():
+    for kernel in group_parts.SPLIT_KERNELS:
+        for variant in variants_of(kernel):
+            assert set(group_parts.PARTS_OF) <= set(variant.tensors)
+            config = variant.space.default(posed(1, 8, 1, 512, 64).specialization, 90)
+            assert not set(variant.workspaces(posed(1, 8, 1, 512, 64), config)) & set(group_parts.PARTS_OF.values())
