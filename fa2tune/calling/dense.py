@@ -16,8 +16,8 @@ from fa2tune.launching.launch import addressing, strides_of
 from fa2tune.launching.passes import empty_ordered
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, Problem
 
-#: By how much longer calls take by pointer, as a share of the warp-specialised kernels' time. In vectors of 16 bytes (a stride
-#: of 0 alone is in the way): medians on an H200, docs/lookup.md. Element by element: 4.4 times as long as copies and the
+#: By how much longer calls take by pointer, as a share of the warp-specialised kernels' time. In vectors of 16 bytes (only a
+#: stride of 0 keeps TMA out): medians on an H200, docs/lookup.md. Element by element: 4.4 times as long as copies and the
 #: warp-specialised kernel in the one call that was measured, so this is less than what was seen.
 BY_VECTORS, BY_ELEMENTS = {"fwd": 0.5, BACKWARD: 0.7}, 2.5
 #: Share of the peak rate that the warp-specialised kernels reach where the GPU is full: of fewer tiles they take longer and
