@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -37,12 +38,13 @@ def launched(monkeypatch):
     return found
 
 
-def kernels(config, parts, strategy=("bwd_fused",)):
-    shapes = {"q": (2, 12, 300, 128), "k": (2, 2, 500, 128), "v": (2, 2, 500, 128), "o": (2, 12, 300, 128)}
-    shapes |= {"do": shapes["q"], "lse": (2, 12, 300), "dq": shapes["q"], "dk": shapes["k"], "dv": shapes["k"]}
+def kernels(config, parts, strategy=("bwd_fused",), asked=ASKED):
+    queries, keys = (2, 12, 300, 128), (2, asked.heads_kv, 500, 128)
+    shapes = {"q": queries, "k": keys, "v": keys, "o": queries, "do": queries, "lse": queries[:3]}
+    shapes |= {"dq": queries, "dk": keys, "dv": keys}
     tensors = {name: torch.empty(sizes, device="meta", dtype=torch.bfloat16) for name, sizes in shapes.items()}
     configs = dict.fromkeys(strategy, config)
-    return tensors, passes.Kernels(configs, ASKED, tensors, 0.1, 0, parts=dict.fromkeys(strategy, parts))
+    return tensors, passes.Kernels(configs, asked, tensors, 0.1, 0, parts=dict.fromkeys(strategy, parts))
 
 
 def fused(**changes):
@@ -86,6 +88,20 @@ def test_without_a_split_nothing_is_added(launched):
     order = list(tensors)
     assert all(launched[1][1][name] == order.index(name) for name in ("q", "k", "v", "do", "dk", "dv"))
     assert all(one.problem == ASKED for one, _ in launched)
+
+
+@pytest.mark.parametrize(("loads", "spreads"), [("pointer", False), ("descriptor", True)])
+def test_one_key_head_is_not_copied_where_a_stride_of_zero_finds_it(launched, loads, spreads):
+    asked = replace(ASKED, heads_kv=1)
+    config = {**variant_named("portable/bwd_dkdv").space.default(asked.specialization, 90), "LOADS": loads}
+    tensors, made = kernels(config, 4, ("bwd_dkdv",), asked)
+    assert [one.variant.name for one, _ in launched] == [
+        *(["portable/bwd_spread"] if spreads else []), "portable/bwd_dkdv", "portable/bwd_gather"
+    ]  # fmt: skip
+    main, places = launched[-2]
+    assert (places["k"] == list(tensors).index("k")) != spreads
+    assert (main.strides["k"][1] == 0) != spreads and main.strides["k"][2] == 128
+    assert main.problem.heads_kv == 4 and made.size >= (4 if spreads else 2) * 2 * 4 * 500 * 128 * 2
 
 
 @pytest.mark.parametrize("parts", [0, 4, 12])

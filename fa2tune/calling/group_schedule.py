@@ -26,8 +26,8 @@ TILE_KEYS = 128
 #: Share of the peak rate that the kernels reach, and of the memory's bandwidth that copies do. Rough: they are only to say
 #: what a byte costs in query rows.
 HOPPER_RATE, PORTABLE_RATE, COPY_RATE = 0.6, 0.35, 0.7
-#: Microseconds of the two launches that a split costs.
-LAUNCHES_US = 6.0
+#: Microseconds of each launch that a split adds.
+LAUNCH_US = 3.0
 #: A split must be predicted to be faster by this share.
 MARGIN = 0.03
 #: Tiles given out one by one at most; of more the mean and half of the last tile stand for the busiest.
@@ -78,10 +78,12 @@ def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts:
     time = operations / (rate * 1e6 / gpu.sm_count)
     if parts == 1:
         return time
-    # written before, read and written by the kernel beside its products, read after
+    # K and V are written before and read by the kernel beside its products; it so writes dK and dV, which are read after
+    copied = group_parts.copies(problem, [(variant, config)])
     dims = problem.head_dim + problem.head_dim_v
     size = heads * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
-    return time + LAUNCHES_US + 3 * size / (gpu.hbm_gbs * 1e3 * COPY_RATE)
+    moved = (3 if copied else 1.5) * size
+    return time + (2 if copied else 1) * LAUNCH_US + moved / (gpu.hbm_gbs * 1e3 * COPY_RATE)
 
 
 def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:

@@ -356,8 +356,11 @@ def _served(
 def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int) -> dict[str, str]:
     """Where a first call takes each kernel from that runs for a config; ``measured``: as ``precompiled.find`` has it."""
     found = {}
-    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, config, gpu.arch)]
-    for variant, its_config, posed in needed + (group_parts.helpers(problem, gpu.arch) if parts > 1 else []):
+    kernels = passes.runs(kernel, problem.specialization, config, gpu.arch)
+    needed = [(*one, problem) for one in kernels]
+    if parts > 1:
+        needed += group_parts.needed(problem, kernels, gpu.arch)
+    for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
         image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
         found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"

@@ -1,9 +1,9 @@
 """A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
 own: more programs where there are few key heads.
 
-K and V are written once per part before (kernels/portable/bwd_spread.py), and the parts' dK and dV, in the call's dtype, are
-summed in float32 in a fixed order after (kernels/portable/bwd_gather.py). The kernels themselves see a call with more key
-heads, so their machine code is that of any call.
+K and V are written once per part before (kernels/portable/bwd_spread.py), unless a stride of 0 is enough. The parts' dK and dV,
+in the call's dtype, are summed in float32 in a fixed order after (kernels/portable/bwd_gather.py). The kernels themselves see a
+call with more key heads, so their machine code is that of any call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fa2tune.compiling.compiler import Launches
+from fa2tune.compiling.compiler import Launches, uses_descriptors
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching.launch import Strides
 from fa2tune.spec.mask import FULL
@@ -67,17 +67,29 @@ def _sizes(problem: Problem, name: str) -> tuple[int, ...]:
     return problem.batch, problem.heads_kv, problem.seqlen_k, dim
 
 
-def workspaces(problem: Problem, parts: int) -> Workspaces:
-    """``problem``: split."""
-    return {} if parts == 1 else {own: (_sizes(problem, name), "") for name, own in PARTS_OF.items()}
+def copies(problem: Problem, kernels: Launches) -> bool:
+    """Whether K and V are written once per part: not where all parts are of the one key head and every kernel loads by
+    pointer, so that a head stride of 0 finds it. (With more key heads no stride does.)"""
+    return problem.heads_kv > 1 or any(uses_descriptors(variant, config) for variant, config in kernels)
 
 
-def strides(problem: Problem) -> Strides:
-    """Of the workspaces, under the names of the tensors in whose place they are; ``problem``: split."""
-    found = {}
+def workspaces(problem: Problem, parts: int, kernels: Launches) -> Workspaces:
+    """Memory for the parts; ``kernels``: as ``launches`` has them."""
+    if parts == 1:
+        return {}
+    names = PARTS_OF if copies(problem, kernels) else ("dk", "dv")
+    return {PARTS_OF[name]: (_sizes(split(problem, parts), name), "") for name in names}
+
+
+def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
+    """Under the names of the tensors in whose place the parts are; ``problem``: split."""
+    found = dict(given)
     for name in PARTS_OF:
         sizes = _sizes(problem, name)
-        found[name] = math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
+        if copied or name in ("dk", "dv"):
+            found[name] = math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
+        else:
+            found[name] = given[name][0], 0, given[name][2]
     return found
 
 
@@ -89,6 +101,11 @@ def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]
     return [(one, one.space.default(plain.specialization, arch), plain) for one in found]
 
 
+def needed(problem: Problem, kernels: Launches, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """Those of ``helpers`` that run where groups are split."""
+    return helpers(problem, arch)[0 if copies(problem, kernels) else 1 :]
+
+
 def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, arch: int) -> Iterator[Bound]:
     """Everything that runs for a kernel, in order. ``kernels``: its own and those around it; ``given``: strides of the call's
     tensors."""
@@ -96,9 +113,11 @@ def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, ar
         for variant, config in kernels:
             yield Bound(variant, config, problem, given, {})
         return
-    ours = split(problem, parts)
+    ours, copied = split(problem, parts), copies(problem, kernels)
     (spread, its_config, plain), after = helpers(problem, arch)
-    yield Bound(spread, its_config, split(plain, parts), given, {})
+    if copied:
+        yield Bound(spread, its_config, split(plain, parts), given, {})
+    renamed = {name: own for name, own in PARTS_OF.items() if copied or name in ("dk", "dv")}
     for variant, config in kernels:
-        yield Bound(variant, config, ours, {**given, **strides(ours)}, PARTS_OF)
+        yield Bound(variant, config, ours, _strides(ours, given, copied), renamed)
     yield Bound(*after, given, {})

@@ -155,12 +155,12 @@ class Kernels:
                 self.casts = given["dq"]
             count = group_parts.checked(problem, kernel, parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
-            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(posed, count)}
+            kernels = runs(kernel, problem.specialization, config, arch)
+            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count, kernels)}
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
-            kernels = runs(kernel, problem.specialization, config, arch)
             for one in group_parts.launches(problem, count, kernels, strides, arch):
                 taken = {name: one.renamed.get(name, name) for name in one.variant.tensors}
                 names = tuple(name for name, its in taken.items() if its in given or its in workspaces)

@@ -43,7 +43,8 @@ def forward_of(asked, inputs):
     ("heads", "dims", "mask", "parts", "loads"),
     [
         ((6, 1), (32, 32), CAUSAL, 2, "pointer"),
-        ((6, 1), (40, 24), FULL, 6, "pointer"),
+        ((6, 1), (40, 24), FULL, 6, "pointer"),  # of one key head: no copies of K and V
+        ((6, 1), (32, 32), CAUSAL, 3, "descriptor"),
         ((6, 2), (24, 40), CAUSAL, 3, "descriptor"),
         ((8, 2), (32, 32), Mask("band", 20, 3), 2, "pointer"),
     ],
