@@ -45,7 +45,7 @@ def test_a_window_leaves_few_rows_to_a_tile():
     assert 128 < found[0] <= 255  # 128 keys and 127 more queries see one of them
 
 
-def test_each_tile_goes_to_whoever_is_free_first():
+def test_each_tile_goes_to_the_program_that_is_free_first():
     start = group_schedule.START_ROWS
     assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 3) == 300 + start
     assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 2) == 300 + 2 * start  # 300 | 200 + 100

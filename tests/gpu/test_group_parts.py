@@ -57,7 +57,7 @@ def test_odd_lengths_and_head_dims(variant, dims, lengths):
 @pytest.mark.parametrize("beside", [(True, False), (True, True)], ids=["prologue", "prologue and epilogue"])
 @pytest.mark.parametrize("heads", [((8, 1), 4), ((71, 1), 71)], ids=str)
 def test_overlapped_ends_see_the_parts(beside, heads):
-    """Whoever prepares rows and whoever waits for the tiles of a head count by the same heads as the main kernel."""
+    """The prologue prepares rows, and the epilogue waits for the tiles of a head, by the same heads as the main kernel."""
     fused = next((one for one in VARIANTS if one.serves == "bwd_fused"), None)
     if fused is None:
         pytest.skip("no warp-specialised fused backward for this GPU")
