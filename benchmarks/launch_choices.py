@@ -2,12 +2,14 @@
 
     python benchmarks/launch_choices.py --seed 1 --shapes 72 --seconds 240 --out docs/bench/launch_choices_fwd.json
     python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out docs/bench/launch_choices_bwd.json
+    python benchmarks/launch_choices.py --small --shapes 12 --out docs/bench/launch_choices_small.json
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
-mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). Each candidate is a CUDA graph of up to 16 calls; replays
-are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the dispatcher
-would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
+mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: forward calls of 0.1 to 30 GFLOP, head dim
+128, and the candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
+calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
+dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from fa2tune.spec.problem import Specialization
 ORDERS = (0, 1, 4, 22, 64)
 MOST_FLOP = 2.5e12  #: of a forward: about 5 ms
 MOST_BYTES = 6 << 30
+SMALL_FLOP = (1e8, 3e10)
 
 
 def drawn(seed: int, count: int, backward: bool) -> list[dict[str, Any]]:
@@ -65,6 +68,30 @@ def _mask(shape: dict[str, Any]) -> Mask:
     return CAUSAL if shape["causal"] else FULL
 
 
+def drawn_small(seed: int, count: int) -> list[dict[str, Any]]:
+    """Few tiles: prompts and short sequences, head dim 128, batch 1 to 8."""
+    rng = random.Random(seed)
+    found: list[dict[str, Any]] = []
+    while len(found) < count:
+        seqlen, batch = int(math.exp(rng.uniform(math.log(64), math.log(4000)))), rng.choice((1, 1, 1, 2, 4, 8))
+        heads_kv, group, causal = rng.choice((2, 4, 8, 16)), rng.choice((1, 4)), rng.random() < 0.6
+        flop = 4 * batch * heads_kv * group * seqlen * seqlen * 128 * (0.5 if causal else 1)
+        if SMALL_FLOP[0] <= flop <= SMALL_FLOP[1]:
+            found.append({
+                "batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen,
+                "head_dim": 128, "causal": causal, "space": True,
+            })  # fmt: skip
+    return found
+
+
+def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
+    """Legal configs of the Hopper forward, "lazy", in the order 0."""
+    space, spec = registry.variant_named("sm90/fwd").space, Specialization("bf16", dim, dim, mask)
+    fixed = {"HEADS_PER_WAVE": 0, "RESCALE": "lazy"}
+    points = (point for point in space.points() if all(point[name] == value for name, value in fixed.items()))
+    return [point for point in points if space.broken(point, spec, 90) is None]
+
+
 def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
     """Distinct configs of the measured warp-specialised rows."""
     found: dict[str, dict[str, Any]] = {}
@@ -81,7 +108,9 @@ def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
 def candidates(shape: dict[str, Any], backward: bool) -> list[dict[str, dict[str, Any]]]:
     """kernel -> config, of each candidate."""
     dim, mask = shape["head_dim"], _mask(shape).name
-    if not backward:
+    if shape.get("space"):
+        made = [{"fwd": config} for config in space_of(dim, mask)]
+    elif not backward:
         made = [
             {"fwd": {**config, "HEADS_PER_WAVE": order}} for config in configs_of("fwd", dim, mask) for order in ORDERS
         ]
@@ -207,15 +236,16 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--backward", is_flag=True)
+@click.option("--small", is_flag=True)
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, seed: int, shapes: int, seconds: float, out: Path) -> None:
+def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, out: Path) -> None:
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
     random.seed(seed)
-    asked = drawn(seed, shapes, backward)
+    asked = drawn_small(seed, shapes) if small else drawn(seed, shapes, backward)
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

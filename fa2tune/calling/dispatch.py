@@ -13,18 +13,20 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import schedule
+from fa2tune.calling import dense, group_schedule, schedule
 from fa2tune.calling.defaults import default_config, portable_default, specialized_default
 from fa2tune.calling.empty import NoKeys, is_empty
+from fa2tune.calling.refusals import is_refusal, without_frames
+from fa2tune.calling.saved import check_saved
 from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
 from fa2tune.compiling import binaries, limits, measured_code
-from fa2tune.compiling.compiler import CompileError, uses_descriptors
+from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import misfit, variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
@@ -36,7 +38,6 @@ from fa2tune.launching.passes import (
     empty_ordered,
     float32_precision,
     lse_of,
-    lse_shape,
 )
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation, over_portable
@@ -44,7 +45,7 @@ from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.score import Score, score_of
-from fa2tune.spec.variant import WARP_SPECIALIZED
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -256,6 +257,22 @@ def strategy_of(
     return answer.row.strategy, kinds_of(answer.row)
 
 
+def copied(
+    problem: Problem, gpu: Gpu, names: Sequence[str], pass_: str, deterministic: bool = False,
+    among: Sequence[reader.Layer] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
+    """Which of ``names``, the tensors that TMA cannot address, are copied before a pass ("fwd", "bwd"): all, where that is
+    expected to be faster and every kernel is then warp-specialised; else none. ``among``: as ``choose`` has it."""
+    if problem.tma or not names or not dense.pays(problem, gpu, pass_, names):
+        return ()
+    ours, kinds = dense.addressable(problem), dict[str, bool | None]({"fwd": None})
+    if pass_ == BACKWARD:
+        strategy, known = strategy_of(ours, gpu, deterministic, among)
+        kinds = {kernel: known.get(kernel) for kernel in STRATEGIES[strategy]}
+    chosen = (choose(ours, kernel, gpu, kind, among) for kernel, kind in kinds.items())
+    return tuple(names) if all(implementation_of(one.config) == WARP_SPECIALIZED for one in chosen) else ()
+
+
 @cache
 def _log_once(message: str) -> None:
     log.warning("fa2tune: %s", message)
@@ -264,22 +281,6 @@ def _log_once(message: str) -> None:
 Plan = TypeVar("Plan")
 #: (kernel -> config, kernel -> ``Choice.measured``) -> plan
 Make = Callable[[Mapping[str, Config], Mapping[str, str]], Plan]
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a config does not compile or load here. By name, since Triton, whose OutOfResources it may be, need not be
-    imported."""
-    return isinstance(error, CompileError) or type(error).__name__ == "OutOfResources"
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The same error and its causes, without tracebacks: their frames hold tensors, and a frame that also holds the error makes
-    a cycle that only the garbage collector frees."""
-    error.__traceback__ = None
-    for link in (error.__cause__, error.__context__):
-        if link is not None and link.__traceback__ is not None:
-            _without_frames(link)
-    return error
 
 
 def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Make[Plan]) -> Plan:
@@ -306,9 +307,9 @@ def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int,
             measured = {kernel: choice.measured for kernel, choice in choices.items()}
             plan = make({kernel: choice.config for kernel, choice in choices.items()}, measured)
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
-            failure = _without_frames(error)
+            failure = without_frames(error)
             continue
         SERVED.update(choice.step for choice in choices.values())
         return plan
@@ -339,7 +340,7 @@ def _plan_in_capture(
         try:
             plan = make({kernel: default_config(kernel, problem, gpu) for kernel in kernels}, {})
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             plan = make({kernel: portable_default(kernel, problem, gpu.arch) for kernel in kernels}, {})
     SERVED["default, in a capture"] += len(kernels)
@@ -389,16 +390,23 @@ def forward_plan(
     plan: Any
     if is_empty(problem):
         plan = NoKeys(problem, softmax_scale)
-    else:
+        _remember(FORWARD_PLANS, key, plan)
+        return plan
+    device_index, given = q.get_device(), {"q": q, "k": k, "v": v}
+    names = () if problem.tma else copied(problem, gpu_of(device_index), dense.unaddressable(given), "fwd")
+    if names:
+        q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
+        problem = describe(q, k, v, mask, softmax_scale, score)
 
-        def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> ForwardPlan:
-            return ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"], measured.get("fwd", ""))
+    def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:
+        plan = ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"], measured.get("fwd", ""))
+        return dense.copying(plan, tuple(given), names)
 
-        try:
-            with uncollected():
-                plan = _plan(problem, {"fwd": None}, q.get_device(), make)
-        except CaptureMiss as miss:
-            return _plan_in_capture(miss, problem, ("fwd",), q.get_device(), make)
+    try:
+        with uncollected():
+            plan = _plan(problem, {"fwd": None}, device_index, make)
+    except CaptureMiss as miss:
+        return _plan_in_capture(miss, problem, ("fwd",), device_index, make)
     _remember(FORWARD_PLANS, key, plan)
     return plan
 
@@ -410,32 +418,6 @@ def forward(
     key = forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, softcap)
     plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score_of(softcap))
     return plan(q, k, v)
-
-
-def _check_saved(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
-) -> None:
-    """TypeError or ValueError names a tensor that hooks on saved tensors have changed since the forward."""
-    keys, columns = k.shape[:3], v.shape[3]
-    shapes = {"k": (*keys, q.shape[3]), "v": (*keys, columns)}
-    shapes |= dict.fromkeys(("o", "the gradient of o"), (*q.shape[:3], columns))
-    for name, tensor in (("k", k), ("v", v), ("o", o), ("the gradient of o", do)):
-        if tensor.dtype is not q.dtype:
-            raise TypeError(
-                f"attention's backward: got {name} of dtype {tensor.dtype}, q has {q.dtype}; all must agree"
-            )
-        if tensor.shape != shapes[name]:
-            raise ValueError(
-                f"attention's backward: got {name} of shape {tuple(tensor.shape)}, the forward had {shapes[name]}"
-            )
-    for name, tensor in (("k", k), ("v", v), ("o", o), ("lse", lse), ("the gradient of o", do)):
-        if tensor.device != q.device:
-            raise ValueError(f"attention's backward: got {name} on {tensor.device}, q is on {q.device}")
-    if lse.dtype is not torch.float32 or tuple(lse.shape) != lse_shape(q):
-        raise TypeError(
-            f"attention's backward: got lse of dtype {lse.dtype}, shape {tuple(lse.shape)}; the forward of q of dtype "
-            f"{q.dtype} saved torch.float32, {lse_shape(q)}"
-        )
 
 
 def backward(
@@ -466,20 +448,35 @@ def backward(
         check_among("deterministic", deterministic, (True, False))  # a forward from the memo has not checked it
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
-        _check_saved(q, k, v, o, lse, do)
+        check_saved(q, k, v, o, lse, do)
         saved = q, k, v, o, lse
-        dense = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
-        if any(new is not old for new, old in zip(dense, saved, strict=True)):
-            q, k, v, o, lse = dense
+        in_rows = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
+        if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
+            q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score)
         problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
         if is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
-        device_index, gradient = q.get_device(), do
+        device_index = q.get_device()
+        tensors, names = {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
+        if not problem.tma:
+            found = dense.unaddressable(tensors)
+            names = copied(problem, gpu_of(device_index), found, BACKWARD, deterministic)
+        if names:
+            tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
+            problem = describe(mask=mask, softmax_scale=softmax_scale, score=score, **tensors)
 
-        def on(strategy: str) -> Make[BackwardPlan]:
-            return partial(BackwardPlan, problem, gradient, dlse, q, k, v, o, softmax_scale, strategy)
+        def on(strategy: str) -> Make[Any]:
+            def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:
+                parts = group_schedule.parts(problem, configs, gpu_of(device_index))
+                plan = BackwardPlan(
+                    problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=configs, measured=measured,
+                    parts=parts, **tensors,
+                )  # fmt: skip
+                return dense.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
+
+            return make
 
         try:
             with uncollected():

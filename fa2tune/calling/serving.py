@@ -6,19 +6,20 @@ The answer comes from the code that a call itself uses (:mod:`fa2tune.calling.di
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, defaults, dispatch, ops
+from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
-from fa2tune.launching import passes, precompiled
+from fa2tune.launching import group_parts, passes, precompiled
 from fa2tune.rows import lookup, reader
+from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import FULL, Mask, Window, mask_of
@@ -51,6 +52,9 @@ class Served:
     scheduled: Row | None = None  #: row of another length whose config suits this batch, heads and lengths better
     mask: Mask = FULL  #: the call's
     unmeasured: str = ""  #: what of the call no row was measured with: "a window"
+    parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
+    #: tensors that TMA cannot address and that are copied before, which is expected to be faster
+    copied: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str:
@@ -222,12 +226,27 @@ class Explanation:
         return " ".join(words)
 
     def __str__(self) -> str:
-        about = [sentence for sentence in (self.about_call, self.about_gpu) if sentence]
+        about = [sentence for sentence in (self.about_call, self.about_launch, self.about_gpu) if sentence]
         return "\n".join([self.verdict, *about, *(f"  {served}" for served in self.kernels), f"Next: {self.next}"])
 
     def __repr__(self) -> str:
         kernels = ", ".join(f"{served.kernel}={served.status!r}" for served in self.kernels)
         return f"<fa2tune.explain on {self.gpu.name}: status={self.status!r}, {kernels}>"
+
+    @property
+    def about_launch(self) -> str:
+        """What runs beside the kernels, for these heads, lengths and strides, in a sentence each; "" if nothing."""
+        said = []
+        for passes_of, names in _by_copies(self.kernels).items():
+            listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+            said.append(f"TMA cannot address {listed}: copied before the {passes_of}, which is expected to be faster.")
+        said += [
+            f"{one.kernel}: each group of {self.problem.group} query heads is split into {one.parts} parts, whose dK and dV "
+            "are summed after."
+            for one in self.kernels
+            if one.parts > 1
+        ]
+        return " ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -239,6 +258,15 @@ class Explanation:
             | {"mask": str(self.problem.mask), "window": self.problem.mask.window, "score": str(self.problem.score)},
             "kernels": [_as_dict(served) for served in self.kernels],
         }  # fmt: skip
+
+
+def _by_copies(kernels: Iterable[Served]) -> dict[str, tuple[str, ...]]:
+    """ "forward", "backward" or both -> the tensors that are copied before."""
+    found: dict[tuple[str, ...], dict[str, None]] = {}
+    for one in kernels:
+        if one.copied:
+            found.setdefault(one.copied, {})[PASSES.get(one.kernel, PASSES[BACKWARD])] = None
+    return {" and the ".join(names): copied for copied, names in found.items()}
 
 
 def _as_dict(served: Served) -> dict[str, Any]:
@@ -260,24 +288,31 @@ def _as_dict(served: Served) -> dict[str, Any]:
         ],
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
+        "parts": served.parts, "copied": list(served.copied),
     }  # fmt: skip
 
 
 def explain_problem(
     problem: Problem, gpu: Gpu, which: Iterable[str] = ("fwd", BACKWARD), deterministic: bool = False,
-    among: Sequence[reader.Layer] | None = None, present: bool = True,
+    among: Sequence[reader.Layer] | None = None, present: bool = True, strided: Sequence[str] = ("q", "k", "v"),
 ) -> Explanation:  # fmt: skip
-    """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process."""
+    """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
+    ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
     layers = dispatch.layers() if among is None else among
     kernels: list[Served] = []
     if "fwd" in which:
-        kernels.append(_served(problem, gpu, layers, "fwd"))
+        copied = dispatch.copied(problem, gpu, strided, "fwd", among=layers)
+        posed = dense.addressable(problem) if copied else problem
+        kernels.append(replace(_served(posed, gpu, layers, "fwd"), copied=copied))
     if BACKWARD in which:
-        whole = _served(problem, gpu, layers, BACKWARD, deterministic=deterministic)
+        copied = dispatch.copied(problem, gpu, strided, BACKWARD, deterministic, layers)
+        posed = dense.addressable(problem) if copied else problem
+        whole = _served(posed, gpu, layers, BACKWARD, deterministic=deterministic)
         kinds = dispatch.kinds_of(whole.row) if whole.row else {}
-        kernels.append(whole)
+        found = [whole]
         for kernel in STRATEGIES[whole.row.strategy if whole.row else SPLIT]:
-            kernels.append(_served(problem, gpu, layers, kernel, kinds.get(kernel)))
+            found.append(_served(posed, gpu, layers, kernel, kinds.get(kernel)))
+        kernels += [replace(one, copied=copied) for one in found]
     return Explanation(problem, gpu, dispatch.toolchain().triton, tuple(kernels), present)
 
 
@@ -311,16 +346,23 @@ def _served(
         row, suited = dispatch.suited(problem, gpu, answer, dispatch.toolchain())
         scheduled = None if row is answer.row else row
     changed = {name: (config[name], value) for name, value in suited.items() if value != config[name]}
-    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "")
-    return Served(key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured)
+    parts = group_schedule.parts_of(problem, kernel, suited, gpu)
+    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "", parts)
+    return Served(
+        key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured, parts
+    )
 
 
-def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str) -> dict[str, str]:
+def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int) -> dict[str, str]:
     """Where a first call takes each kernel from that runs for a config; ``measured``: as ``precompiled.find`` has it."""
     found = {}
-    for variant, its_config in passes.runs(kernel, problem.specialization, config, gpu.arch):
+    kernels = passes.runs(kernel, problem.specialization, config, gpu.arch)
+    needed = [(*one, problem) for one in kernels]
+    if parts > 1:
+        needed += group_parts.needed(problem, kernels, gpu.arch)
+    for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
-        image, where = precompiled.find(variant, problem.specialization, binary, gpu.arch, measured)
+        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
         found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"
     return found
 
@@ -363,8 +405,8 @@ def explain(
         q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap)
     )
     which = ("fwd", BACKWARD) if backward else ("fwd",)
-    index = q.get_device()
-    return explain_problem(problem, dispatch.gpu_of(index), which, exact, present=index >= 0)
+    index, strided = q.get_device(), dense.unaddressable({"q": q, "k": k, "v": v})
+    return explain_problem(problem, dispatch.gpu_of(index), which, exact, present=index >= 0, strided=strided)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overru
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import launch, precompiled
+from fa2tune.launching import group_parts, launch, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -106,9 +106,12 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
     for key in keys:
         for problem, node in product(_problems(key, wanted), nodes):
             for kernel, config in _choices(problem, gpu, layers, node):
-                for variant, its_config in runs(kernel, problem.specialization, config, gpu.arch):
+                needed = [(*one, problem) for one in runs(kernel, problem.specialization, config, gpu.arch)]
+                if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
+                    needed += group_parts.helpers(problem, gpu.arch)
+                for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
-                    found[variant, problem.specialization, tuple(sorted(binary.items()))] = None
+                    found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
     return list(found), len(keys)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fa2tune.compiling.compiler import Launches, around
 from fa2tune.compiling.registry import variant_named, variant_of
+from fa2tune.launching import group_parts
 from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
@@ -134,9 +135,11 @@ class Kernels:
 
     def __init__(self, configs: Mapping[str, Config], problem: Problem, tensors: Mapping[str, torch.Tensor],
                  softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
-                 measured: Mapping[str, str] = MappingProxyType({})) -> None:  # fmt: skip
+                 measured: Mapping[str, str] = MappingProxyType({}),
+                 parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use; ``measured``: by kernel, as ``precompiled.find`` has it."""
+        ``shared``: workspaces that any of the kernels may use; ``measured``: by kernel, as ``precompiled.find`` has it;
+        ``parts``: by kernel, into how many each query group is split. ValueError: no such split (``group_parts.checked``)."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None
@@ -150,16 +153,23 @@ class Kernels:
             tuned = variant_of(kernel, config)
             if kernel == SUMS_DQ and not tuned.before:
                 self.casts = given["dq"]
-            own, size = _placed(tuned.workspaces(problem, config), some.dtype, size)
+            count = group_parts.checked(problem, kernel, parts.get(kernel, 1))
+            posed = group_parts.split(problem, count)
+            kernels = runs(kernel, problem.specialization, config, arch)
+            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count, kernels)}
+            own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
-            workspaces, scalars = common | own, tuned.scalars(problem, config, early)
-            for one, its_config in runs(kernel, problem.specialization, config, arch):
-                names = tuple(name for name in one.tensors if name in given or name in workspaces)
+            workspaces = common | own
+            scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
+            for one in group_parts.launches(problem, count, kernels, strides, arch):
+                taken = {name: one.renamed.get(name, name) for name in one.variant.tensors}
+                names = tuple(name for name, its in taken.items() if its in given or its in workspaces)
                 bound = bind(
-                    one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars,
+                    one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, workspaces, scalars,
                     measured.get(kernel, ""),
                 )  # fmt: skip
-                launches.append((bound, [given[name] if name in given else workspaces[name] for name in names]))
+                places = [given[taken[name]] if taken[name] in given else workspaces[taken[name]] for name in names]
+                launches.append((bound, places))
         self.chain, self.size = chain(launches, device_index), size
 
     def block(self) -> list[torch.Tensor]:
@@ -216,7 +226,9 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
                  configs: Mapping[str, Config],
-                 measured: Mapping[str, str] = MappingProxyType({})) -> None:  # fmt: skip
+                 measured: Mapping[str, str] = MappingProxyType({}),
+                 parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
+        """``measured``, ``parts``: as ``Kernels`` has them."""
         dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
         rows = tuple(q.shape[:3])
         tensors = {
@@ -233,7 +245,7 @@ class BackwardPlan:
         tensors |= {} if dlse is None else {"dlse": dlse}
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
-        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, measured)
+        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, measured, parts)
         self.fresh = Fresh(q.device, dq, dk, dv, *self.kernels.block())
 
     def __call__(
@@ -259,9 +271,10 @@ def forward(
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, *, mask: Mask, softmax_scale: float, strategy: str, configs: Mapping[str, Config],
-    score: Score = NONE,
+    score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ)."""
+    """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
+    into how many each query group is split, a divisor of its size (default 1)."""
     problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
-    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs)
+    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts=parts)
     return plan(do, dlse, q, k, v, o, lse)

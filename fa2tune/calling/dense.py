@@ -1,0 +1,82 @@
+"""Tensors that TMA cannot address: copied first, where the copy is expected to take less time than the warp-specialised kernels
+save. They are not fit for it where a base or a stride is no multiple of 16 bytes, or a stride is 0 (expanded tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fa2tune.gpus import Gpu
+from fa2tune.launching.launch import addressing, strides_of
+from fa2tune.launching.passes import empty_ordered
+from fa2tune.spec.problem import BACKWARD, ITEMSIZE, Problem
+
+#: By how much longer calls take by pointer, as a share of the warp-specialised kernels' time. In vectors of 16 bytes (only a
+#: stride of 0 keeps TMA out): medians on an H200, docs/lookup.md. Element by element: 4.4 times as long as copies and the
+#: warp-specialised kernel in the one call that was measured, so this is less than what was seen.
+BY_VECTORS, BY_ELEMENTS = {"fwd": 0.5, BACKWARD: 0.7}, 2.5
+#: Share of the peak rate that the warp-specialised kernels reach where the GPU is full: of fewer tiles they take longer and
+#: save more, so this errs towards no copy.
+RATE = 0.65
+#: Share of the memory's bandwidth that a copy of such tensors reaches, and microseconds of its launch.
+COPY_RATE, LAUNCH_US = 0.35, 5.0
+#: How many times the copy's time must be saved.
+MARGIN = 1.5
+
+
+def unaddressable(tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Names of the (batch, heads, seqlen, dim) tensors that no descriptor can address."""
+    found = (name for name, one in tensors.items() if not addressing({name: one}, {name: strides_of(one)})[2])
+    return tuple(found)
+
+
+def _elements(problem: Problem, name: str) -> int:
+    """Of q, k, v, o or do."""
+    rows = (problem.heads_kv, problem.seqlen_k) if name in ("k", "v") else (problem.heads_q, problem.seqlen_q)
+    return problem.batch * math.prod(rows) * (problem.head_dim if name in ("q", "k") else problem.head_dim_v)
+
+
+def pays(problem: Problem, gpu: Gpu, pass_: str, names: Collection[str]) -> bool:
+    """Whether copies of these tensors are expected to be worth it, where a warp-specialised kernel then serves. ``pass_``:
+    "fwd" or "bwd"."""
+    elements = sum(_elements(problem, name) for name in names)
+    longer = BY_VECTORS[pass_] if problem.aligned else BY_ELEMENTS
+    saved = longer * problem.flops(pass_) / (gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE)
+    copied = 2 * elements * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * COPY_RATE)
+    return saved > MARGIN * (copied + len(names) * LAUNCH_US)
+
+
+def addressable(problem: Problem) -> Problem:
+    """As it is after the copies."""
+    return replace(problem, aligned=True, tma=True)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, for a dense copy in the same memory order: (b, h, s, d) or (b, s, h, d)."""
+    return empty_ordered(tensor, tensor.shape[3])
+
+
+class Copying:
+    """A plan, called with tensors some of which are copied first: by their places among its arguments."""
+
+    def __init__(self, plan: Any, places: Collection[int]) -> None:
+        self.plan, self.places = plan, frozenset(places)
+        #: what a recorded forward reads of its plan
+        self.mask, self.softmax_scale, self.score = (
+            getattr(plan, name, None) for name in ("mask", "softmax_scale", "score")
+        )
+
+    def __call__(self, *tensors: torch.Tensor | None) -> Any:
+        return self.plan(
+            *(one if one is None or at not in self.places else like(one).copy_(one) for at, one in enumerate(tensors))
+        )
+
+
+def copying(plan: Any, arguments: tuple[str, ...], names: Collection[str]) -> Any:
+    """``plan``, whose arguments are called so; those of ``names`` are copied first."""
+    return Copying(plan, [arguments.index(name) for name in names]) if names else plan

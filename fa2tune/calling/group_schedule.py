@@ -1,0 +1,101 @@
+"""Into how many parts a backward's query groups are split, for a call's own batch, heads and lengths: arithmetic on the host.
+
+A program of the kernels that make dK and dV has the keys of one tile and walks all query heads of its key head. With few key
+heads there are fewer programs than multiprocessors, or as many and one waits for the longest. A part of a group is a key head
+of its own (``launching/group_parts.py``), at the price of K, V, dK and dV that are written and read once per part. Here the
+tiles are given out as the kernels do, each to the multiprocessor that is free first, for each divisor of the group.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from functools import lru_cache
+
+from fa2tune.compiling.registry import variant_of
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
+from fa2tune.spec.variant import WARP_SPECIALIZED
+
+#: Start and end of a tile (K and V in, dK and dV out), in query rows.
+START_ROWS = 128
+#: Keys of a tile where the config does not say: of the fused Hopper kernel.
+TILE_KEYS = 128
+#: Share of the peak rate that the kernels reach, and of the memory's bandwidth that copies do. Rough: they are only to say
+#: what a byte costs in query rows.
+HOPPER_RATE, PORTABLE_RATE, COPY_RATE = 0.6, 0.35, 0.7
+#: Microseconds of each launch that a split adds.
+LAUNCH_US = 3.0
+#: A split must be predicted to be faster by this share.
+MARGIN = 0.03
+#: Tiles given out one by one at most; of more the mean and half of the last tile stand for the busiest.
+MOST_TILES = 4096
+
+
+@lru_cache(maxsize=4096)
+def rows_of_tiles(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
+    """Query rows of one head that each key tile of it meets."""
+    tiles = -(-seqlen_k // keys)
+    if mask == CAUSAL:
+        offset = seqlen_k - seqlen_q
+        return tuple(seqlen_q - min(max(nth * keys - offset, 0), seqlen_q) for nth in range(tiles))
+    # of another mask each tile has the mean, and half a tile at either end of what its keys are seen by
+    seen = seqlen_q if mask == FULL else min(seqlen_q, mask.pairs(seqlen_q, seqlen_k) // seqlen_k + keys)
+    return (seen,) * tiles
+
+
+@lru_cache(maxsize=4096)
+def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: int) -> float:
+    """Query rows, START_ROWS included, of the program that ends last. ``rows``: as ``rows_of_tiles`` has them; ``heads``: key
+    heads of the whole batch, ``band`` of which are given out together, tile after tile; ``programs``: that run at once."""
+    costs = [group * own + START_ROWS for own in rows]
+    total = heads * sum(costs)
+    if len(costs) * heads > MOST_TILES:
+        return total / programs + costs[-1] / 2
+    free = [0.0] * programs
+    for first in range(0, heads, band):
+        for cost in costs:
+            for _ in range(min(band, heads - first)):
+                heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts: int) -> float:
+    """Microseconds that a kernel which makes dK and dV is expected to take with query groups in so many parts."""
+    variant, ours = variant_of(kernel, config), group_parts.split(problem, parts)
+    hopper = WARP_SPECIALIZED in variant.implementations
+    keys = config.get("BLOCK_N", TILE_KEYS)
+    rows = rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    heads = ours.batch * ours.heads_kv
+    programs = min(gpu.sm_count, variant.programs(ours, config, gpu.sm_count))
+    longest = busiest(rows, heads, ours.group, min(config["HEADS_PER_WAVE"], heads), programs)
+    columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
+    products = 5 if kernel == "bwd_fused" else 4
+    operations = longest * keys * products * columns  # of one multiprocessor
+    rate = gpu.peak(problem.dtype, problem.precision) * (HOPPER_RATE if hopper else PORTABLE_RATE)
+    time = operations / (rate * 1e6 / gpu.sm_count)
+    if parts == 1:
+        return time
+    # K and V are written before and read by the kernel beside its products; it so writes dK and dV, which are read after
+    copied = group_parts.copies(problem, [(variant, config)])
+    dims = problem.head_dim + problem.head_dim_v
+    size = heads * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
+    moved = (3 if copied else 1.5) * size
+    return time + (2 if copied else 1) * LAUNCH_US + moved / (gpu.hbm_gbs * 1e3 * COPY_RATE)
+
+
+def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:
+    """Into how many parts this kernel's query groups are best split; 1: they are not."""
+    if problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
+        return 1
+    times = {parts: predicted_us(problem, kernel, config, gpu, parts) for parts in group_parts.allowed(problem)}
+    best = min(times, key=lambda parts: (times[parts], parts))
+    return best if times[best] < (1 - MARGIN) * times[1] else 1
+
+
+def parts(problem: Problem, configs: Mapping[str, Config], gpu: Gpu) -> dict[str, int]:
+    """The same of every kernel of a backward that is split."""
+    found = {kernel: parts_of(problem, kernel, config, gpu) for kernel, config in configs.items()}
+    return {kernel: count for kernel, count in found.items() if count > 1}

@@ -1,0 +1,123 @@
+"""A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
+own: more programs where there are few key heads.
+
+K and V are written once per part before (kernels/portable/bwd_spread.py), unless a stride of 0 is enough. The parts' dK and dV,
+in the call's dtype, are summed in float32 in a fixed order after (kernels/portable/bwd_gather.py). The kernels themselves see a
+call with more key heads, so their machine code is that of any call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from fa2tune.compiling.compiler import Launches, uses_descriptors
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching.launch import Strides
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.score import NONE
+from fa2tune.spec.variant import Variant, Workspaces
+
+#: Kernels that make dK and dV, all query heads of a key head in one program.
+SPLIT_KERNELS = ("bwd_dkdv", "bwd_fused")
+#: Their tensors that are workspaces where groups are split, by the names of these.
+PARTS_OF = {name: f"{name}_parts" for name in ("k", "v", "dk", "dv")}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One launch: a kernel with what it is bound to."""
+
+    variant: Variant
+    config: Config
+    problem: Problem
+    strides: Strides
+    renamed: Mapping[str, str]  #: tensor of the kernel -> tensor or workspace that it gets, where the names differ
+
+
+def allowed(problem: Problem) -> tuple[int, ...]:
+    """Numbers of parts that a group can be split into: its divisors, as long as no kernel needs other strides for it."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+
+    def narrow(parts: int) -> bool:
+        return problem.wide or problem.heads_kv * parts * problem.seqlen_k * widest < 1 << 31
+
+    group = problem.group
+    return tuple(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or narrow(n)))
+
+
+def checked(problem: Problem, kernel: str, parts: int) -> int:
+    """ValueError: a group cannot be split like that."""
+    fitting = allowed(problem) if kernel in SPLIT_KERNELS else (1,)
+    if parts not in fitting:
+        raise ValueError(f"parts: got {parts} for {kernel}, allowed are {', '.join(map(str, fitting))}")
+    return parts
+
+
+def split(problem: Problem, parts: int) -> Problem:
+    """As the kernels see it."""
+    return problem if parts == 1 else replace(problem, heads_kv=problem.heads_kv * parts)
+
+
+def _sizes(problem: Problem, name: str) -> tuple[int, ...]:
+    """Of k, v, dk or dv of a problem that is split."""
+    dim = problem.head_dim_v if name in ("v", "dv") else problem.head_dim
+    return problem.batch, problem.heads_kv, problem.seqlen_k, dim
+
+
+def copies(problem: Problem, kernels: Launches) -> bool:
+    """Whether K and V are written once per part: not where all parts are of the one key head and every kernel loads by
+    pointer, so that a head stride of 0 finds it. (With more key heads no stride does.)"""
+    return problem.heads_kv > 1 or any(uses_descriptors(variant, config) for variant, config in kernels)
+
+
+def workspaces(problem: Problem, parts: int, kernels: Launches) -> Workspaces:
+    """Memory for the parts; ``kernels``: as ``launches`` has them."""
+    if parts == 1:
+        return {}
+    names = PARTS_OF if copies(problem, kernels) else ("dk", "dv")
+    return {PARTS_OF[name]: (_sizes(split(problem, parts), name), "") for name in names}
+
+
+def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
+    """Under the names of the tensors in whose place the parts are; ``problem``: split."""
+    found = dict(given)
+    for name in PARTS_OF:
+        sizes = _sizes(problem, name)
+        if copied or name in ("dk", "dv"):
+            found[name] = math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
+        else:
+            found[name] = given[name][0], 0, given[name][2]
+    return found
+
+
+def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs before, and what runs after, each with its config and a problem whose specialization it is compiled for: one
+    binary serves all masks and score terms."""
+    plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee")
+    found = (variant_named(name) for name in ("portable/bwd_spread", "portable/bwd_gather"))
+    return [(one, one.space.default(plain.specialization, arch), plain) for one in found]
+
+
+def needed(problem: Problem, kernels: Launches, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """Those of ``helpers`` that run where groups are split."""
+    return helpers(problem, arch)[0 if copies(problem, kernels) else 1 :]
+
+
+def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, arch: int) -> Iterator[Bound]:
+    """Everything that runs for a kernel, in order. ``kernels``: its own and those around it; ``given``: strides of the call's
+    tensors."""
+    if parts == 1:
+        for variant, config in kernels:
+            yield Bound(variant, config, problem, given, {})
+        return
+    ours, copied = split(problem, parts), copies(problem, kernels)
+    (spread, its_config, plain), after = helpers(problem, arch)
+    if copied:
+        yield Bound(spread, its_config, split(plain, parts), given, {})
+    renamed = {name: own for name, own in PARTS_OF.items() if copied or name in ("dk", "dv")}
+    for variant, config in kernels:
+        yield Bound(variant, config, ours, _strides(ours, given, copied), renamed)
+    yield Bound(*after, given, {})

@@ -1,0 +1,57 @@
+"""After a backward whose query groups are split into parts: dK and dV as the sums of the parts' own, in a fixed order.
+
+Bound by memory, so it has no search space: one fixed config."""
+
+import triton
+import triton.language as tl
+
+from fa2tune.kernels.lib.common import head_base, load_tile, store_tile
+from fa2tune.search_spaces.portable.bwd_gather import SPACE
+from fa2tune.spec.variant import Variant
+
+
+@triton.jit
+def _sum(
+    source, target, b, h, head, parts, start_n, stride_b, stride_h, stride_n, seqlen_k,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of all parts of head (b, h), which is the head-th over the batch, summed in float32."""
+    first = source + head.to(tl.int64) * parts * seqlen_k * DIM
+    total = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
+    for part in tl.range(0, parts, loop_unroll_factor=4):
+        own = first + tl.cast(part, tl.int64) * seqlen_k * DIM
+        total += load_tile(own, b, h, start_n, DIM, seqlen_k, BLOCK_N, DIM, BLOCK_DIM, True, "pointer").to(tl.float32)
+    target = head_base(target, b, h, stride_b, stride_h, "pointer")
+    store_tile(target, total, start_n, stride_n, seqlen_k, BLOCK_N, DIM, BLOCK_DIM)
+
+
+@triton.jit
+def bwd_gather_kernel(
+    dk_parts, dv_parts, dk, dv, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, heads_kv, parts,
+    seqlen_k, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dk_parts, dv_parts [B, Hkv * parts, Sk, D / DV], contiguous -> dk, dv [B, Hkv, Sk, D / DV]: head h is the sum of the
+    heads h * parts to h * parts + parts - 1."""
+    tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    head = tl.program_id(0) // tiles
+    start_n = tl.program_id(0) % tiles * BLOCK_N
+    b = head // heads_kv
+    h = head - b * heads_kv
+    _sum(
+        dk_parts, dk, b, h, head, parts, start_n, stride_dkb, stride_dkh, stride_dkn, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+    _sum(
+        dv_parts, dv, b, h, head, parts, start_n, stride_dvb, stride_dvh, stride_dvn, seqlen_k, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
+    )  # fmt: skip
+
+
+VARIANT = Variant(
+    kernel=bwd_gather_kernel,
+    space=SPACE,
+    tensors={"dk_parts": "", "dv_parts": "", "dk": "", "dv": ""},
+    descriptors={},
+    grid=lambda problem, config, _sm_count, _early: (
+        triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+    ),
+)

@@ -1,0 +1,94 @@
+"""Tensors that TMA cannot address: which they are, when they are copied, and that a plan gets the copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fa2tune import gpus
+from fa2tune.calling import dense, dispatch, serving
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import BACKWARD, Problem
+
+H200, A100 = gpus.named("h200"), gpus.named("a100")
+LARGE = Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL, aligned=False, tma=False)
+SMALL = replace(LARGE, seqlen_q=256, seqlen_k=256)
+NAMES = ("q", "k", "v")
+
+
+def test_which_tensors_no_descriptor_can_address():
+    plain = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16)
+    storage = torch.zeros(plain.numel() + 1, dtype=torch.bfloat16)
+    odd = storage[1:].view(2, 4, 32, 64)  # base off by 2 bytes
+    wide = torch.zeros(2, 4, 32, 67, dtype=torch.bfloat16)[..., :64]  # rows of 134 bytes
+    given = {"q": plain, "k": odd, "v": wide, "o": plain[:1].expand(2, 4, 32, 64), "do": plain.transpose(1, 2)}
+    assert dense.unaddressable(given) == ("k", "v", "o")
+
+
+@pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
+def test_large_calls_are_copied_and_small_ones_are_not(pass_):
+    assert dispatch.copied(LARGE, H200, NAMES, pass_) == NAMES
+    assert dispatch.copied(SMALL, H200, NAMES, pass_) == ()
+    assert dispatch.copied(replace(LARGE, seqlen_q=1), H200, NAMES, pass_) == ()  # decoding reads K and V once
+    assert dispatch.copied(dense.addressable(LARGE), H200, NAMES, pass_) == ()
+    assert dispatch.copied(LARGE, H200, (), pass_) == ()
+
+
+@pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
+def test_a_stride_of_zero_alone_costs_less_without_a_copy(pass_):
+    """Its loads stay vectors: the copy has to be cheaper to pay."""
+    expanded = replace(LARGE, aligned=True)
+    lengths = [2**n for n in range(8, 15)]
+    odd, still = (
+        [bool(dispatch.copied(replace(one, seqlen_q=n, seqlen_k=n), H200, NAMES, pass_)) for n in lengths]
+        for one in (LARGE, expanded)
+    )
+    assert sum(odd) > sum(still) > 0
+
+
+@pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
+def test_nothing_is_copied_for_portable_kernels(pass_):
+    assert dispatch.copied(LARGE, A100, NAMES, pass_) == ()
+    assert dispatch.copied(replace(LARGE, dtype="fp32"), H200, NAMES, pass_) == ()
+
+
+def test_a_call_is_copied_from_some_length_on_and_not_for_more_tensors_earlier():
+    lengths = [2**n for n in range(6, 15)]
+    one, three = (
+        [bool(dispatch.copied(replace(LARGE, seqlen_q=n, seqlen_k=n), H200, names, "fwd")) for n in lengths]
+        for names in (("k",), NAMES)
+    )
+    assert one == sorted(one) and three == sorted(three) and sum(one) >= sum(three) > 0 and not one[0]
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd", "expanded"])
+def test_a_plan_gets_dense_copies_in_the_memory_order_of_what_came(order):
+    tensor = torch.randn(2, 4, 32, 67)[..., 1:65]
+    tensor = tensor.transpose(1, 2) if order == "bshd" else tensor
+    tensor = tensor[:1].expand(2, -1, -1, -1) if order == "expanded" else tensor
+    other, seen = torch.randn(2, 4, 32, 64), []
+    plan = dense.copying(lambda *tensors: seen.extend(tensors), ("q", "k", "v"), ("k",))
+    plan(other, tensor, None)
+    assert seen[0] is other and seen[2] is None
+    assert torch.equal(seen[1], tensor) and seen[1].data_ptr() != tensor.data_ptr()
+    assert dense.unaddressable({"k": seen[1]}) == ()
+    assert (seen[1].stride(1) < seen[1].stride(2)) == (tensor.stride(1) < tensor.stride(2))
+
+
+def test_a_plan_without_copies_is_the_plan_itself():
+    plan = object()
+    assert dense.copying(plan, NAMES, ()) is plan
+
+
+def test_explain_says_what_is_copied():
+    told = serving.explain_problem(LARGE, H200, present=False)
+    said = "TMA cannot address q, k and v: copied before the forward and the backward, which is expected to be faster."
+    assert said in str(told)
+    assert {tuple(one["copied"]) for one in told.as_dict()["kernels"]} == {NAMES}
+    assert told.kernels[0].row is not None and told.kernels[0].row.specialized
+    small = serving.explain_problem(SMALL, H200, present=False)
+    assert "copied" not in str(small) and small.kernels[0].config["LOADS"] == "pointer"
+    some = serving.explain_problem(LARGE, H200, ("fwd",), present=False, strided=("k",))
+    assert "TMA cannot address k: copied before the forward, which" in str(some)

@@ -1,0 +1,118 @@
+"""Into how many parts query groups are split: the count of what each program gets, and what is chosen by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.calling import dispatch, group_schedule, serving
+from fa2tune.compiling.registry import variants_of
+from fa2tune.launching import group_parts
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import STRATEGIES, Problem
+
+H200 = gpus.named("h200")
+
+
+def posed(batch, heads_q, heads_kv, seqlen, dim, mask=CAUSAL):
+    return Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim, mask)
+
+
+def chosen(problem, deterministic=False):
+    strategy, kinds = dispatch.strategy_of(problem, H200, deterministic)
+    configs = {name: dispatch.choose(problem, name, H200, kinds.get(name)).config for name in STRATEGIES[strategy]}
+    return group_schedule.parts(problem, configs, H200), configs
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "mask", "rows"),
+    [
+        (300, 300, FULL, (300, 300, 300)),
+        (300, 300, CAUSAL, (300, 172, 44)),
+        (100, 300, CAUSAL, (100, 100, 44)),  # the first query sees 201 keys
+        (300, 100, CAUSAL, (100,)),  # the first 200 queries see none
+    ],
+)
+def test_query_rows_of_each_tile(seqlen_q, seqlen_k, mask, rows):
+    assert group_schedule.rows_of_tiles(seqlen_q, seqlen_k, 128, mask) == rows
+
+
+def test_a_window_leaves_few_rows_to_a_tile():
+    found = group_schedule.rows_of_tiles(1024, 1024, 128, Mask("band", 127, 0))
+    assert len(found) == 8 and len(set(found)) == 1
+    assert 128 < found[0] <= 255  # 128 keys and 127 more queries see one of them
+
+
+def test_each_tile_goes_to_the_program_that_is_free_first():
+    start = group_schedule.START_ROWS
+    assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 3) == 300 + start
+    assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 2) == 300 + 2 * start  # 300 | 200 + 100
+    assert group_schedule.busiest((300, 200, 100), 2, 4, 2, 2) == 4 * 600 + 3 * start
+    assert group_schedule.busiest((300,), 5, 1, 1, 2) == 3 * (300 + start)
+
+
+def test_many_tiles_are_not_given_out_one_by_one():
+    rows = (1000,) * 100
+    few = group_schedule.busiest(rows, 40, 1, 4, 132)
+    many = group_schedule.busiest(rows, 4000, 1, 4, 132)
+    assert many == pytest.approx(100 * few, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((1, 8, 1, 8192, 128), {4, 8}),
+        ((2, 71, 1, 2048, 64), {71}),
+        ((1, 48, 1, 8192, 128), {4, 8, 12, 16}),
+        ((4, 32, 2, 2048, 128), {2, 4, 8, 16}),
+        ((1, 8, 1, 8192, 256), {2, 4, 8}),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_few_key_heads_are_split(shape, parts, deterministic):
+    found, _ = chosen(posed(*shape), deterministic)
+    assert found and set(found.values()) <= parts
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 32, 8, 4096, 128), (16, 64, 8, 8192, 128), (2, 16, 16, 8192, 128), (1, 1, 1, 512, 64)]
+)
+def test_full_cards_and_equal_head_counts_are_not(shape):
+    assert chosen(posed(*shape))[0] == {}
+
+
+def test_no_split_needs_wider_strides():
+    """The strides of the parts must fit in 32 bits where those of the call do."""
+    asked = posed(1, 64, 1, 1 << 18, 256)  # 1 << 26 elements a head
+    assert group_parts.allowed(asked) == (1, 2, 4, 8, 16)
+    assert group_parts.allowed(replace(asked, wide=True)) == (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_a_kernel_that_makes_neither_dk_nor_dv_is_not_split():
+    asked = posed(1, 8, 1, 8192, 256)
+    found, configs = chosen(asked, deterministic=True)
+    assert "bwd_dq" in configs and "bwd_dq" not in found
+    with pytest.raises(ValueError, match="parts: got 2 for bwd_dq, allowed are 1"):
+        group_parts.checked(asked, "bwd_dq", 2)
+
+
+def test_explain_says_so():
+    told = serving.explain_problem(posed(1, 8, 1, 8192, 128), H200, present=False)
+    served = told.kernels[-1]
+    assert served.kernel == "bwd_fused" and served.parts > 1
+    assert f"bwd_fused: each group of 8 query heads is split into {served.parts} parts" in str(told)
+    assert told.as_dict()["kernels"][-1]["parts"] == served.parts
+    assert {"bwd_spread", "bwd_gather"} <= set(served.binaries)
+    alike = serving.explain_problem(posed(2, 16, 16, 8192, 128), H200, present=False)
+    assert "parts" not in str(alike) and alike.kernels[-1].parts == 1
+    assert "bwd_spread" not in alike.kernels[-1].binaries
+
+
+def test_every_kernel_that_is_split_names_its_tensors_alike():
+    for kernel in group_parts.SPLIT_KERNELS:
+        for variant in variants_of(kernel):
+            assert set(group_parts.PARTS_OF) <= set(variant.tensors)
+            config = variant.space.default(posed(1, 8, 1, 512, 64).specialization, 90)
+            assert not set(variant.workspaces(posed(1, 8, 1, 512, 64), config)) & set(group_parts.PARTS_OF.values())
