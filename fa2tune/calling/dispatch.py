@@ -156,7 +156,7 @@ def refusal(
         if (odd := misfit(row.key.kernel, row.implementation, row.config)) is not None:
             return odd
         variant = variant_of(row.key.kernel, row.config)
-        config = variant.space.completed(row.config)
+        config = variant.suited(problem, variant.space.completed(row.config))  # as it would run
         if uses_descriptors(variant, config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)

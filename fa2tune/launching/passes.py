@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.compiler import Launches, around
+from fa2tune.compiling.compiler import Launches, around, passed
 from fa2tune.compiling.registry import variant_named, variant_of
 from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
 from fa2tune.spec.mask import Mask
@@ -154,12 +154,14 @@ class Kernels:
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces, scalars = common | own, tuned.scalars(problem, config, early)
             for one, its_config in runs(kernel, problem.specialization, config, arch):
-                names = tuple(name for name in one.tensors if name in given or name in workspaces)
+                places = {**workspaces, **given}
+                wanted = passed(one, problem.specialization, its_config)
+                names = tuple(name for name, tensor in wanted.items() if tensor in places)
                 bound = bind(
                     one, problem, its_config, strides, softmax_scale, names, device_index, workspaces, scalars,
                     measured.get(kernel, ""),
                 )  # fmt: skip
-                launches.append((bound, [given[name] if name in given else workspaces[name] for name in names]))
+                launches.append((bound, [places[wanted[name]] for name in names]))
         self.chain, self.size = chain(launches, device_index), size
 
     def block(self) -> list[torch.Tensor]:

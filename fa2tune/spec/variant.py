@@ -145,6 +145,9 @@ class Variant:
     constants: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     min_arch: int = 80  #: lowest compute capability it compiles for
     max_arch: int = 999  #: and highest
+    #: tensor parameter -> another, of whose memory it is one more descriptor: of the columns behind the other's block. Compiled
+    #: in as None where its own block has none
+    rest_of: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
     #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
     serves: str = ""

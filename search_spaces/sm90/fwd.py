@@ -1,7 +1,7 @@
 """Search space of kernels/sm90/fwd.py."""
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace
 
 ROWS = 64  #: query rows of a consumer group
@@ -49,13 +49,21 @@ def _shared_limit(config: Config) -> int:
     return SHARED_BYTES_SM // programs(config) - 1024
 
 
-def _dims(spec: Specialization) -> tuple[int, int]:
-    return padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+def blocks(spec: Specialization) -> dict[str, int]:
+    """Columns of the parts of Q's and V's head dims; REST_D and REST_DV are 0 where there is one part."""
+    (d, rest), (dv, rest_v) = head_dim_parts(spec.head_dim), head_dim_parts(spec.head_dim_v)
+    return {"BLOCK_D": d, "REST_D": rest, "BLOCK_DV": dv, "REST_DV": rest_v}
+
+
+def columns(spec: Specialization) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
+    found = blocks(spec)
+    return found["BLOCK_D"] + found["REST_D"], found["BLOCK_DV"] + found["REST_DV"]
 
 
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts: the best tile, and what of O and a third stage fits beside it."""
-    widest = max(64, *_dims(spec))
+    widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     best = {
         **BEST[widest],
         **(BEST_CAUSAL[widest] if spec.mask != "full" else {}),
@@ -74,9 +82,21 @@ def default(spec: Specialization, arch: int) -> Config:
     return next(fitting)
 
 
+def fitted(spec: Specialization, config: Config) -> Config:
+    """The config of a row of the padded head dims, for tiles of fewer columns: they leave room for O, and for another stage."""
+    if columns(spec) == (padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)):
+        return config
+    limit = _shared_limit(config)
+    o = "own" if _shared_bytes(config, spec, 2, "own") <= limit else config["O_THROUGH"]
+    stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, count, o) <= limit)
+    return {**config, "O_THROUGH": o, "STAGES": stages}
+
+
 def suited(problem: Problem, config: Config) -> Config:
-    """The config for this problem: no pass over all keys where few queries, or a window, read part of them. Rows were measured
-    with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2."""
+    """The config for this problem: with what fits beside its tiles, and no pass over all keys where few queries, or a window,
+    read part of them. Rows were measured with as many queries as keys. Tiles of a window are of one length: heads one by one
+    keep K and V in L2."""
+    config = fitted(problem.specialization, config)
     if not problem.mask.measured:
         config = {**config, "HEADS_PER_WAVE": 0}
         return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
@@ -86,20 +106,26 @@ def suited(problem: Problem, config: Config) -> Config:
 
 
 def o_columns(spec: Specialization, config: Config) -> int:
-    """Columns of O that lie in shared memory at once."""
-    return _dims(spec)[1] // (2 if config["O_THROUGH"] == "halves" else 1)
+    """Columns of the first part of O that lie in shared memory at once."""
+    return blocks(spec)["BLOCK_DV"] // (2 if config["O_THROUGH"] == "halves" else 1)
+
+
+def _through_q(spec: Specialization) -> bool:
+    """Whether each part of O has the shape of the same part of Q."""
+    found = blocks(spec)
+    return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
 
 
 def _live_registers(config: Config, spec: Specialization) -> int:
     """Registers a consumer thread holds at once: scores, output, probabilities of the block before, and Q where it stays."""
-    d, dv = _dims(spec)
+    d, dv = columns(spec)
     n = config["BLOCK_N"]
     return int(n // 2 + dv // 2 + n // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0))
 
 
 def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> int:
     """With so many stages, and O going through ``o``."""
-    d, dv = _dims(spec)
+    d, dv = columns(spec)
     rows = config["BLOCK_M"]
     o_bytes = {"own": rows * dv, "halves": rows * dv // 2, "q": 0}[o]
     return int(2 * (config["Q_STAGES"] * rows * d + o_bytes + stages * config["BLOCK_N"] * (d + dv))) + BARRIER_BYTES
@@ -154,7 +180,8 @@ SPACE = SearchSpace(
             "ptxas rejects a wgmma (C7602) whose scores or output (columns / 2 registers) leave fewer than 30 of the registers "
             "that a thread has at launch, whatever the group gets later",
             lambda config, spec, arch: (
-                config["maxnreg"] == 0 or max(config["BLOCK_N"], _dims(spec)[1]) // 2 + 30 <= config["maxnreg"]
+                config["maxnreg"] == 0
+                or max(config["BLOCK_N"], blocks(spec)["BLOCK_DV"]) // 2 + 30 <= config["maxnreg"]
             ),
         ),
         Constraint(
@@ -181,10 +208,13 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "o_through_q_alone",
-            "O is stored through Q's shared memory only if it has Q's shape and the next tile's Q is not there yet",
-            lambda config, spec, arch: (
-                config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _dims(spec)[0] == _dims(spec)[1])
-            ),
+            "O is stored through Q's shared memory only if its parts have Q's shapes and the next tile's Q is not there yet",
+            lambda config, spec, arch: config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _through_q(spec)),
+        ),
+        Constraint(
+            "halves_are_of_one_part",
+            "a head dim in two parts is not stored in halves: where O has no room of its own, it has that of Q",
+            lambda config, spec, arch: config["O_THROUGH"] != "halves" or blocks(spec)["REST_DV"] == 0,
         ),
         Constraint(
             "o_has_room_of_its_own",
