@@ -191,6 +191,11 @@ def _silicon(gpu: str, arch: int) -> str:
     return known.silicon if (known.name, known.arch) == (gpu, arch) else ""
 
 
+def same_columns(key: TuningKey, head_dim: int, head_dim_v: int) -> bool:
+    """Whether a key's head dims are the same sums of powers of two as these."""
+    return _columns(key) == (head_dim_parts(head_dim), head_dim_parts(head_dim_v))
+
+
 def _columns(key: TuningKey) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the tiles of a kernel that lays a head dim out as a sum of powers of two."""
     return head_dim_parts(key.head_dim), head_dim_parts(key.head_dim_v)

@@ -16,6 +16,7 @@ WORDS: Mapping[str, str] = {
     "accumulators_fit_dq_s_dp": "too many accumulators per thread (dQ, scores, dP)",
     "accumulators_fit_output": "too many accumulators per thread (scores, output)",
     "descriptor_needs_tma": "descriptor loads without TMA",
+    "head_dim_has_parts": "IN_PARTS of a head dim in one part",
     "half_blocks_if_joined": "BLOCK_M 64 at 64 columns needs num_warps 8 and REDUCE vector",
     "halves_are_of_one_part": "O in two parts is not stored in halves",
     "joined_groups_at_64_columns": "num_warps 8 at 64 columns needs BLOCK_M 64",

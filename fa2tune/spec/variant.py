@@ -113,7 +113,7 @@ PORTABLE = "portable"
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
     "surrounded": ("config", "name"), "early": ("config",), "workspaces": ("problem", "config"),
-    "scalars": ("problem", "config", "early"), "suited": ("problem", "config"),
+    "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip
 
 #: Tensor -> (shape, element type "fp32", "bf16", "i32", or "" for the problem's dtype), or the name of another: its memory.
@@ -167,6 +167,8 @@ class Variant:
     #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,
     #: besides those that all kernels get
     scalars: Callable[[Problem, Config, bool], dict[str, int]] = field(default=lambda problem, config, early: {})
+    #: (specialization, config of a row of other head dims that are padded alike) -> config for its own
+    fitted: Callable[[Specialization, Config], Config] = field(default=lambda spec, config: config)
     #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
     suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
 

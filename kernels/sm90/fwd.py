@@ -445,7 +445,7 @@ VARIANT = Variant(
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
-        **space.blocks(spec),
+        **space.blocks(spec, config),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },
@@ -456,5 +456,6 @@ VARIANT = Variant(
     workspaces=lambda problem, config: (
         {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
     ),
+    fitted=space.fitted,
     suited=space.suited,
 )  # fmt: skip
