@@ -97,7 +97,7 @@ def _busiest(
 
 def busiest(problem: Problem, config: Config, sm_count: int) -> float:
     """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward."""
-    wide = sum(columns(problem.specialization, config))
+    wide = sum(columns(problem.specialization, SPACE.completed(config)))
     band = _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name)
     heads = problem.batch * problem.heads_q
     return _busiest(

@@ -110,7 +110,7 @@ def _compiled_in(spec: Specialization) -> dict[str, Any]:
 
 def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
     """What is known by name at compile time, whether the kernel has such a parameter or not. Hooks by name, "file:function"."""
-    mask = mask_named(spec.mask)
+    mask, config = mask_named(spec.mask), variant.space.completed(config)
     return {
         **{parameter: f"{mask.name}:{function}" for parameter, function in HOOKS.items()},
         **mask.bounded,

@@ -81,8 +81,12 @@ class SearchSpace:
 
     def completed(self, config: Config) -> dict[str, Any]:
         """``config`` with what it lacks of the dimensions that the search has gained since (``added``)."""
-        gained = {name: values.older for name, values in self.dimensions.items() if isinstance(values, Added)}
-        return {**gained, **config}
+        return {**self._gained, **config}
+
+    @cached_property
+    def _gained(self) -> dict[str, Any]:
+        """Dimension that the search has gained -> the value of configs from before."""
+        return {name: values.older for name, values in self.dimensions.items() if isinstance(values, Added)}
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every combination, legal or not, in a fixed order."""
@@ -91,6 +95,8 @@ class SearchSpace:
 
     def broken(self, config: Config, spec: Specialization, arch: int) -> Constraint | None:
         """The first constraint that ``config`` breaks, or None."""
+        if self._gained:
+            config = self.completed(config)
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 
 
