@@ -81,7 +81,8 @@ class SearchSpace:
 
     def completed(self, config: Config) -> dict[str, Any]:
         """``config`` with what it lacks of the dimensions that the search has gained since (``added``)."""
-        return {**self._gained, **config}
+        lacking = {name: value for name, value in self._gained.items() if name not in config}
+        return {**config, **lacking}
 
     @cached_property
     def _gained(self) -> dict[str, Any]:
