@@ -14,7 +14,8 @@ the same code, because on a busy host ptxas assigned the spill slots of one and 
 out, because ptxas may order the same instructions differently when they move. Needs no GPU, but the Triton that made the
 rows; run it once per version.
 
---lacking names a dimension that the search has gained since, and the value that describes these rows.
+--lacking names a dimension that the search has gained since without saying what describes configs from before (``added`` in
+fa2tune/spec/variant.py), and the value that describes these rows.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ def _job(row: Row, lacking: dict[str, Any]) -> tuple[Job, Job]:
     if row.key.kernel == BACKWARD:  # its kernels have rows of their own, but for this one
         both = ("portable/bwd_delta", spec, None, row.key.arch)
         return both, both
-    whole = compiler.binary_config(registry.variant_of(row.key.kernel, row.config), _completed(row, lacking).config)
+    variant = registry.variant_of(row.key.kernel, row.config)
+    whole = compiler.binary_config(variant, variant.space.completed(_completed(row, lacking).config))
     config = {name: value for name, value in whole.items() if name in row.config}
     return (row.key.kernel, spec, config, row.key.arch), (row.key.kernel, spec, whole, row.key.arch)
 

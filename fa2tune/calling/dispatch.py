@@ -129,6 +129,14 @@ def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
     )  # fmt: skip
 
 
+def _fitted(problem: Problem, row: Row) -> Row:
+    """A kernel's row with every dimension of the search, as for the problem's head dims where they are other than its own."""
+    variant = variant_of(row.key.kernel, row.config)
+    config = variant.space.completed(row.config)
+    alike = lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v)
+    return replace(row, config=config if alike else dict(variant.fitted(problem.specialization, config)))
+
+
 def refusal(
     problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, bool], bool] = lambda *asked: True
 ) -> Callable[[Row], str | None]:
@@ -157,7 +165,7 @@ def refusal(
         if (odd := misfit(row.key.kernel, row.implementation, row.config)) is not None:
             return odd
         variant = variant_of(row.key.kernel, row.config)
-        config = variant.space.completed(row.config)
+        config = _fitted(problem, row).config
         if uses_descriptors(variant, config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)
@@ -218,10 +226,9 @@ def suited(problem: Problem, gpu: Gpu, answer: lookup.Answer, node: lookup.Toolc
     """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
     variant = variant_of(answer.row.key.kernel, answer.row.config)
     if not schedule.covers(variant):
-        return answer.row, variant.suited(problem, variant.space.completed(answer.row.config))
-    acceptable = refusal(problem, gpu)
-    others = [row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None]
-    served, *others = (replace(row, config=variant.space.completed(row.config)) for row in (answer.row, *others))
+        return answer.row, variant.suited(problem, _fitted(problem, answer.row).config)
+    others = [row for row in lookup.of_other_lengths(answer, node) if refusal(problem, gpu)(row) is None]
+    served, *others = (_fitted(problem, row) for row in (answer.row, *others))
     row, config = schedule.best(problem, served, others, gpu.sm_count)
     return answer.row if row is served else row, config
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, suited
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, suited
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Config, Problem, padded_head_dim
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -97,8 +97,8 @@ def _busiest(
 
 def busiest(problem: Problem, config: Config, sm_count: int) -> float:
     """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward."""
-    dims = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
-    band = _band(config["HEADS_PER_WAVE"], problem.seqlen_k, dims, problem.mask.name)
+    wide = sum(columns(problem.specialization, SPACE.completed(config)))
+    band = _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name)
     heads = problem.batch * problem.heads_q
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"],

@@ -150,7 +150,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
     for one in served.refused:
         yield f"  refused   {one.candidate.row.filed_as}, {one.candidate.step}: {one.why}"
     for name, (old, new) in (served.changed or {}).items():
-        yield f"  changed   {name} {old} to {new}, which suits these lengths and heads better"
+        yield f"  changed   {name} {old} to {new}, which suits this call better"
     for kernel, origin in (served.binaries or {}).items():
         yield f"  loads     {kernel}: {origin}"
     if not answer:

@@ -110,7 +110,7 @@ def _compiled_in(spec: Specialization) -> dict[str, Any]:
 
 def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, Any]:
     """What is known by name at compile time, whether the kernel has such a parameter or not. Hooks by name, "file:function"."""
-    mask = mask_named(spec.mask)
+    mask, config = mask_named(spec.mask), variant.space.completed(config)
     return {
         **{parameter: f"{mask.name}:{function}" for parameter, function in HOOKS.items()},
         **mask.bounded,
@@ -131,7 +131,8 @@ def constexprs(variant: Variant, spec: Specialization, config: Config) -> dict[s
     """Every constexpr of the kernel, by name. ValueError names what the config lacks."""
     try:
         known = _known(variant, spec, config)
-        return {
+        absent = _absent(variant, spec, config)
+        return absent | {
             name: known[name]
             for name in variant.parameters
             if name in variant.constexpr_names or name in _compiled_in(spec)
@@ -145,6 +146,25 @@ def block_of(variant: Variant, spec: Specialization, config: Config, name: str) 
     known = _known(variant, spec, config)
     block = [known[side] if isinstance(side, str) else side for side in variant.descriptors[name]]
     return [1, 1, *block] if len(block) == 2 else block
+
+
+def _absent(variant: Variant, spec: Specialization, config: Config) -> dict[str, None]:
+    """Descriptors of columns that there are not: compiled in as None."""
+    return {name: None for name in variant.rest_of if 0 in block_of(variant, spec, config, name)}
+
+
+def passed(variant: Variant, spec: Specialization, config: Config) -> dict[str, str]:
+    """Tensor parameter that a launch passes -> the tensor whose memory it is."""
+    absent = _absent(variant, spec, config)
+    return {name: variant.rest_of.get(name, name) for name in variant.tensors if name not in absent}
+
+
+def described(variant: Variant, spec: Specialization, config: Config) -> list[str]:
+    """The parameters that are descriptors, in their order."""
+    if not uses_descriptors(variant, config):
+        return []
+    there = passed(variant, spec, config)
+    return [name for name in variant.parameters if name in variant.descriptors and name in there]
 
 
 def uses_descriptors(variant: Variant, config: Config) -> bool:
@@ -173,6 +193,8 @@ def _type(variant: Variant, spec: Specialization, config: Config, name: str, lay
         dtype = variant.tensors[name] or spec.dtype
         if uses_descriptors(variant, config) and name in variant.descriptors:
             block = block_of(variant, spec, config, name)
+            if 0 in block:
+                return "constexpr"  # as _absent has it
             layout = f",{_shared_layout(tuple(block), dtype)}" if layouts and is_gluon(variant) else ""
             return f"tensordesc<{dtype}{block}{layout}>"
         return f"*{dtype}"

@@ -19,7 +19,7 @@ FOLLOWED = ("fa2tune.kernels", "fa2tune.search_spaces")
 #: What a Variant or a mask says that neither its binary nor its launch depends on: names, the search, which calls it is chosen
 #: for. (The kernels before and after are followed on their own.)
 NOT_CODE = {
-    "Variant": ("serves", "space", "min_arch", "max_arch", "suited", "before", "after"),
+    "Variant": ("serves", "space", "min_arch", "max_arch", "fitted", "suited", "before", "after"),
     "ScoreHooks": ("transformed",),
     "MaskHooks": ("visible", "row_mask", "pairs", "fitted", "text"),
 }

@@ -164,7 +164,7 @@ def _loaded(
 ) -> Function:
     """An image that was found, or, without one that loads, a compiled one."""
     wanted, arch = kinds(variant, spec, binary), arch_of(device_index)
-    described = [name for name in variant.parameters if name in _described(variant, binary)]
+    described = compiler.described(variant, spec, binary)
     ranks = [len(compiler.block_of(variant, spec, binary, name)) for name in described]
     if image is not None and [len(one.block) for one in image.maps] != ranks:
         image, found = None, f"{found} is damaged: {variant.short_name} has other descriptors"
@@ -227,10 +227,6 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
-def _described(variant: Variant, config: Config) -> Mapping[str, tuple[str | int, ...]]:
-    return variant.descriptors if compiler.uses_descriptors(variant, config) else {}
-
-
 def starts_early(variant: Variant, config: Config) -> bool:
     """Whether a config's kernel will start before the one before it has ended."""
     return variant.early(config) and cuda.may_start_early()
@@ -242,7 +238,7 @@ def _bound(
 ) -> Launch:  # fmt: skip
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
     values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
-    described = _described(variant, config)
+    described = compiler.described(variant, problem.specialization, config)
     constants = compiler.constexprs(variant, problem.specialization, config)
     compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
     function = load(variant, problem.specialization, compiled_in, device_index, measured)
@@ -251,8 +247,9 @@ def _bound(
     slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
     for name in variant.parameters:
         if name in described:
-            shape = _shape(name, problem, workspaces)
-            steps = _steps(shape, strides.get(name))
+            whole = variant.rest_of.get(name, name)
+            shape = _shape(whole, problem, workspaces)
+            steps = _steps(shape, strides.get(whole))
             maps = Maps(next(formats), shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)
@@ -260,10 +257,12 @@ def _bound(
                 raise CompileError(f"{variant.short_name}, {name}: {error}") from error
             slots[name] = len(arguments), maps
             arguments += [0, *shape, *steps]
+        elif name in constants:
+            continue
         elif name in variant.tensors:
             slots[name] = len(arguments), None
             arguments.append(0)
-        elif name not in constants:
+        else:
             arguments.append(values[name])
     early = starts_early(variant, config)
     grid = variant.programs(problem, config, sm_count(device_index), early)
@@ -287,7 +286,8 @@ class InterpretedLaunch:
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
         self.scalars = {name: values[name] for name in variant.parameters if name not in variant.tensors}
         spec = problem.specialization
-        self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in _described(variant, config)}
+        described = compiler.described(variant, spec, config)
+        self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in described}
         self.grid = variant.programs(problem, config, 1)
         self.shapes = {name: _shape(name, problem, workspaces) for name in self.blocks}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.compiler import Launches, around
+from fa2tune.compiling.compiler import Launches, around, passed
 from fa2tune.compiling.registry import variant_named, variant_of
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
@@ -160,16 +160,17 @@ class Kernels:
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
+            places = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             for one in group_parts.launches(problem, count, kernels, strides, arch):
-                taken = {name: one.renamed.get(name, name) for name in one.variant.tensors}
-                names = tuple(name for name, its in taken.items() if its in given or its in workspaces)
+                memory = passed(one.variant, one.problem.specialization, one.config)
+                wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
+                names = tuple(name for name, tensor in wanted.items() if tensor in places)
                 bound = bind(
                     one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, workspaces, scalars,
                     measured.get(kernel, ""),
                 )  # fmt: skip
-                places = [given[taken[name]] if taken[name] in given else workspaces[taken[name]] for name in names]
-                launches.append((bound, places))
+                launches.append((bound, [places[wanted[name]] for name in names]))
         self.chain, self.size = chain(launches, device_index), size
 
     def block(self) -> list[torch.Tensor]:

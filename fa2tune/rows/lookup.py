@@ -3,8 +3,10 @@
 What no row may ever differ in: kernel, family, causal or not, float32 precision, padded head dims, compute capability,
 16-bit or 32-bit element type. Among the rest the first difference decides, in this order:
 
-1. **Problem**: exact key; same padded head dim; nearest bucket; other 16-bit dtype. Each step allows what those before
-   it allow. Within a step the nearest bucket comes first (the longer of two as near), then the nearest head dims.
+1. **Problem**: exact key; same columns (head dims that are the same sum of powers of two, 88 and 96); same padded head dim;
+   nearest bucket; other 16-bit dtype. Each step allows what those before it allow. Within a step the nearest bucket comes
+   first (the longer of two as near), then the same columns, then rows of the padded head dims themselves (for 80 those of 128
+   before those of 96, whose tiles were chosen for other columns), then the nearest head dims.
 2. **GPU and evidence**, ``STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
    MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then ported (measured on
    a GPU of another architecture that ran this one's code), then predicted. With one exception: what was measured on this
@@ -40,9 +42,9 @@ from fa2tune import gpus
 from fa2tune.rows.reader import Layer, Rows
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING, Row
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.problem import padded_head_dim
+from fa2tune.spec.problem import head_dim_parts, padded_head_dim
 
-PROBLEM_STEPS = ("exact", "same padded head dim", "nearest bucket", "other 16-bit dtype")
+PROBLEM_STEPS = ("exact", "same columns", "same padded head dim", "nearest bucket", "other 16-bit dtype")
 GPU_STEPS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
 SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -189,13 +191,25 @@ def _silicon(gpu: str, arch: int) -> str:
     return known.silicon if (known.name, known.arch) == (gpu, arch) else ""
 
 
-def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int]:
-    """(problem step, distances in bucket and head dims); smaller is better."""
+def same_columns(key: TuningKey, head_dim: int, head_dim_v: int) -> bool:
+    """Whether a key's head dims are the same sums of powers of two as these."""
+    return _columns(key) == (head_dim_parts(head_dim), head_dim_parts(head_dim_v))
+
+
+def _columns(key: TuningKey) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the tiles of a kernel that lays a head dim out as a sum of powers of two."""
+    return head_dim_parts(key.head_dim), head_dim_parts(key.head_dim_v)
+
+
+def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int, int]:
+    """(problem step, distances in bucket, columns and head dims); smaller is better."""
     same_dims = (key.head_dim, key.head_dim_v) == (row.head_dim, row.head_dim_v)
-    step = 3 if key.dtype != row.dtype else 2 if key.bucket != row.bucket else 0 if same_dims else 1
+    theirs = _columns(row)
+    columns = 0 if theirs == _columns(key) else 1 if theirs[0][1] == theirs[1][1] == 0 else 2
+    step = 4 if key.dtype != row.dtype else 3 if key.bucket != row.bucket else 0 if same_dims else 2 if columns else 1
     buckets = math.log2(row.bucket / key.bucket)
     dims = abs(key.head_dim - row.head_dim) + abs(key.head_dim_v - row.head_dim_v)
-    return step, abs(buckets), -buckets, dims
+    return step, abs(buckets), -buckets, columns, dims
 
 
 def _same_gpu(key: TuningKey, row: TuningKey) -> bool:

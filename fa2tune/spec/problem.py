@@ -39,6 +39,15 @@ def padded_head_dim(head_dim: int) -> int:
     return max(MIN_HEAD_DIM, 1 << (head_dim - 1).bit_length())
 
 
+def head_dim_parts(head_dim: int) -> tuple[int, int]:
+    """A head dim as a sum of two powers of two, the larger first, where that is less than ``padded_head_dim``: 80 = 64 + 16.
+    Where it is not, the second is 0: 112 needs 64 + 64 as well."""
+    padded = padded_head_dim(head_dim)
+    first = padded // 2
+    rest = padded_head_dim(head_dim - first) if head_dim > first else 0
+    return (padded, 0) if rest in (0, first) or first < MIN_HEAD_DIM else (first, rest)
+
+
 def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
     """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
     length = max(seqlen_q, seqlen_k)

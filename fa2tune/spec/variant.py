@@ -81,8 +81,13 @@ class SearchSpace:
 
     def completed(self, config: Config) -> dict[str, Any]:
         """``config`` with what it lacks of the dimensions that the search has gained since (``added``)."""
-        gained = {name: values.older for name, values in self.dimensions.items() if isinstance(values, Added)}
-        return {**gained, **config}
+        lacking = {name: value for name, value in self._gained.items() if name not in config}
+        return {**config, **lacking}
+
+    @cached_property
+    def _gained(self) -> dict[str, Any]:
+        """Dimension that the search has gained -> the value of configs from before."""
+        return {name: values.older for name, values in self.dimensions.items() if isinstance(values, Added)}
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every combination, legal or not, in a fixed order."""
@@ -91,6 +96,8 @@ class SearchSpace:
 
     def broken(self, config: Config, spec: Specialization, arch: int) -> Constraint | None:
         """The first constraint that ``config`` breaks, or None."""
+        if self._gained:
+            config = self.completed(config)
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 
 
@@ -113,7 +120,7 @@ PORTABLE = "portable"
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
     "surrounded": ("config", "name"), "early": ("config",), "workspaces": ("problem", "config"),
-    "scalars": ("problem", "config", "early"), "suited": ("problem", "config"),
+    "scalars": ("problem", "config", "early"), "fitted": ("spec", "config"), "suited": ("problem", "config"),
 }  # fmt: skip
 
 #: Tensor -> (shape, element type "fp32", "bf16", "i32", or "" for the problem's dtype), or the name of another: its memory.
@@ -145,6 +152,9 @@ class Variant:
     constants: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     min_arch: int = 80  #: lowest compute capability it compiles for
     max_arch: int = 999  #: and highest
+    #: tensor parameter -> another, of whose memory it is one more descriptor: of the columns behind the other's block. Compiled
+    #: in as None where its own block has none
+    rest_of: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
     #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
     serves: str = ""
@@ -164,6 +174,8 @@ class Variant:
     #: (problem, config, whether the kernel does start early: not every driver lets it) -> integer parameters of these kernels,
     #: besides those that all kernels get
     scalars: Callable[[Problem, Config, bool], dict[str, int]] = field(default=lambda problem, config, early: {})
+    #: (specialization, config of a row of other head dims that are padded alike) -> config for its own
+    fitted: Callable[[Specialization, Config], Config] = field(default=lambda spec, config: config)
     #: (problem, config of a row that serves it) -> config: without what pays only for problems more like the row's own
     suited: Callable[[Problem, Config], Config] = field(default=lambda problem, config: config)
 

@@ -3,7 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier, tma_load
+from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts, squares_of, tiles_in
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
 
@@ -128,8 +129,8 @@ def _load_q(
     for c in gl.static_range(FIRST, LAST):
         slot = (turn % Q_STAGES) * GROUPS + c
         mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(q_ready.index(slot), q.block_type.nbytes)
-        tma_load(q, [b, h, start_m + c * ROWS, 0], q_ready.index(slot), q_smem.index(slot))
+        expect_parts(q, q_ready.index(slot))
+        load_parts(q, b, h, start_m + c * ROWS, q_ready.index(slot), q_smem, slot)
 
 
 @gluon.jit
@@ -138,7 +139,8 @@ def produce(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the tiles of Q, K and V, in the order in which the consumers want them."""
+    """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v and their shared memory: tuples
+    of their parts."""
     q_smem, k_smem, v_smem, _ = smem
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -158,13 +160,13 @@ def produce(
             stage = (done + j) % STAGES
             row = (below - 1 - j) * BLOCK_N  # the last block, the one under the mask, comes first
             _await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
-            mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
-            tma_load(k, [b, h_kv, row, 0], k_ready.index(stage), k_smem.index(stage))
+            expect_parts(k, k_ready.index(stage))
+            load_parts(k, b, h_kv, row, k_ready.index(stage), k_smem, stage)
             if j == 0:
                 _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
             _await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
-            mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
-            tma_load(v, [b, h_kv, row, 0], v_ready.index(stage), v_smem.index(stage))
+            expect_parts(v, v_ready.index(stage))
+            load_parts(v, b, h_kv, row, v_ready.index(stage), v_smem, stage)
         done += n_blocks
     if NUMBERED:
         for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: nobody is left at a barrier
@@ -174,11 +176,10 @@ def produce(
 
 @gluon.jit
 def q_again(q_smem, slot, at_least_one):
-    """Q [ROWS, BLOCK_D] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas, which kept for
-    the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md).
+    """Q's parts [ROWS, columns] of a slot, for one more loop. What is 1 or more makes the address another one to ptxas, which
+    kept for the products of one loop what it works out on the way into another, which a tile may pass by (docs/hopper.md).
     Each loop of a tile needs another number."""
-    BLOCK_D: gl.constexpr = q_smem.shape[-1]
-    return q_smem.index(slot + gl.minimum(at_least_one - 1, 0)).reshape([ROWS, BLOCK_D])
+    return tiles_in(q_smem, slot + gl.minimum(at_least_one - 1, 0))
 
 
 @gluon.jit
@@ -208,8 +209,7 @@ def pass_by(
 @gluon.jit
 def bound_of(q_shared, norms, head_kv, qk_scale, layout: gl.constexpr):
     """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| of the head (Cauchy-Schwarz)."""
-    q = q_shared.load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
-    squares = gl.convert_layout(gl.sum(q * q, 1), gl.SliceLayout(1, layout))
+    squares = squares_of(q_shared, layout)
     parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
     largest = gl.max(gl.load(norms + head_kv * PARTS + parts), 0)
     return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
@@ -303,3 +303,47 @@ def rescaled(acc, shrink):
     return gl.inline_asm_elementwise(
         _rescaling(COUNT), _rescaling_operands(COUNT), [acc, shrink], dtype=gl.float32, is_pure=False, pack=COUNT
     )
+
+
+@gluon.jit
+def shrunk(acc, shrink, LAZY: gl.constexpr):
+    """The accumulators of all parts, their rows multiplied by shrink [ROWS]; LAZY: as ``rescaled`` does."""
+    found = (_shrunk(acc[0], shrink, LAZY),)
+    if len(acc) > 1:
+        found = (found[0], _shrunk(acc[1], shrink, LAZY))
+    return found
+
+
+@gluon.jit
+def _shrunk(acc, shrink, LAZY: gl.constexpr):
+    factor = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return rescaled(acc, factor) if LAZY else acc * factor
+
+
+@gluon.jit
+def quotients(acc, row_total):
+    """The accumulators of all parts over sums of rows [ROWS]."""
+    found = (_quotient(acc[0], row_total),)
+    if len(acc) > 1:
+        found = (found[0], _quotient(acc[1], row_total))
+    return found
+
+
+@gluon.jit
+def _quotient(acc, row_total):
+    return acc * (1.0 / gl.convert_layout(row_total, gl.SliceLayout(1, acc.type.layout)))[:, None]
+
+
+@gluon.jit
+def where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr):
+    """O's parts, from row ``first`` on, with 0 in rows that see no key."""
+    found = (_where_seen(out[0], first, offset, seqlen_k, window, SEES_A_KEY),)
+    if len(out) > 1:
+        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, SEES_A_KEY))
+    return found
+
+
+@gluon.jit
+def _where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr):
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
+    return gl.where(SEES_A_KEY(rows, offset, seqlen_k, window)[:, None], out, 0.0)

@@ -4,14 +4,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
@@ -25,13 +18,29 @@ from fa2tune.kernels.lib.hopper_forward import (
     pass_turn_on,
     produce,
     q_again,
+    quotients,
     repack,
-    rescaled,
+    shrunk,
     sum_parts,
     tile_of,
     to_carry,
     turns_of,
+    where_seen,
     words_suit,
+)
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    descriptors_of,
+    first_parts,
+    loaded,
+    product_layout,
+    product_of_rows,
+    products_done,
+    shared_for,
+    store_in_halves,
+    store_parts,
+    tiles_in,
+    zeros_for,
 )
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -53,8 +62,8 @@ LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
 
 @gluon.jit
 def _issue_scores(
-    q_tile, k_smem, k_ready, entry, pred, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, PINGPONG: gl.constexpr, layout: gl.constexpr,
+    q_tile, k_smem, k_ready, entry, pred, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Starts Q K^T [ROWS, BLOCK_N] of a ring entry, once it is there and, with PINGPONG, it is this group's turn. Without
     pred it does not wait for the entry and multiplies what lies there."""
@@ -62,41 +71,35 @@ def _issue_scores(
     mbarrier.wait(k_ready.index(stage), (entry // STAGES) & 1, pred=pred)
     if PINGPONG:
         await_turn(CONSUMER)
-    k_tile = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+    k_tile = tiles_in(k_smem, stage)
+    return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, BLOCK_N], gl.float32, layout))
 
 
 @gluon.jit
 def _over_keys(
     acc, total, peak, p, begin, end, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
-    HIDE: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, MASK: gl.constexpr,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1: Q K^T of block j is in flight together with P V of
     block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
     _, k_smem, v_smem, _ = smem
     _, _, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
-    dtype: gl.constexpr = v_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), RIGHT_BOUNDED)
-    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    dtype: gl.constexpr = v_smem[0].dtype
+    s_layout: gl.constexpr = product_layout(BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
     for j in range(begin, end):
         entry = done + j
         v_stage = (entry - 1) % STAGES
-        s_next = _issue_scores(
-            q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout
-        )
+        s_next = _issue_scores(q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
         mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
-        v_tile = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_DV])
-        o_next = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
+        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_stage), acc)
         if PINGPONG:
             pass_turn_on(CONSUMER, GROUPS)
-        s = warpgroup_mma_wait(1, deps=[s_next])
+        s = warpgroup_mma_wait(len(acc), deps=[s_next])
         hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
         if NEGATE:
             s = -s
@@ -116,11 +119,10 @@ def _over_keys(
             )
             peak = new_peak
         next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
-        acc = warpgroup_mma_wait(0, deps=[o_next])
+        acc = products_done(o_next)
         hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
         if RESCALE != "never":
-            shrink_o = gl.convert_layout(shrink, row_o)[:, None]
-            acc = rescaled(acc, shrink_o) if RESCALE == "lazy" else acc * shrink_o
+            acc = shrunk(acc, shrink, RESCALE == "lazy")
         p = next_p
     return acc, total, peak, p
 
@@ -128,8 +130,8 @@ def _over_keys(
 @gluon.jit
 def _consume(
     o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    O_COLUMNS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
@@ -144,13 +146,11 @@ def _consume(
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     OWN_ADDRESSES: gl.constexpr = Q_STAGES > 1 and not Q_IN_REGISTERS
     OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    AS_WORDS: gl.constexpr = words_suit(max(BLOCK_D, BLOCK_DV), RIGHT_BOUNDED)
+    dtype: gl.constexpr = q_smem[0].dtype
+    s_layout: gl.constexpr = product_layout(BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    row_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     tiles = gl.cdiv(seqlen_q, BLOCK_M)
     heads = batch * heads_q
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
@@ -167,8 +167,7 @@ def _consume(
             )  # fmt: skip
         mbarrier.wait(q_ready.index(CONSUMER), 0)
         s = _issue_scores(
-            q_smem.index(CONSUMER).reshape([ROWS, BLOCK_D]), k_smem, k_ready, done, True, CONSUMER, BLOCK_N, BLOCK_D,
-            STAGES, PINGPONG, s_layout,
+            tiles_in(q_smem, CONSUMER), k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
         )  # fmt: skip
         if PINGPONG:
             pass_turn_on(CONSUMER, GROUPS)
@@ -191,7 +190,7 @@ def _consume(
             n_masked = gl.minimum(n_masked, n_blocks)
             n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
         q_slot = (turn % Q_STAGES) * GROUPS + CONSUMER
-        q_shared = q_smem.index(q_slot).reshape([ROWS, BLOCK_D])
+        q_shared = tiles_in(q_smem, q_slot)
         if Q_STAGES == 1:
             if RIGHT_BOUNDED:
                 done = pass_by(
@@ -201,11 +200,9 @@ def _consume(
             mbarrier.wait(q_ready.index(q_slot), turn & 1)
         q_tile = q_shared
         if Q_IN_REGISTERS:
-            q_tile = q_shared.load(gl.DotOperandLayout(0, s_layout, 2))
+            q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
         if Q_STAGES == 1:
-            s = _issue_scores(
-                q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, BLOCK_D, STAGES, PINGPONG, s_layout
-            )
+            s = _issue_scores(q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
             if PINGPONG:
                 pass_turn_on(CONSUMER, GROUPS)
         if RESCALE == "never":
@@ -231,11 +228,11 @@ def _consume(
         weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
         total = sum_parts(weights)
         p = to_carry(weights, dtype, p_layout, AS_WORDS)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+        acc = zeros_for(v_smem, ROWS)
         if RIGHT_BOUNDED:
             acc, total, peak, p = _over_keys(
                 acc, total, peak, p, 1, n_masked, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-                CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
                 RIGHT_BOUNDED, True,
             )  # fmt: skip
         p = repack(p)
@@ -246,7 +243,7 @@ def _consume(
                 q_tile = q_again(q_smem, q_slot, seqlen_q)
             acc, total, peak, p = _over_keys(
                 acc, total, peak, p, n_masked, exact, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
+                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
                 RIGHT_BOUNDED, False,
             )  # fmt: skip
             p = repack(p)
@@ -254,7 +251,7 @@ def _consume(
             q_tile = q_again(q_smem, q_slot, n_blocks)
         acc, total, peak, p = _over_keys(
             acc, total, peak, p, exact, n_clear, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-            CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
+            CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
             False,
         )  # fmt: skip
         if LEFT_BOUNDED:
@@ -263,7 +260,7 @@ def _consume(
                 q_tile = q_again(q_smem, q_slot, batch)
             acc, total, peak, p = _over_keys(
                 acc, total, peak, p, n_clear, n_blocks, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
                 RIGHT_BOUNDED, True,
             )  # fmt: skip
         if O_THROUGH != "q":
@@ -283,48 +280,34 @@ def _consume(
             q_slot = ((turn + 1) % Q_STAGES) * GROUPS + CONSUMER
             mbarrier.wait(q_ready.index(q_slot), ((turn + 1) // Q_STAGES) & 1, pred=more)
             s_next = _issue_scores(
-                q_smem.index(q_slot).reshape([ROWS, BLOCK_D]), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, BLOCK_D,
-                STAGES, PINGPONG, s_layout,
+                tiles_in(q_smem, q_slot), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
             )  # fmt: skip
         mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
-        v_tile = v_smem.index(v_entry % STAGES).reshape([BLOCK_N, BLOCK_DV])
-        acc = warpgroup_mma(of_carried(p, dtype, p_layout), v_tile, acc, is_async=True)
+        acc = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_entry % STAGES), acc)
         if Q_STAGES == 1:  # the divisions run beside P V
             next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
         else:
             if PINGPONG:
                 pass_turn_on(CONSUMER, GROUPS)
-            s = warpgroup_mma_wait(1, deps=[s_next])
+            s = warpgroup_mma_wait(len(acc), deps=[s_next])
             hand_back(k_empty, done, more, K_EMPTY, STAGES, GROUPS, NUMBERED)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = products_done(acc)
         hand_back(v_empty, v_entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
 
         # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
         row_total = gl.sum(total, 1)
         word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
-        out = acc * (1.0 / gl.convert_layout(row_total, row_o))[:, None]
+        out = quotients(acc, row_total)
         if LEFT_BOUNDED or RIGHT_BOUNDED:
             word = gl.where(SEES_A_KEY(rows, offset, seqlen_k, window), word, float("-inf"))
-            rows_o = first + gl.arange(0, ROWS, layout=row_o)
-            out = gl.where(SEES_A_KEY(rows_o, offset, seqlen_k, window)[:, None], out, 0.0)
+            out = where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY)
         gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
         if not AT_FIRST:
             b, h = head // heads_q, head % heads_q
-        o_slot = o_smem.index(CONSUMER)
-        tma_store_wait(0)  # the last tile's O has left its place
         if O_THROUGH == "halves":
-            left, right = gl.split(out.to(dtype).reshape([ROWS, 2, O_COLUMNS]).permute((0, 2, 1)))
-            o_slot.reshape([ROWS, O_COLUMNS]).store(left)
-            fence_async_shared()
-            tma_store(o, [b, h, first, 0], o_slot)
-            tma_store_wait(0)
-            o_slot.reshape([ROWS, O_COLUMNS]).store(right)
-            fence_async_shared()
-            tma_store(o, [b, h, first, O_COLUMNS], o_slot)
+            store_in_halves(out, o, b, h, first, o_smem, CONSUMER)
         else:
-            o_slot.reshape([ROWS, BLOCK_DV]).store(out.to(dtype))
-            fence_async_shared()
-            tma_store(o, [b, h, first, 0], o_slot)
+            store_parts(out, o, b, h, first, o_smem, CONSUMER)
         if O_THROUGH == "q":
             tma_store_wait(0)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
@@ -338,7 +321,9 @@ def _consume(
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
+    q_rest, k_rest, v_rest, o_rest,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -347,7 +332,8 @@ def fwd_hopper_kernel(
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
-    q, k, v, o: descriptors of blocks [1, 1, rows, columns]. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
+    q, k, v, o: descriptors of blocks [1, 1, rows, columns], and of the columns behind BLOCK_D or BLOCK_DV, where REST_D or
+    REST_DV is not 0, q_rest, ..., o_rest. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
     that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
@@ -355,14 +341,16 @@ def fwd_hopper_kernel(
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     window = (window_left, window_right)
-    q_smem = gl.allocate_shared_memory(q.dtype, [Q_STAGES * GROUPS, 1, 1, ROWS, BLOCK_D], q.layout)
-    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    WIDEST: gl.constexpr = max(BLOCK_D + REST_D, BLOCK_DV + REST_DV)
+    q, k = descriptors_of(q, q_rest), descriptors_of(k, k_rest)
+    v, o = descriptors_of(v, v_rest), descriptors_of(o, o_rest)
+    q_smem = shared_for(q, Q_STAGES * GROUPS, ROWS, BLOCK_D, REST_D)
+    k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
+    v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
     heads_per_wave = HEADS_PER_WAVE
     if HEADS_PER_WAVE == 0:
-        heads_per_wave = heads_in_band(seqlen_k, BLOCK_D + BLOCK_DV, LONGEST_LAST)
-    o_shape: gl.constexpr = [GROUPS, 1, 1, ROWS, O_COLUMNS]
-    o_smem = q_smem if O_THROUGH == "q" else gl.allocate_shared_memory(o.dtype, o_shape, o.layout)
+        heads_per_wave = heads_in_band(seqlen_k, BLOCK_D + REST_D + BLOCK_DV + REST_DV, LONGEST_LAST)
+    o_smem = first_parts(q_smem, o) if O_THROUGH == "q" else shared_for(o, GROUPS, ROWS, O_COLUMNS, REST_DV)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -385,7 +373,7 @@ def fwd_hopper_kernel(
         gl.warp_specialize([
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (produce, (
@@ -396,12 +384,12 @@ def fwd_hopper_kernel(
         gl.warp_specialize([
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (produce, (
@@ -412,17 +400,17 @@ def fwd_hopper_kernel(
         gl.warp_specialize([
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (_consume, (
                 o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 2,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, O_COLUMNS, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED)),
             (produce, (
@@ -447,12 +435,17 @@ VARIANT = Variant(
     serves="fwd",
     kernel=fwd_hopper_kernel,
     space=space.SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32"},
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32",
+             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": ""},
     descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
-                 "o": (space.ROWS, "O_COLUMNS")},
+                 "o": (space.ROWS, "O_COLUMNS"),
+                 "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV"),
+                 "o_rest": (space.ROWS, "REST_DV")},
+    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
     grid=_grid,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
+        **space.blocks(spec, config),
         "O_COLUMNS": space.o_columns(spec, config),
         "CONSUMER_REGISTERS": space.registers(config),
     },
@@ -463,5 +456,6 @@ VARIANT = Variant(
     workspaces=lambda problem, config: (
         {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
     ),
+    fitted=space.fitted,
     suited=space.suited,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Search space of kernels/sm90/fwd.py."""
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 ROWS = 64  #: query rows of a consumer group
 #: maxnreg, the registers a thread gets at launch -> programs that a multiprocessor holds at once; 0: as many as one may have.
@@ -49,19 +49,43 @@ def _shared_limit(config: Config) -> int:
     return SHARED_BYTES_SM // programs(config) - 1024
 
 
-def _dims(spec: Specialization) -> tuple[int, int]:
-    return padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+def blocks(spec: Specialization, config: Config) -> dict[str, int]:
+    """Columns of the parts of Q's and V's head dims; REST_D and REST_DV are 0 where there is one part."""
+    d, dv = (padded_head_dim(spec.head_dim), 0), (padded_head_dim(spec.head_dim_v), 0)
+    if config["IN_PARTS"] != "none":
+        d = head_dim_parts(spec.head_dim)
+    if config["IN_PARTS"] == "both":
+        dv = head_dim_parts(spec.head_dim_v)
+    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
+
+
+def columns(spec: Specialization, config: Config) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
+    found = blocks(spec, config)
+    return found["BLOCK_D"] + found["REST_D"], found["BLOCK_DV"] + found["REST_DV"]
+
+
+def in_parts(spec: Specialization) -> str:
+    """IN_PARTS where nothing was measured: all that has parts."""
+    return "both" if head_dim_parts(spec.head_dim_v)[1] else "qk" if head_dim_parts(spec.head_dim)[1] else "none"
+
+
+def _has_parts(spec: Specialization, config: Config) -> bool:
+    """Whether the head dims have the parts that a config wants."""
+    wanted = {"none": 0, "qk": spec.head_dim, "both": spec.head_dim_v}[config["IN_PARTS"]]
+    return wanted == 0 or head_dim_parts(wanted)[1] > 0
 
 
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts: the best tile, and what of O and a third stage fits beside it."""
-    widest = max(64, *_dims(spec))
+    widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     best = {
         **BEST[widest],
         **(BEST_CAUSAL[widest] if spec.mask != "full" else {}),
         "RESCALE": "lazy",
         "Q_IN_REGISTERS": False,
         "HEADS_PER_WAVE": 0,
+        "IN_PARTS": in_parts(spec),
         "maxnreg": 0,
         "num_warps": 4,
     }
@@ -72,6 +96,22 @@ def default(spec: Specialization, arch: int) -> Config:
         if _shared_bytes(best, spec, stages, o) <= _shared_limit(best)
     )
     return next(fitting)
+
+
+def fitted(spec: Specialization, config: Config) -> Config:
+    """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O and the stages
+    that tiles of fewer columns leave."""
+    config = {**config, "IN_PARTS": in_parts(spec)}
+    limit = _shared_limit(config)
+    o = next(
+        (
+            o for o in ("own", config["O_THROUGH"], "halves")
+            if _o_has_the_shape(spec, {**config, "O_THROUGH": o}) and _shared_bytes(config, spec, 2, o) <= limit
+        ),
+        config["O_THROUGH"],
+    )  # fmt: skip
+    stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, count, o) <= limit)
+    return {**config, "O_THROUGH": o, "STAGES": stages}
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -86,20 +126,29 @@ def suited(problem: Problem, config: Config) -> Config:
 
 
 def o_columns(spec: Specialization, config: Config) -> int:
-    """Columns of O that lie in shared memory at once."""
-    return _dims(spec)[1] // (2 if config["O_THROUGH"] == "halves" else 1)
+    """Columns of the first part of O that lie in shared memory at once."""
+    return blocks(spec, config)["BLOCK_DV"] // (2 if config["O_THROUGH"] == "halves" else 1)
+
+
+def _o_has_the_shape(spec: Specialization, config: Config) -> bool:
+    """Whether O can go through what O_THROUGH says: through Q only if each of its parts has the shape of that part of Q, and in
+    halves only if it has one part."""
+    found = blocks(spec, config)
+    if config["O_THROUGH"] == "q":
+        return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
+    return config["O_THROUGH"] == "own" or found["REST_DV"] == 0
 
 
 def _live_registers(config: Config, spec: Specialization) -> int:
     """Registers a consumer thread holds at once: scores, output, probabilities of the block before, and Q where it stays."""
-    d, dv = _dims(spec)
+    d, dv = columns(spec, config)
     n = config["BLOCK_N"]
     return int(n // 2 + dv // 2 + n // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0))
 
 
 def _shared_bytes(config: Config, spec: Specialization, stages: int, o: str) -> int:
     """With so many stages, and O going through ``o``."""
-    d, dv = _dims(spec)
+    d, dv = columns(spec, config)
     rows = config["BLOCK_M"]
     o_bytes = {"own": rows * dv, "halves": rows * dv // 2, "q": 0}[o]
     return int(2 * (config["Q_STAGES"] * rows * d + o_bytes + stages * config["BLOCK_N"] * (d + dv))) + BARRIER_BYTES
@@ -125,6 +174,9 @@ SPACE = SearchSpace(
         "Q_IN_REGISTERS": (False, True),  # True: Q is not read from shared memory once per key block
         "O_THROUGH": ("own", "halves", "q"),  # the shared memory O leaves by: its own, half of it twice, or Q's
         "NUMBERED": (False, True),  # True: K and V are handed back at numbered barriers, where a group need not wait
+        # which head dims are computed as a sum of two powers of two, 96 as 64 + 32: none (padded to one), that of Q and K, or
+        # that of V, too. V's second part takes as many instructions more as its first
+        "IN_PARTS": added("none", "qk", "both", older="none"),
         "HEADS_PER_WAVE": (0, 4, 22, 64),  # 0: as many as suit the length; 22: a sixth of an H200's multiprocessors
         "maxnreg": (0, 80, 128),  # registers a thread at launch; 128: two programs share a multiprocessor, 80: three
         "num_warps": (4,),
@@ -132,6 +184,11 @@ SPACE = SearchSpace(
     constraints=(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
+        Constraint(
+            "head_dim_has_parts",
+            "a head dim that is a power of two, or that two powers of two would pad as far as one, has one part",
+            lambda config, spec, arch: _has_parts(spec, config),
+        ),
         Constraint(
             "one_group_shares",
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
@@ -154,7 +211,8 @@ SPACE = SearchSpace(
             "ptxas rejects a wgmma (C7602) whose scores or output (columns / 2 registers) leave fewer than 30 of the registers "
             "that a thread has at launch, whatever the group gets later",
             lambda config, spec, arch: (
-                config["maxnreg"] == 0 or max(config["BLOCK_N"], _dims(spec)[1]) // 2 + 30 <= config["maxnreg"]
+                config["maxnreg"] == 0
+                or max(config["BLOCK_N"], blocks(spec, config)["BLOCK_DV"]) // 2 + 30 <= config["maxnreg"]
             ),
         ),
         Constraint(
@@ -181,10 +239,15 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "o_through_q_alone",
-            "O is stored through Q's shared memory only if it has Q's shape and the next tile's Q is not there yet",
+            "O is stored through Q's shared memory only if its parts have Q's shapes and the next tile's Q is not there yet",
             lambda config, spec, arch: (
-                config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _dims(spec)[0] == _dims(spec)[1])
+                config["O_THROUGH"] != "q" or (config["Q_STAGES"] == 1 and _o_has_the_shape(spec, config))
             ),
+        ),
+        Constraint(
+            "halves_are_of_one_part",
+            "a head dim in two parts is not stored in halves: where O has no room of its own, it has that of Q",
+            lambda config, spec, arch: config["O_THROUGH"] != "halves" or _o_has_the_shape(spec, config),
         ),
         Constraint(
             "o_has_room_of_its_own",

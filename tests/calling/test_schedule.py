@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from fa2tune.calling import schedule
-from fa2tune.rows import reader
+from fa2tune import gpus
+from fa2tune.calling import dispatch, schedule
+from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
@@ -150,3 +151,18 @@ def test_the_page_states_the_recorded_losses():
     (pinned, scheduled), (_, fresh) = losses(RECORDED), losses(HELD_OUT)
     assert f"| {geometric_mean(pinned):.3f} | {geometric_mean(scheduled):.3f} | {max(pinned):.2f} |" in page
     assert f"| not run | {geometric_mean(fresh):.3f} | not run | {max(fresh):.2f} |" in page
+
+
+def test_a_row_of_128_serves_96_in_parts_and_a_row_of_96_as_it_was_tuned():
+    """Tiles of fewer columns leave room for a third stage. What was tuned at 96 itself is not changed."""
+    tuned = next(row for row in rows(128, "causal") if row.key.bucket == 4096)
+    assert "IN_PARTS" not in tuned.config and tuned.config["STAGES"] == 2
+    own = replace(tuned, key=tuned.key.with_(head_dim=96, head_dim_v=96))
+    everything = lookup.Toolchain("", "", {})
+    for row, config in ((tuned, {"IN_PARTS": "both", "STAGES": 3}), (own, {"IN_PARTS": "none", "STAGES": 2})):
+        layer = reader.Layer("named", Path("a.sqlite"), (row,))
+        for dim in (96, 88):
+            asked = Problem("bf16", 4, 16, 16, 4096, 4096, dim, dim, CAUSAL)
+            found = dispatch.choose(asked, "fwd", gpus.named("h200"), None, [layer], everything)
+            changed = {"HEADS_PER_WAVE": found.config["HEADS_PER_WAVE"]}
+            assert found.config == {**tuned.config, **changed, **config}

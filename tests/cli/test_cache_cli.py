@@ -314,7 +314,7 @@ def test_explain_tells_what_suits_these_lengths_better(user: Path) -> None:
     spec = replace(KEY, **key).specialization()
     config = {**variant_named("sm90/fwd").space.default(spec, 90), "RESCALE": "never"}
     Store(user).put([row(key, implementation="warp_specialized", config=config)])
-    said = "changed   RESCALE never to lazy, which suits these lengths and heads better"
+    said = "changed   RESCALE never to lazy, which suits this call better"
     square = explained("--gpu", "h200", "--full", "--pass", "fwd", "--seqlen", 16384).output
     assert "RESCALE never" in square and "changed" not in square
     assert said in explained("--gpu", "h200", "--full", "--pass", "fwd", "--seqlen", 1, "--seqlen-k", 16384).output

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import subprocess
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import Problem, Specialization
+from fa2tune.spec.problem import Problem, Specialization, head_dim_parts, padded_head_dim
 
 VARIANT = registry.variant_named("sm90/fwd")
 PRODUCER_THREADS, GROUP_THREADS = 32, 128
@@ -168,6 +169,76 @@ def test_bounded_scores_want_no_maxima(dim: int, causal: bool) -> None:
     usual = [loop for loop in loops if loop.mufu > scores and loop.issue <= min(one.issue for one in loops) * 1.6]
     assert len(usual) >= len(spare)
     assert max(loop.issue for loop in spare) < 0.95 * min(loop.issue for loop in usual)
+
+
+#: Head dims of Q and V -> the parts that they are computed in.
+PARTS = {
+    (96, 96): ((64, 32), (64, 32)), (72, 72): ((64, 16), (64, 16)), (40, 40): ((32, 16), (32, 16)),
+    (160, 160): ((128, 32), (128, 32)), (192, 128): ((128, 64), (128, 0)), (128, 80): ((128, 0), (64, 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", PARTS, ids=str)
+def test_a_head_dim_in_two_parts_multiplies_their_columns_alone(dims: tuple[int, int], causal: bool) -> None:
+    """Each wgmma takes 16 of the summed dimension: of a block of keys, D / 16 of BLOCK_N columns, BLOCK_N / 16 of DV columns.
+    The loops spill nothing, and what is in shared memory is what the search space says."""
+    spec = Specialization("bf16", *dims, "causal" if causal else "full")
+    config = VARIANT.space.default(spec, 90)
+    assert limits.before_compile(VARIANT, spec, config, gpus.named("h200")) is None
+    binary = compiler.build(VARIANT, spec, config, 90)
+    command = [compiler.tool("nvdisasm"), "--print-code", "--no-dataflow", binary.cubin_path]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = Counter(map(int, re.findall(r"HGMMA\.64x(\d+)x16", code)))
+    (d, rest), (dv, rest_v) = PARTS[dims]
+    rows, groups = config["BLOCK_N"], config["BLOCK_M"] // 64
+    loops = 2 if causal else 1  # with a mask and without
+    expected = Counter(
+        {rows: groups * (1 + loops) * (d + rest) // 16}
+    )  # the first block's scores stand before the loops
+    for columns in filter(None, (dv, rest_v)):
+        expected[columns] += groups * (loops + 1) * rows // 16
+    if config["Q_STAGES"] == 2:
+        expected[rows] += groups * (d + rest) // 16  # the next tile's
+    assert found == expected
+    assert all(loop.local_bytes == 0 for loop in sass.loops(code) if rows // 2 <= loop.mufu < rows)
+    estimated = space._shared_bytes(config, spec, config["STAGES"], config["O_THROUGH"])
+    assert estimated - 1024 <= binary.shared_bytes <= estimated
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [*PARTS, (192, 192), (144, 144), (80, 80), (96, 64), (256, 192)], ids=str)
+def test_a_row_of_the_padded_head_dims_is_legal_in_parts(dims: tuple[int, int], causal: bool) -> None:
+    """Whatever was tuned for a tile of whole columns, with what fits beside smaller ones."""
+    h200, mask = gpus.named("h200"), "causal" if causal else "full"
+    whole = Specialization("bf16", padded_head_dim(dims[0]), padded_head_dim(dims[1]), mask)
+    asked = Specialization("bf16", *dims, mask)
+    legal = [c for c in VARIANT.space.points() if limits.before_compile(VARIANT, whole, c, h200) is None]
+    assert legal
+    for config in legal:
+        assert VARIANT.fitted(whole, config) == config
+        found = VARIANT.fitted(asked, config)
+        assert limits.before_compile(VARIANT, asked, found, h200) is None, (config, found)
+        assert (
+            {"IN_PARTS"}
+            <= {name for name in config if config[name] != found[name]}
+            <= {"IN_PARTS", "STAGES", "O_THROUGH"}
+        )
+        assert found["STAGES"] >= config["STAGES"]
+
+
+def test_what_the_parts_of_head_dims_are() -> None:
+    """Powers of two that cover it, the second of 16 or more; one, where two would be as wide."""
+    for dim in range(16, 257, 8):
+        first, rest = head_dim_parts(dim)
+        assert dim <= first + rest <= padded_head_dim(dim) and (rest == 0 or 16 <= rest < first)
+        assert all(part & (part - 1) == 0 for part in (first, rest))
+        assert (first + rest == padded_head_dim(dim)) == (rest == 0)
+    found = {dim: head_dim_parts(dim) for dim in (24, 40, 48, 56, 72, 80, 96, 112, 144, 160, 192, 224)}
+    assert found == {
+        24: (32, 0), 40: (32, 16), 48: (32, 16), 56: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0),
+        144: (128, 16), 160: (128, 32), 192: (128, 64), 224: (256, 0),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("numbered", [False, True])

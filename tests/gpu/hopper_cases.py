@@ -28,7 +28,7 @@ from fa2tune.spec.problem import KERNELS, STRATEGIES, Config, Problem, Specializ
 from fa2tune.spec.variant import Variant
 
 Tensors = Mapping[str, torch.Tensor]
-DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128))
+DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128), (96, 96), (192, 192))
 
 
 def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
@@ -298,6 +298,14 @@ FORMS = (
         Form("sm90/fwd", dim, causal, {"RESCALE": "never", **more})  # scores bounded by norms: two main loops
         for (dim, causal), more in zip(
             product((64, 128, 256), (False, True)), ({}, {}, {}, {}, {}, {"O_THROUGH": "q"}), strict=True
+        )
+    ),
+    *(  # head dims in two parts, and of Q and K alone
+        Form("sm90/fwd", dim, causal, {"IN_PARTS": parts, **more})
+        for dim, causal, parts, more in (
+            (96, True, "both", {"RESCALE": "never"}), (96, False, "qk", {"STAGES": 2}), (80, True, "both", {"Q_STAGES": 2}),
+            (192, True, "both", {"RESCALE": "now"}), (40, False, "both", {"RESCALE": "never"}),
+            (160, False, "both", {"BLOCK_N": 128, "STAGES": 2, "O_THROUGH": "q"}),
         )
     ),
     *(

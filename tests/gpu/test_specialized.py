@@ -123,7 +123,7 @@ def test_random_shapes_and_configs_for_a_while() -> None:
 
 
 @strategies
-@pytest.mark.parametrize("dim", [16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dim", [16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128, 144, 160, 192, 224, 256])
 @masks
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_head_dims_at_odd_lengths(strategy: str, dim: int, dtype: str, causal: bool) -> None:
@@ -132,7 +132,7 @@ def test_head_dims_at_odd_lengths(strategy: str, dim: int, dtype: str, causal: b
 
 
 @strategies
-@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128), (40, 96), (72, 80), (256, 64)])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (192, 128), (40, 96), (96, 64), (128, 80), (72, 80), (256, 64)])
 def test_value_head_dim_apart(strategy: str, dims: tuple[int, int]) -> None:
     checked_strategy(strategy, 333, 444, dims=dims, causal=True)
 

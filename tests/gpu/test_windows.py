@@ -47,7 +47,7 @@ def whole_call(inputs, options):
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 80])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80, 192])
 def test_the_public_call(head_dim, window):
     for seqlen_q, seqlen_k in LENGTHS:
         compared(problem("bf16", seqlen_q, seqlen_k, head_dim), whole_call, {"window": window})
@@ -58,7 +58,7 @@ def test_a_causal_window_in_fp16():
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 80])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80, 192])
 def test_chunks_through_the_public_call(head_dim, chunk):
     for seqlen_q, seqlen_k in LENGTHS:
         compared(problem("bf16", seqlen_q, seqlen_k, head_dim), whole_call, {"mask": Mask("chunked", chunk)})

@@ -191,7 +191,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def image(variant: Any, config: Any, **changes: Any) -> Image:
     known = registry.variant_named(variant.name)
-    count = len(known.descriptors) if compiler.uses_descriptors(known, config) else 0
+    count = len(compiler.described(known, PROBLEM.specialization, config))
     block = (1, 1, 64, 64)
     plain = {"name": "k", "cubin": b"\x7fELF", "shared": 100_000, "warps": 12, "ctas": 1, "cooperative": False,
              "programmatic": False, "maps": (MapFormat(3, 2, 9, block),) * count}  # fmt: skip
@@ -234,6 +234,39 @@ def test_a_kernel_is_handed_what_its_parameters_say(driver: Driver, monkeypatch:
             0, 0, 0,  # no norms are asked for, and Triton's scratch
     ]  # fmt: skip
     assert driver.arguments(kinds) == expected
+
+
+def test_the_rest_of_a_head_dim_is_a_descriptor_of_the_same_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 = 64 + 32 columns of q and k, 64 of v and o."""
+    variant, problem = variant_named("sm90/fwd"), replace(PROBLEM, head_dim=96)
+    spec = problem.specialization
+    config = variant.space.default(spec, 90)
+    wanted = compiler.passed(variant, spec, config)
+    assert {name: tensor for name, tensor in wanted.items() if name != tensor} == {"q_rest": "q", "k_rest": "k"}
+    described = compiler.described(variant, spec, config)
+    assert described == ["q", "k", "v", "o", "q_rest", "k_rest"]
+    blocks = [tuple(compiler.block_of(variant, spec, config, name)) for name in described]
+    rows = config["BLOCK_N"]
+    assert blocks[:2] == [(1, 1, 64, 64), (1, 1, rows, 64)] and blocks[4:] == [(1, 1, 64, 32), (1, 1, rows, 32)]
+    made = image(variant, config, maps=tuple(MapFormat(3, 2, 9, block) for block in blocks))
+    monkeypatch.setattr(precompiled, "find", lambda *asked: (made, "a file"))
+    tensors = {name: torch.zeros(2, heads, rows, dim, dtype=torch.bfloat16) for name, heads, rows, dim in (
+        ("q", 4, 300, 96), ("k", 2, 500, 96), ("v", 2, 500, 64), ("o", 4, 300, 64))}  # fmt: skip
+    strides = {name: launch.strides_of(tensor) for name, tensor in tensors.items()}
+    tensors["lse"] = torch.zeros(2, 4, 300)
+    names = tuple(name for name, tensor in wanted.items() if tensor in tensors)
+    places = [list(tensors).index(wanted[name]) for name in names]
+    call = launch.chain([(launch.bind(variant, problem, config, strides, 0.125, names, 0), places)], 0)
+    before = len(driver.encoded)
+    call(list(tensors.values()))
+    found = driver.encoded[before:]
+    assert [one["address"] for one in found] == [tensors[name].data_ptr() for name in ("q", "k", "v", "o", "q", "k")]
+    assert [one["shape"] for one in found[4:]] == [[96, 300, 4, 2], [96, 500, 2, 2]]
+    assert [one["block"][0] for one in found] == [64, 64, 64, 64, 32, 32]
+    kinds = [*launch.kinds(variant, spec, compiler.binary_config(variant, config)), "pointer", "pointer"]
+    assert len(driver.arguments(kinds)) == len(kinds)
 
 
 def test_a_descriptor_is_encoded_once_per_address(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,11 +723,14 @@ _PARAMETER = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("name", "loads"),
-    [("portable/fwd", "pointer"), ("portable/fwd", "descriptor"), ("sm90/fwd", None), ("sm90/bwd_dq", None)],
-)
-def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None) -> None:
-    variant, spec = variant_named(name), Specialization("bf16", 64, 64, "causal")
+    ("name", "loads", "dim"),
+    [
+        ("portable/fwd", "pointer", 64), ("portable/fwd", "descriptor", 64), ("sm90/fwd", None, 64), ("sm90/fwd", None, 80),
+        ("sm90/bwd_dq", None, 64),
+    ],
+)  # fmt: skip
+def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None, dim: int) -> None:
+    variant, spec = variant_named(name), Specialization("bf16", dim, 64, "causal")
     config = {**variant.space.default(spec, 90), **({} if loads is None else {"LOADS": loads})}
     binary = compiler.binary_config(variant, config)
     try:
@@ -706,7 +742,7 @@ def test_kinds_are_those_of_the_compiled_kernel(name: str, loads: str | None) ->
     assert sizes == [cuda.SIZES[kind] for kind in (*launch.kinds(variant, spec, binary), "pointer", "pointer")]
     made = launch.image_of(compiled)
     assert made.cubin.startswith(b"\x7fELF") and made.name in compiled.asm["ptx"]
-    assert len(made.maps) == (len(variant.descriptors) if loads != "pointer" else 0)
+    assert len(made.maps) == len(compiler.described(variant, spec, config))
 
 
 @pytest.mark.parametrize(

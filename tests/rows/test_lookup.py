@@ -61,8 +61,22 @@ def test_problem_steps_in_order() -> None:
         row({"dtype": "fp16", "bucket": 1024}),
     ]
     best_first(*rows)
-    steps = [lookup.PROBLEM_STEPS[n] for n in (0, 1, 1, 2, 2, 2, 2, 3, 3)]
+    steps = [lookup.PROBLEM_STEPS[n] for n in (0, 1, 2, 3, 3, 3, 3, 4, 4)]
     assert [find(r).problem_step for r in rows] == steps  # type: ignore[union-attr]
+
+
+def test_a_head_dim_between_powers_of_two_takes_its_own_columns_first() -> None:
+    """96 = 64 + 32: the row of 88 has the same columns; that of 128, whose tiles are larger, stands before those of 80 and 72,
+    which have fewer."""
+    of = {dim: row({"head_dim": dim, "head_dim_v": dim}) for dim in (72, 80, 88, 96, 128)}
+    key = KEY.with_(head_dim=96, head_dim_v=96)
+    best_first(of[96], of[88], of[128], of[80], of[72], key=key)
+    assert find(of[88], key=key).problem_step == "same columns"  # type: ignore[union-attr]
+    assert find(of[128], of[80], key=key).row is of[128]  # type: ignore[union-attr]
+    for dim in (104, 120, 128):  # which have 128 columns
+        assert find(of[128], of[96], key=KEY.with_(head_dim=dim, head_dim_v=dim)).row is of[128]  # type: ignore[union-attr]
+    apart = row({"head_dim": 96, "head_dim_v": 128})
+    best_first(of[96], of[128], apart, key=key)
 
 
 @pytest.mark.parametrize(

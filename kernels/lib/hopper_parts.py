@@ -1,0 +1,187 @@
+"""Head dims in one part or two: 96 columns are a tile of 64 and one of 32, where a single tile would have 128.
+
+What has columns of a head dim is a tuple of one or two: descriptors, shared memory, tiles, accumulators. Each part is a power
+of two wide, the first the wider one. With one part all of this inlines to what it is without tuples. Device side.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a product of one group, 64 rows by so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def descriptors_of(first, rest):
+    """Those of a tensor's parts. ``rest``: None where there is one part."""
+    found = (first,)
+    if rest is not None:
+        found = (first, rest)
+    return found
+
+
+@gluon.jit
+def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
+    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it. REST 0: there is one part."""
+    first = descriptors[0]
+    found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], first.layout),)
+    if REST > 0:
+        rest = descriptors[1]
+        found = (found[0], gl.allocate_shared_memory(rest.dtype, [SLOTS, 1, 1, HEIGHT, REST], rest.layout))
+    return found
+
+
+@gluon.jit
+def expect_parts(descriptors, barrier):
+    """The barrier of a tile awaits the bytes of all its parts."""
+    if len(descriptors) == 1:
+        mbarrier.expect(barrier, descriptors[0].block_type.nbytes)
+    else:
+        mbarrier.expect(barrier, descriptors[0].block_type.nbytes + descriptors[1].block_type.nbytes)
+
+
+@gluon.jit
+def load_parts(descriptors, b, h, row, barrier, smem, slot):
+    """A tile's parts, from row ``row`` on, into a slot."""
+    tma_load(descriptors[0], [b, h, row, 0], barrier, smem[0].index(slot))
+    if len(descriptors) > 1:
+        tma_load(descriptors[1], [b, h, row, smem[0].shape[-1]], barrier, smem[1].index(slot))
+
+
+@gluon.jit
+def _tile_in(smem, slot):
+    HEIGHT: gl.constexpr = smem.shape[-2]
+    WIDTH: gl.constexpr = smem.shape[-1]
+    return smem.index(slot).reshape([HEIGHT, WIDTH])
+
+
+@gluon.jit
+def tiles_in(smem, slot):
+    """[rows, columns] of a slot, of each part."""
+    found = (_tile_in(smem[0], slot),)
+    if len(smem) > 1:
+        found = (found[0], _tile_in(smem[1], slot))
+    return found
+
+
+@gluon.jit
+def loaded(tiles, layout: gl.constexpr):
+    """The parts of a tile in registers."""
+    found = (tiles[0].load(layout),)
+    if len(tiles) > 1:
+        found = (found[0], tiles[1].load(layout))
+    return found
+
+
+@gluon.jit
+def squares_of(tiles, layout: gl.constexpr):
+    """[rows] in a slice of ``layout``: the squared norms of a shared tile's rows, float32."""
+    first = tiles[0].load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+    squares = gl.convert_layout(gl.sum(first * first, 1), gl.SliceLayout(1, layout))
+    if len(tiles) > 1:
+        rest = tiles[1].load(gl.DotOperandLayout(0, layout, 2)).to(gl.float32)
+        squares += gl.convert_layout(gl.sum(rest * rest, 1), gl.SliceLayout(1, layout))
+    return squares
+
+
+@gluon.jit
+def product_of_rows(a, b, start):
+    """a b^T, its parts summed into one accumulator, asynchronously. ``start``: zeros, which are not read."""
+    found = warpgroup_mma(a[0], b[0].permute((1, 0)), start, use_acc=False, is_async=True)
+    if len(a) > 1:
+        found = warpgroup_mma(a[1], b[1].permute((1, 0)), found, is_async=True)
+    return found
+
+
+@gluon.jit
+def zeros_for(v_smem, HEIGHT: gl.constexpr):
+    """Accumulators [HEIGHT, columns] float32 for the parts of V."""
+    WIDTH: gl.constexpr = v_smem[0].shape[-1]
+    found = (gl.zeros([HEIGHT, WIDTH], gl.float32, product_layout(WIDTH)),)
+    if len(v_smem) > 1:
+        REST: gl.constexpr = v_smem[1].shape[-1]
+        found = (found[0], gl.zeros([HEIGHT, REST], gl.float32, product_layout(REST)))
+    return found
+
+
+@gluon.jit
+def add_products(p, v, acc):
+    """acc + p v in each part, asynchronously: as many products are then under way as there are parts. p is in the layout of a
+    left factor of the first part, which is also that of the second."""
+    found = (warpgroup_mma(p, v[0], acc[0], is_async=True),)
+    if len(acc) > 1:
+        layout: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 2)
+        again = gl.convert_layout(p, layout, assert_trivial=True)
+        found = (found[0], warpgroup_mma(again, v[1], acc[1], is_async=True))
+    return found
+
+
+@gluon.jit
+def products_done(acc):
+    """Waits for all products; the accumulators."""
+    if len(acc) == 1:
+        found = (warpgroup_mma_wait(0, deps=[acc[0]]),)
+    else:
+        first, rest = warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+        found = (first, rest)
+    return found
+
+
+@gluon.jit
+def store_parts(tiles, descriptors, b, h, row, smem, slot):
+    """Tiles [rows, columns], rounded, through shared memory that what was stored before has left by then; returns before they
+    have left it."""
+    first = smem[0].index(slot)
+    HEIGHT: gl.constexpr = smem[0].shape[-2]
+    WIDTH: gl.constexpr = smem[0].shape[-1]
+    tma_store_wait(0)
+    first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
+    if len(tiles) == 1:
+        fence_async_shared()
+        tma_store(descriptors[0], [b, h, row, 0], first)
+    else:
+        rest = smem[1].index(slot)
+        REST: gl.constexpr = smem[1].shape[-1]
+        rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
+        fence_async_shared()
+        tma_store(descriptors[0], [b, h, row, 0], first)
+        tma_store(descriptors[1], [b, h, row, WIDTH], rest)
+
+
+@gluon.jit
+def store_in_halves(tiles, descriptors, b, h, row, smem, slot):
+    """The same of a head dim in one part, half of whose columns fit ``smem``: one half after the other."""
+    HEIGHT: gl.constexpr = smem[0].shape[-2]
+    HALF: gl.constexpr = smem[0].shape[-1]
+    place = smem[0].index(slot)
+    tma_store_wait(0)
+    left, right = gl.split(tiles[0].to(place.dtype).reshape([HEIGHT, 2, HALF]).permute((0, 2, 1)))
+    place.reshape([HEIGHT, HALF]).store(left)
+    fence_async_shared()
+    tma_store(descriptors[0], [b, h, row, 0], place)
+    tma_store_wait(0)
+    place.reshape([HEIGHT, HALF]).store(right)
+    fence_async_shared()
+    tma_store(descriptors[0], [b, h, row, HALF], place)
+
+
+@gluon.jit
+def first_parts(smem, others):
+    """As many of the parts of ``smem`` as ``others`` has."""
+    found = smem
+    if len(others) < len(smem):
+        found = (smem[0],)
+    return found
