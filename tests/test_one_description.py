@@ -12,7 +12,7 @@ BOOLS = {"causal", "causals", "is_causal", "banded"}
 #: (module, function or class): the public call and its checks, its memo key, the options of the command line.
 ALLOWED = {
     ("calling/ops.py", "attention"), ("calling/ops.py", "checked"), ("calling/ops.py", "_general"),
-    ("calling/ops.py", "_sides"), ("calling/ops.py", "_check"), ("calling/ops.py", "_check_mask"),
+    ("calling/ops.py", "_sides"), ("calling/ops.py", "for_operators"), ("calling/ops.py", "check"), ("calling/ops.py", "_check_mask"),
     ("calling/dispatch.py", "forward_key"), ("calling/serving.py", "explain"), ("calling/serving.py", "is_supported"),
     ("spec/mask.py", "mask_of"),
     ("cli/_options.py", "checked"),
