@@ -187,13 +187,14 @@ def _check(
 
 
 def checked(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, causal: Any, softmax_scale: Any, deterministic: Any,
-    window: Any = None, mask: Any = None, softcap: Any = None,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, causal: Any,
+    softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _check(*ops.as_cast(q, k, v), cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
-    return *_views(*ops.as_cast(q, k, v)), Extent(RAGGED, cu_seqlens_q.shape[0] - 1)
+    q, k, v = ops.as_cast(q, k, v)
+    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
+    return *_views(q, k, v), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, _longest(max_seqlen_q, max_seqlen_k))
 
 
 def _general(

@@ -10,14 +10,15 @@ and packing) raises NotImplementedError.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 
 from fa2tune.compat import documents, terms
 
 try:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import masking_utils as masks
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise ImportError(
@@ -27,46 +28,90 @@ except ImportError as error:
     ) from error
 
 NAME = "fa2tune"
-#: Mask functions of transformers.masking_utils that say no more than the module's is_causal and the layer's sliding_window.
-_PLAIN = (
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "sliding_window_bidirectional_overlay",
-)  # fmt: skip
-_PACKED = "packed_sequence_mask_function"
-#: Those that fa2tune has not, by what they are.
+#: Makers of mask functions in transformers.masking_utils, with arguments to make one.
+_MAKERS: dict[str, tuple[Any, ...]] = {
+    "and_masks": (), "or_masks": (), "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,),
+    "packed_sequence_mask_function": (None,), "chunked_overlay": (1, None), "blockwise_overlay": (None,),
+}  # fmt: skip
+#: Those that are refused, by what they are.
 _REFUSED = {
     "chunked_overlay": "chunked attention", "blockwise_overlay": "blocks that see both directions",
-    "or_masks": "unions of masks", "and_masks": "masks of the model's own",
+    "or_masks": "unions of masks",
 }  # fmt: skip
 
 
+def _codes() -> tuple[tuple[Any, str], ...]:
+    """Code of a mask function, and what made it."""
+    found = [(masks.causal_mask_function.__code__, ""), (masks.bidirectional_mask_function.__code__, "")]
+    for name, arguments in _MAKERS.items():
+        if (maker := getattr(masks, name, None)) is not None:
+            with suppress(TypeError):  # a Transformers whose maker takes something else: its masks are refused
+                found.append((maker(*arguments).__code__, name))
+    return tuple(found)
+
+
+_AND, _PACKED = "and_masks", "packed_sequence_mask_function"
+_CODES = _codes()
+
+
+def _made_by(function: Callable[..., Any]) -> str | None:
+    """What made a mask function: one of _MAKERS, "" for what it is itself, None for anything else. torch.compile reads neither its
+    name nor what it captures, and compares code by identity alone."""
+    for code, name in _CODES:
+        if function.__code__ is code:
+            return name
+    return None
+
+
+def _refuse(made_by: str | None) -> NoReturn:
+    what = _REFUSED.get(made_by or "", "masks of the model's own")
+    raise NotImplementedError(
+        f"{NAME}: mask_function: got {what}, allowed are causal and bidirectional masks, sliding windows and packed sequences: "
+        f"fa2tune does not support {what} in Transformers"
+    )
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """What a mask function is the intersection of."""
+    if _made_by(function) != _AND:
+        yield function
+        return
+    for part in _captured(function, "mask_functions"):
+        yield from _parts(part)
+
+
 def _captured(function: Callable[..., Any], name: str) -> Any:
-    cells = function.__closure__ or ()
-    return cells[function.__code__.co_freevars.index(name)].cell_contents
-
-
-def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What a mask function is the intersection of, each with the function of masking_utils that made it."""
-    made_by = function.__qualname__.split(".")[0]
-    if made_by == "and_masks":
-        for part in _captured(function, "mask_functions"):
-            yield from _parts(part)
-    else:
-        yield made_by if function.__module__ == "transformers.masking_utils" else function.__qualname__, function
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _packed(function: Callable[..., Any]) -> torch.Tensor | None:
-    """The packed sequences that a mask function keeps apart, (batch, length), counted from 0; None: it does not.
-    NotImplementedError: it is more than causal, a window and that."""
+    """The packed sequences that a mask function keeps apart, (batch, length); None: it does not. NotImplementedError: it is more
+    than causal or bidirectional, a window and that."""
     found = None
-    for made_by, part in _parts(function):
+    for part in _parts(function):
+        made_by = _made_by(part)
+        if made_by is None or made_by in _REFUSED:
+            _refuse(made_by)
         if made_by == _PACKED:
             found = _captured(part, "packed_sequence_mask")
-        elif made_by not in _PLAIN:
-            raise NotImplementedError(
-                f"{NAME}: mask_function: got {made_by:.80}, allowed are causal and bidirectional masks, sliding windows and packed "
-                f"sequences: fa2tune does not support {_REFUSED.get(made_by, 'masks of the model')} here"
-            )
     return found
+
+
+def _traced(
+    function: Callable[..., Any], batch_size: int, length: int, device: Any, rest: dict[str, Any]
+) -> torch.Tensor | None:
+    """The same while torch.compile makes a graph, which cannot take a mask function apart: a token that does not see the one before
+    it begins a document. Where there may be documents, none is not told from one."""
+    made_by = _made_by(function)
+    if made_by is None or made_by in _REFUSED or rest.get("use_vmap"):
+        _refuse(made_by)
+    plain = rest.get("allow_is_causal_skip") or rest.get("allow_is_bidirectional_skip")
+    if made_by != _AND or plain or not length:
+        return None
+    batch = torch.arange(batch_size, device=device)[:, None]
+    token = torch.arange(1, length, device=device)[None]
+    begins = ~function(batch, batch * 0, token, token - 1).expand(batch_size, length - 1)
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
 def mask(
@@ -81,7 +126,15 @@ def mask(
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
             an attention_mask while a graph is made.
     """
-    packed = None if mask_function is None else _packed(mask_function)
+    packed = None
+    chunk = getattr(rest.get("config"), "attention_chunk_size", None)
+    if chunk is not None and rest.get("local_size") == chunk != getattr(rest["config"], "sliding_window", None):
+        _refuse("chunked_overlay")
+    if torch.compiler.is_compiling() and mask_function is not None:
+        length = kv_length if attention_mask is None and q_length == kv_length else 0
+        packed = _traced(mask_function, batch_size, length, device, rest)
+    elif mask_function is not None:
+        packed = _packed(mask_function)
     if packed is not None:
         return packed.to(torch.int32)
     blind = torch.compiler.is_compiling() or documents.capturing()
@@ -152,4 +205,4 @@ def forward(
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
-ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
+masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
