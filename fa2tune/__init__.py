@@ -1,8 +1,8 @@
 """fa2tune: tuned FlashAttention-2 kernels from an on-disk config cache.
 
-``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences; ``fa2tune.explain(q, k, v)`` says which cache row serves such a call and
-``fa2tune.is_supported(q, k, v)`` whether it is taken here; ``fa2tune.manifest()`` describes what is loaded;
-``fa2tune.Mask`` names a mask with its values. These names load on
+``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences; ``fa2tune.explain``
+says which cache row serves such a call and ``fa2tune.is_supported`` whether it is taken here;
+``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a mask with its values. These names load on
 first use, so that ``import fa2tune`` costs nothing.
 """
 

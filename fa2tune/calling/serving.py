@@ -348,8 +348,8 @@ def explain(
     backward: bool | None = None,
     **unknown: Any,
 ) -> Explanation:
-    """Which rows serve ``attention`` of these tensors, or ``attention_varlen`` where cu_seqlens_q is given, with which evidence,
-    and what would improve on it.
+    """Which rows serve ``attention`` of these tensors, or ``attention_varlen`` where cu_seqlens_q is given, with which
+    evidence, and what would improve on it.
 
     Reads the cache files; compiles and launches nothing. ``print()`` shows the verdict, a line for each kernel and the next
     command; ``.status``, ``.kernels`` and ``.as_dict()`` are for programs.
@@ -380,8 +380,8 @@ def explain(
 
 
 def _checked(
-    q: Any, k: Any, v: Any, packing: tuple[Any, ...], causal: Any, softmax_scale: Any, layout: Any, deterministic: Any,
-    window: Any, mask: Any, softcap: Any,
+    q: Any, k: Any, v: Any, packing: tuple[Any, Any, Any, Any], causal: Any, softmax_scale: Any, layout: Any,
+    deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
@@ -414,8 +414,9 @@ def is_supported(
     max_seqlen_k: Any = None,
     **unknown: Any,
 ) -> bool:
-    """Whether ``attention`` of the same arguments (``attention_varlen``, with cu_seqlens_q) takes this call here: dtypes, shapes, strides, device, GPU and every
-    argument's value. False, and no error, for values that it does not take. Compiles and launches nothing.
+    """Whether ``attention`` of the same arguments (``attention_varlen``, with cu_seqlens_q) takes this call here: dtypes,
+    shapes, strides, device, GPU and every argument's value. False, and no error, for values that it does not take. Compiles
+    and launches nothing.
 
     Raises:
         TypeError: q, k or v is missing, a positional argument after v, or an argument that ``attention`` does not have (a
@@ -424,9 +425,7 @@ def is_supported(
     _check_names(q, k, v, layout, extra, unknown)
     try:
         packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        q, k, v, _ = _checked(
-            q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap
-        )
+        q, k, v, _ = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         dispatch.gpu_of(q.get_device())
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         return False

@@ -1,7 +1,7 @@
 """The public call for sequences of their own lengths, packed one after the other: checks, operators, autograd.
 
-As :mod:`fa2tune.calling.ops` has them. In here tensors are (1, heads, total, dim) views. What the lengths are is known to the GPU
-alone: nothing waits for it.
+As :mod:`fa2tune.calling.ops` has them. In here tensors are (1, heads, total, dim) views. What the lengths are is known to the
+GPU alone: nothing waits for it.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def attention_varlen(
 ) -> torch.Tensor | Pair:
     """``attention`` of sequences of their own lengths, packed one after the other: each query sees keys of its own sequence.
 
-    Sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1 and the keys cu_seqlens_k[s] to cu_seqlens_k[s + 1] - 1.
-    Lengths may be 0, and those of queries and keys may differ. The host never waits for the GPU to read them, so a CUDA graph may
-    be replayed with other offsets.
+    Sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1 and the keys cu_seqlens_k[s] to cu_seqlens_k[s + 1]
+    - 1. Lengths may be 0, and those of queries and keys may differ. The host never waits for the GPU to read them, so a CUDA
+    graph may be replayed with other offsets.
 
     Args:
         q: (total_q, heads_q, head_dim); dtypes, head dims, heads and strides as ``attention`` has them.
@@ -81,19 +81,19 @@ def attention_varlen(
         cu_seqlens_q: (sequences + 1,) int32, on the device of q: 0, and the sums of the lengths. total_q may be more than its
             last entry: rows behind it are not attended, their output is 0, their lse -inf, their gradients 0.
         cu_seqlens_k: the same of the keys; None: that of the queries.
-        max_seqlen_q, max_seqlen_k: rows of the longest sequence. A number chooses among tuned configs and changes no result; of a
-            tensor nothing is read; None: the mean length chooses.
+        max_seqlen_q, max_seqlen_k: rows of the longest sequence. A number chooses among tuned configs and changes no result;
+            of a tensor nothing is read; None: the mean length chooses.
         causal, window, mask: of each sequence, aligned at its bottom right.
         softmax_scale, return_lse, deterministic, softcap: as ``attention`` has them.
 
     Returns:
-        The output (total_q, heads_q, head_dim_v), dtype of q; with return_lse also lse, (heads_q, total_q) float32, natural log.
-        A query that sees no key gives 0, lse -inf and zero gradients.
+        The output (total_q, heads_q, head_dim_v), dtype of q; with return_lse also lse, (heads_q, total_q) float32, natural
+        log. A query that sees no key gives 0, lse -inf and zero gradients.
 
     Raises:
-        TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens that are no int32 tensors of
-            one dimension on the device of q, of the same size. Their values are not checked. Whatever they are, no memory outside
-            the tensors is read or written.
+        TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens that are no int32
+            tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they are, no
+            memory outside the tensors is read or written.
 
     The portable kernels serve it, with configs that were tuned without packing. Differentiable once, through output and lse.
     """
@@ -108,7 +108,8 @@ def attention_varlen(
         dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap)
         key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest)
         plan = dispatch.FORWARD_PLANS.get(key)
-    except (RuntimeError, TypeError, AttributeError):  # sparse and nested tensors, what is no tensor, a list as a window
+    # sparse and nested tensors, what is no tensor, a list as a window
+    except (RuntimeError, TypeError, AttributeError):
         _check(q, k, v, cu_seqlens_q, keys, *call)
         raise
     if plan is None:
@@ -168,8 +169,10 @@ def _check(
     """As ``ops.check``."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.dim() != 3:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, must have 3 dimensions, (total, heads, head_dim)")
-    lifted = [t.unsqueeze(0) if isinstance(t, torch.Tensor) and not t.is_nested else t for t in (q, k, v)]
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, must have 3 dimensions, (total, heads, head_dim)"
+            )
+    dense = (t.unsqueeze(0) if isinstance(t, torch.Tensor) and not t.is_nested else t for t in (q, k, v))
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(offsets, torch.Tensor):
             raise TypeError(f"{name}: got {type(offsets).__name__}, must be a torch.Tensor")
@@ -183,7 +186,8 @@ def _check(
             raise ValueError(f"{name}: got device {offsets.device}, q is on {q.device}")
     if not ops.compiling() and cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}")
-    ops.check(*lifted, causal, softmax_scale, "bshd", deterministic, window, mask, softcap)
+    q, k, v = dense
+    ops.check(q, k, v, causal, softmax_scale, "bshd", deterministic, window, mask, softcap)
 
 
 def checked(
@@ -242,8 +246,9 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensors3:
-        *tensors, queries, keys, deterministic, mask, scale, score, extent = arguments
-        return dispatch.backward(*tensors, mask, scale, deterministic, score, extent, (queries, keys))
+        do, dlse, q, k, v, o, lse, queries, keys, *call = arguments
+        deterministic, mask, scale, score, extent = call
+        return dispatch.backward(do, dlse, q, k, v, o, lse, mask, scale, deterministic, score, extent, (queries, keys))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -253,7 +258,8 @@ class _Gradients(torch.autograd.Function):
 # The operators: as those of ops.py, with (1, heads, total, dim) views and the bucket of the longest sequence (0: not known).
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
-    "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, SymInt longest"
+    "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
+    "SymInt longest"
 )
 _LIBRARY.define(
     f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
@@ -270,8 +276,8 @@ def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> No
     """What is not known while a graph is made."""
     if not cu_seqlens_q.shape[0] or cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
-            f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}, must be as many, one "
-            "or more"
+            f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}, must be as many, "
+            "one or more"
         )
 
 

@@ -1,7 +1,7 @@
 """Batches with padding or packed documents as packed sequences of their own lengths.
 
-Padding costs no wait for the GPU: tokens are sorted to the front in their order, and ``attention_varlen`` leaves the rows behind the last
-sequence alone. How many documents a batch holds is not known without reading it, so packing waits once a batch.
+Padding costs no wait for the GPU: tokens are sorted to the front in their order, and ``attention_varlen`` leaves the rows
+behind the last sequence alone. How many documents a batch holds is not known without reading it, so packing waits once a batch.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def by_offsets(
 def by_numbers(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the documents
-    of tokens -> out. Keys behind the last of ``numbers`` are not there.
+    """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the
+    documents of tokens -> out. Keys behind the last of ``numbers`` are not there.
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
@@ -108,7 +108,9 @@ def by_numbers(
     length = k.shape[1]
     if numbers.dtype != torch.bool:
         if rows != length:
-            raise ValueError(f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many")
+            raise ValueError(
+                f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many"
+            )
         offsets = _remembered(numbers, "offsets", lambda: torch.ops.fa2tune.document_offsets(numbers))
         return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
@@ -121,5 +123,7 @@ def by_numbers(
         raise ValueError(f"{call}: attention_mask: got {length} keys for {rows} queries, must be as many or more")
     last = _remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
     order, back, starts_q = last
-    out, _ = terms.packed(call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, **options)
+    out, _ = terms.packed(
+        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, **options
+    )
     return _permuted(out, back, order).view(batch, rows, *out.shape[1:])

@@ -1,5 +1,5 @@
-"""The functions of FlashAttention-4 (``flash_attn.cute``): both return (out, lse), lse as ``fa2tune.attention`` has it: -inf in rows
-that see no key, and differentiable.
+"""The functions of FlashAttention-4 (``flash_attn.cute``): both return (out, lse), lse as ``fa2tune.attention`` has it: -inf
+in rows that see no key, and differentiable.
 
 ``window_size``: (left, right), None for an unbounded side. What is not supported raises NotImplementedError (``ABSENT`` in
 fa2tune/compat/terms.py).
@@ -25,10 +25,11 @@ def _window(call: str, window_size: Any) -> Window:
     for side in window_size:
         if isinstance(side, numbers.Integral) and side < 0:
             raise NotImplementedError(
-                f"{call}: window_size: got {window_size!r:.80}, allowed are integers from 0 on, and None for an unbounded side: "
-                "fa2tune does not support bands that are shifted off the diagonal"
+                f"{call}: window_size: got {window_size!r:.80}, allowed are integers from 0 on, and None for an unbounded "
+                "side: fa2tune does not support bands that are shifted off the diagonal"
             )
-    return tuple(window_size)  # type: ignore[return-value]
+    left, right = window_size
+    return left, right
 
 
 def flash_attn_func(
@@ -64,8 +65,8 @@ def flash_attn_varlen_func(
     mask_mod: Any = None, block_sparse_tensors: Any = None, cu_total_m_blocks: Any = None,
     cu_total_n_blocks: Any = None, aux_tensors: Any = None, return_lse: bool = True,
 ) -> Pair:  # fmt: skip
-    """q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, ...) with cu_seqlens, int32 -> (out, lse), lse (heads_q, total_q)
-    float32. Without cu_seqlens as ``flash_attn_func``.
+    """q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, ...) with cu_seqlens, int32 -> (out, lse), lse (heads_q,
+    total_q) float32. Without cu_seqlens as ``flash_attn_func``.
 
     Raises:
         NotImplementedError: used lengths, page_table, learnable_sink, num_splits above 1, functions of scores or masks.

@@ -73,8 +73,8 @@ def refuse_absent(call: str, **given: Any) -> None:
 
 
 def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None]:
-    """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may be a
-    tensor of two on the CPU."""
+    """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may
+    be a tensor of two on the CPU."""
     allowed = "must be two integers, or a tensor of two on the CPU"
     if isinstance(window_size, torch.Tensor):
         if window_size.device.type != "cpu" or window_size.shape != (2,) or window_size.is_floating_point():
@@ -88,8 +88,9 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
     for side in window_size:
         if isinstance(side, bool) or not isinstance(side, numbers.Integral | torch.SymInt | None):
             raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-        unbounded = side is None or side < 0 or (seqlen_k is not None and side >= seqlen_k)
-        found.append(None if unbounded else side)  # type: ignore[arg-type]
+        number: Any = side
+        unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)
+        found.append(None if unbounded else number)
     return found[0], found[1]
 
 

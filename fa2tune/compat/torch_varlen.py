@@ -21,8 +21,8 @@ def varlen_attn(
     num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """query (total_q, heads, head_dim), key and value (total_k, heads, head_dim), cu_seq int32 -> out, like query; with
-    ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. key and value may
-    have fewer heads than query, whatever ``enable_gqa`` says.
+    ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. key and value
+    may have fewer heads than query, whatever ``enable_gqa`` says.
 
     Raises:
         NotImplementedError: seqused_k, block_table or num_splits above 1.

@@ -3,8 +3,8 @@
 Both halves are registered: ``forward``, which attends, and ``mask``, without which a model would pass no padding. A mask is
 (batch, length): bool, True for a token and False for padding, or integers, the documents of tokens. A batch without either
 runs ``attention``; one with padding, or packed (position_ids that restart, or cu_seq_lens_q), runs ``attention_varlen``.
-What a model asks for and fa2tune has not (``ABSENT`` in fa2tune/compat/terms.py; masks that are more than causal, windows, padding
-and packing) raises NotImplementedError.
+What a model asks for and fa2tune has not (``ABSENT`` in fa2tune/compat/terms.py; masks that are more than causal, windows,
+padding and packing) raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NAME = "fa2tune"
 #: Makers of mask functions in transformers.masking_utils, with arguments to make one.
 _MAKERS: dict[str, tuple[Any, ...]] = {
     "and_masks": (), "or_masks": (), "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,),
-    "packed_sequence_mask_function": (None,), "chunked_overlay": (1, None), "blockwise_overlay": (None,),
+    "packed_sequence_mask_function": (None,), "remap_positions_for_packed_sequence": (None, None),
+    "chunked_overlay": (1, None), "blockwise_overlay": (None,),
 }  # fmt: skip
 #: Those that are refused, by what they are.
 _REFUSED = {
@@ -51,12 +52,13 @@ def _codes() -> tuple[tuple[Any, str], ...]:
 
 
 _AND, _PACKED = "and_masks", "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"  #: from Transformers 5.23 on
 _CODES = _codes()
 
 
 def _made_by(function: Callable[..., Any]) -> str | None:
-    """What made a mask function: one of _MAKERS, "" for what it is itself, None for anything else. torch.compile reads neither its
-    name nor what it captures, and compares code by identity alone."""
+    """What made a mask function: one of _MAKERS, "" for what it is itself, None for anything else. torch.compile reads
+    neither its name nor what it captures, and compares code by identity alone."""
     for code, name in _CODES:
         if function.__code__ is code:
             return name
@@ -73,11 +75,14 @@ def _refuse(made_by: str | None) -> NoReturn:
 
 def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """What a mask function is the intersection of."""
-    if _made_by(function) != _AND:
+    made_by = _made_by(function)
+    if made_by == _AND:
+        for part in _captured(function, "mask_functions"):
+            yield from _parts(part)
+    elif made_by == _REMAPPED:  # positions in a document: the distances of tokens that see each other stay
+        yield from _parts(_captured(function, "mask_function"))
+    else:
         yield function
-        return
-    for part in _captured(function, "mask_functions"):
-        yield from _parts(part)
 
 
 def _captured(function: Callable[..., Any], name: str) -> Any:
@@ -85,8 +90,8 @@ def _captured(function: Callable[..., Any], name: str) -> Any:
 
 
 def _packed(function: Callable[..., Any]) -> torch.Tensor | None:
-    """The packed sequences that a mask function keeps apart, (batch, length); None: it does not. NotImplementedError: it is more
-    than causal or bidirectional, a window and that."""
+    """The packed sequences that a mask function keeps apart, (batch, length); None: it does not. NotImplementedError: it is
+    more than causal or bidirectional, a window and that."""
     found = None
     for part in _parts(function):
         made_by = _made_by(part)
@@ -100,8 +105,8 @@ def _packed(function: Callable[..., Any]) -> torch.Tensor | None:
 def _traced(
     function: Callable[..., Any], batch_size: int, length: int, device: Any, rest: dict[str, Any]
 ) -> torch.Tensor | None:
-    """The same while torch.compile makes a graph, which cannot take a mask function apart: a token that does not see the one before
-    it begins a document. Where there may be documents, none is not told from one."""
+    """The same while torch.compile makes a graph, which cannot take a mask function apart: a token that does not see the one
+    before it begins a document. Where there may be documents, none is not told from one."""
     made_by = _made_by(function)
     if made_by is None or made_by in _REFUSED or rest.get("use_vmap"):
         _refuse(made_by)
@@ -119,8 +124,9 @@ def mask(
     mask_function: Callable[..., Any] | None = None, attention_mask: torch.Tensor | None = None, device: Any = None,
     **rest: Any,
 ) -> torch.Tensor | None:  # fmt: skip
-    """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the documents
-    of packed tokens; the last key is that of the last query. ``attention_mask``: (batch, length) bool, True is a token.
+    """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the
+    documents of packed tokens; the last key is that of the last query. ``attention_mask``: (batch, length) bool, True is a
+    token.
 
     Raises:
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
@@ -143,8 +149,8 @@ def mask(
         if not isinstance(q_offset, int):
             if blind:
                 raise NotImplementedError(
-                    f"{NAME}: attention_mask: got None with a cache of a fixed size while a graph is made, allowed is a mask of "
-                    "the tokens so far, (batch, length)"
+                    f"{NAME}: attention_mask: got None with a cache of a fixed size while a graph is made, allowed is a mask "
+                    "of the tokens so far, (batch, length)"
                 )
             q_offset = int(q_offset)
         seen = q_offset + q_length - kv_offset
@@ -170,23 +176,28 @@ def forward(
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, max_length_q: Any = None,
     max_length_k: Any = None, **rest: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """query (batch, heads, q_length, head_dim), key and value (batch, heads_kv, length, ...) -> (out, None), out (batch, q_length,
-    heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0.
+    """query (batch, heads, q_length, head_dim), key and value (batch, heads_kv, length, ...) -> (out, None), out (batch,
+    q_length, heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0.
 
     Raises:
         NotImplementedError: what ``ABSENT`` in terms.py lists; a mask of 4 dimensions.
         TypeError, ValueError: as ``fa2tune.attention``.
     """
     terms.refuse_absent(
-        NAME, dropout=dropout, s_aux=s_aux, position_bias=position_bias, cache=cache, output_attentions=output_attentions
+        NAME,
+        dropout=dropout,
+        s_aux=s_aux,
+        position_bias=position_bias,
+        cache=cache,
+        output_attentions=output_attentions,
     )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
-            f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, allowed are None and (batch, length): "
-            "fa2tune does not support masks as tensors of pairs"
+            f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, allowed are None and (batch, "
+            "length): fa2tune does not support masks as tensors of pairs"
         )
     query, key = query.to(value.dtype), key.to(value.dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -30,8 +30,8 @@ class Extent:
         return self.name == RAGGED
 
     def tiles(self, batch: int, length: int, block: int) -> int:
-        """Tiles of ``block`` rows that are launched for a head; ``length``: rows of a batch entry. In a ragged call there are as
-        many as any lengths can need."""
+        """Tiles of ``block`` rows that are launched for a head; ``length``: rows of a batch entry. In a ragged call there are
+        as many as any lengths can need."""
         return length // block + self.sequences + 1 if self.ragged else -(-length // block) * batch
 
     def length(self, total: int) -> int:

@@ -65,8 +65,8 @@ def bwd_keys_kernel(
     """q, k, v, do as the forward's, lse as it leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
 
     qk_scale = softmax_scale * log2(e). WITH_DQ: adds dS K to dq, float32 [B, Hq, Sq, D] contiguous, zero at the start and
-    still to be multiplied by softmax_scale; the order of these sums is not fixed. RAGGED: as the forward has it; rows behind the
-    last sequence: dk = dv = 0.
+    still to be multiplied by softmax_scale; the order of these sums is not fixed. RAGGED: as the forward has it; rows behind
+    the last sequence: dk = dv = 0.
     """
     heads_kv = heads_q // group
     rows_of_head = seqlen_q

@@ -1,8 +1,8 @@
 """Sequences of their own lengths, packed one after the other: where a tile lies. Device side.
 
 ``cu_seqlens`` [sequences + 1] holds where each sequence starts, and where the last one ends. The host does not read it. A grid
-has room for every way to divide ``total`` rows: sequence s owns the tiles from cu_seqlens[s] // BLOCK + s on, which are at least
-as many as its rows need, and the rows behind the last sequence are one more sequence, with nothing on the other side.
+has room for every way to divide ``total`` rows: sequence s owns the tiles from cu_seqlens[s] // BLOCK + s on, which are at
+least as many as its rows need, and the rows behind the last sequence are one more sequence, with nothing on the other side.
 """
 
 import triton
@@ -26,8 +26,8 @@ def packed_tiles(total, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def place(own, other, sequences, own_total, other_total, tile, BLOCK: tl.constexpr):
-    """Of a tile of ``packed_tiles`` over the sequences of ``own``: (tile in its sequence, first row, rows of the sequence, first
-    row of the sequence in ``other``, its rows there). A tile that its sequence does not need has 0 of the last."""
+    """Of a tile of ``packed_tiles`` over the sequences of ``own``: (tile in its sequence, first row, rows of the sequence,
+    first row of the sequence in ``other``, its rows there). A tile that its sequence does not need has 0 of the last."""
     before = tl.zeros([STEP], tl.int32)
     for first in range(0, sequences + 1, STEP):
         index = first + tl.arange(0, STEP)

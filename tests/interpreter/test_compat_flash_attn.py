@@ -141,7 +141,9 @@ def test_what_there_is_not_is_refused_by_name(call):
     required = {name: None for name in required if name in inspect.signature(call).parameters}
     for name in names:
         asked = 0.5 if name == "dropout_p" else 7 if name == "num_splits" else torch.zeros(3)
-        with pytest.raises(NotImplementedError, match=f"{call.__name__}: {name}: got .* allowed is .* does not support"):
+        with pytest.raises(
+            NotImplementedError, match=f"{call.__name__}: {name}: got .* allowed is .* does not support"
+        ):
             call(q, k, v, **required, **{name: asked})
 
 
@@ -149,7 +151,7 @@ def test_wrong_tensors_are_named():
     q, k, v = tensors(dim=16)
     with pytest.raises(ValueError, match="flash_attn_func: q: got head dim 300, must be from 1 to 256"):
         flash_attn.flash_attn_func(F.pad(q, (0, 284)), k, v)
-    with pytest.raises(ValueError, match="flash_attn_func: k: got shape .* must have 4 dimensions"):
+    with pytest.raises(ValueError, match=r"flash_attn_func: k: got shape .* must have 4 dimensions"):
         flash_attn.flash_attn_func(q, k[0], v)
     with pytest.raises(TypeError, match="flash_attn_func: v: got list"):
         flash_attn.flash_attn_func(q, k, [])
@@ -157,7 +159,9 @@ def test_wrong_tensors_are_named():
 
 def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
     asked = []
-    monkeypatch.setattr(terms, "attention", lambda *_, **options: asked.append(options["deterministic"]) or (_[0], None))
+    monkeypatch.setattr(
+        terms, "attention", lambda *_, **options: asked.append(options["deterministic"]) or (_[0], None)
+    )
     q, k, v = tensors()
     flash_attn.flash_attn_func(q, k, v, deterministic=True)
     flash_attn.flash_attn_func(q, k, v)

@@ -1,4 +1,5 @@
-"""Tiny Transformers models with attn_implementation="fa2tune" and "eager": logits, loss and gradients, padded, packed, generating."""
+"""Tiny Transformers models with attn_implementation="fa2tune" and "eager": logits, loss and gradients, padded, packed,
+generating."""
 
 from __future__ import annotations
 
@@ -119,10 +120,13 @@ def test_generate_from_padded_prompts(cache):
 
 @pytest.mark.parametrize("inputs", [{"attention_mask": padding("right")[:1]}, {"position_ids": restarts()}], ids=str)
 def test_torch_compile_without_graph_breaks(inputs):
+    tokens = ids(1)
     with torch.no_grad():
         one = model("mistral", "fa2tune")
-        run = torch.compile(lambda: one(input_ids=ids(1), use_cache=False, **inputs).logits, fullgraph=True, backend="eager")
-        assert torch.equal(run(), one(input_ids=ids(1), use_cache=False, **inputs).logits)
+        run = torch.compile(
+            lambda: one(input_ids=tokens, use_cache=False, **inputs).logits, fullgraph=True, backend="eager"
+        )
+        assert torch.equal(run(), one(input_ids=tokens, use_cache=False, **inputs).logits)
 
 
 def test_padding_in_the_middle_and_rows_of_nothing_but_padding():

@@ -1,6 +1,9 @@
-"""Packed sequences in the portable kernels: as many calls of ``attention``, gradients included, and nothing beyond a sequence."""
+"""Packed sequences in the portable kernels: as many calls of ``attention``, gradients included, and nothing beyond a
+sequence."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -51,7 +54,8 @@ def expected(tensors, starts, mask, softcap=None):
     """o (total_q, heads, dim_v) and lse (heads, total_q), a sequence at a time; differentiable."""
     q, k, v = tensors
     outs, lses = [], []
-    for (first, last), (begin, end) in zip(*(zip(s, s[1:], strict=False) for s in map(torch.Tensor.tolist, starts)), strict=True):  # fmt: skip
+    of_q, of_k = (itertools.pairwise(side.tolist()) for side in starts)
+    for (first, last), (begin, end) in zip(of_q, of_k, strict=True):
         one = (t.transpose(0, 1)[None] for t in (q[first:last], k[begin:end], v[begin:end]))
         o, lse = reference.attention(*one, mask=mask, score=score_of(softcap))
         outs.append(o[0].transpose(0, 1))
@@ -191,7 +195,7 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(error, match=match):
             call(*arguments, **options)
-    with pytest.raises(TypeError, match="use fa2tune.attention_varlen instead"):
+    with pytest.raises(TypeError, match=r"use fa2tune\.attention_varlen instead"):
         fa2tune.attention(q[None], k[None], v[None], cu_seqlens_q=starts)
     with pytest.raises(NotImplementedError, match="differentiating twice"):
         o = call(q, k, v, starts)
