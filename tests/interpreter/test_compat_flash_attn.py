@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,3 +175,9 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied():
     assert turned.stride(-1) != 1
     assert torch.equal(flash_attn.flash_attn_func(turned, k, v), flash_attn.flash_attn_func(q, k, v))
     assert fa2tune.is_supported(q, k, v, layout="bshd")
+
+
+def test_the_page_lists_everything_that_is_refused():
+    page = (Path(__file__).parents[2] / "docs" / "drop-ins.md").read_text(encoding="utf-8")
+    listed = page[page.index("## Refused") :]
+    assert [name for name in terms.ABSENT if f"`{name}`" not in listed] == []

@@ -148,7 +148,7 @@ def test_no_sequences_and_no_tokens():
     o, lse = fa2tune.attention_varlen(q, k, v, torch.zeros(1, dtype=torch.int32), return_lse=True)
     assert not o.any() and (lse == -torch.inf).all() and lse.shape == (2, 4)
     nothing = fa2tune.attention_varlen(q[:0], k[:0], v[:0], torch.zeros(3, dtype=torch.int32))
-    assert nothing.shape == (0, 4, 16)
+    assert nothing.shape == (0, 2, 16)
 
 
 def test_max_seqlen_is_a_number_a_tensor_or_absent():
