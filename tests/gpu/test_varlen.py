@@ -164,3 +164,11 @@ def test_wrong_offsets_leave_other_memory_alone():
     for wrong in ([-5, 100, 40000], [300, 20, 512], [0, 2**31 - 1, 5]):
         fa2tune.attention_varlen(q, k, v, torch.tensor(wrong, device="cuda", dtype=torch.int32))
     torch.cuda.synchronize()
+
+
+def test_autocast():
+    q, k, v = (torch.randn(512, 4, 64, device="cuda", requires_grad=True) for _ in "qkv")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        o = fa2tune.attention_varlen(q, k, v, offsets([200, 312]))
+    assert o.dtype is torch.bfloat16
+    assert all(gradient.dtype is torch.float32 for gradient in torch.autograd.grad(o.float().sum(), (q, k, v)))

@@ -3,6 +3,9 @@ generating."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 
@@ -180,3 +183,10 @@ def test_both_halves_are_registered():
 
     assert ALL_ATTENTION_FUNCTIONS["fa2tune"] is compat.forward
     assert masks.ALL_MASK_ATTENTION_FUNCTIONS["fa2tune"] is compat.mask
+
+
+def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "fa2tune.compat.transformers")
+    with pytest.raises(ImportError, match=r"fa2tune\.compat\.transformers needs .*pip install 'fa2tune\[models\]'"):
+        importlib.import_module("fa2tune.compat.transformers")

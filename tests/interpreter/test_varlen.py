@@ -3,11 +3,13 @@ sequence."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fa2tune
 from fa2tune.calling import dispatch
@@ -175,6 +177,16 @@ def test_torch_compile_and_opcheck():
         torch.ops.fa2tune.attention_varlen, (*views, starts, starts, -1, 0, 0.25, True, "band", 0.0, 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
+
+
+def test_checkpoints():
+    (q, k, v), (starts, _) = packed(lengths=((9, 9), (7, 7)), heads=(1, 1), dims=(16, 16), spare=(0, 0))
+    run = functools.partial(fa2tune.attention_varlen, causal=True)
+    pairs = [
+        torch.autograd.grad(one.square().sum(), (q, k, v))
+        for one in (run(q, k, v, starts), checkpoint(run, q, k, v, starts, use_reentrant=False))
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
 
 
 def test_wrong_arguments_are_named():
