@@ -27,11 +27,14 @@ _LIBRARY.define("document_offsets(Tensor numbers) -> Tensor", tags=(torch.Tag.pt
 
 
 def _document_offsets(numbers: torch.Tensor) -> torch.Tensor:
-    """Where each document starts in the tokens of all rows, and where the last one ends; int32. Padding is a document, too."""
+    """Where each document starts in the tokens of all rows, and where the last one ends; int32. The end is repeated up to a
+    power of two of documents, so that few numbers of documents are met: each is a plan of its own."""
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     starts = begins.flatten().nonzero().squeeze(1)
-    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).to(torch.int32)
+    documents = 1 << max(0, len(starts) - 1).bit_length()
+    spare = documents + 1 - len(starts)
+    return torch.nn.functional.pad(starts, (0, spare), value=numbers.numel()).to(torch.int32)
 
 
 def _document_offsets_fake(numbers: torch.Tensor) -> torch.Tensor:

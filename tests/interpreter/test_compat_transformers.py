@@ -102,6 +102,12 @@ def test_packed_by_positions_that_restart(name):
     compared(name, ids(1), position_ids=restarts())
 
 
+def test_offsets_of_documents_are_few_sizes():
+    numbers = torch.tensor([[1, 1, 2, 2, 2, 0], [2, 2, 2, 2, 2, 3]], dtype=torch.int32)
+    assert torch.ops.fa2tune.document_offsets(numbers).tolist() == [0, 2, 5, 6, 11, 12, 12, 12, 12]
+    assert torch.ops.fa2tune.document_offsets(numbers[:1, :2]).tolist() == [0, 2]
+
+
 def test_packed_by_offsets_is_packed_by_positions():
     starts = torch.tensor([0, 3, 8, TOKENS], dtype=torch.int32)
     with torch.no_grad():
