@@ -19,8 +19,8 @@ PACKAGES = {
 #: The rooms, lowest first. A room imports from itself and from those before it; spec and the modules of fa2tune/ itself
 #: (catalogue, gpus, devices, versions, text) come before all.
 ROOMS = (
-    "search_spaces", "kernels", "rows", "compiling", "launching", "calling", "predicting", "measuring", "sharing", "tuning",
-    "fleet", "bench", "report", "cli", "__main__",
+    "search_spaces", "kernels", "rows", "compiling", "launching", "calling", "compat", "predicting", "measuring", "sharing",
+    "tuning", "fleet", "bench", "report", "cli", "__main__",
 )  # fmt: skip
 FLOORS = ("request", "search", "select", "run")  #: of the room tuning, lowest first; the same rule
 #: What a call to attention must never pull in, and what the search has no business with.
@@ -33,6 +33,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.spec.variant",
     "fa2tune.kernels.lib.bwd_keys",
     "fa2tune.kernels.lib.common",
+    "fa2tune.kernels.lib.extent",
     "fa2tune.kernels.lib.hopper",
     "fa2tune.kernels.lib.hopper_forward",
     "fa2tune.kernels.lib.hopper_fused",

@@ -30,6 +30,8 @@ INSTEAD = {
     "return_attn_probs": "return_lse=True (attention probabilities are never stored)", "input_layout": "layout=",
     "tensor_layout": "layout=", "window_size": "window=(left, right)",
     "sliding_window": "window=(sliding_window - 1, 0) (Transformers counts the query itself)",
+    "cu_seqlens": "cu_seqlens_q= of fa2tune.attention_varlen",
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "fa2tune.attention_varlen"),
 }  # fmt: skip
 #: ... -> what it would need that is not implemented
 NOT_YET = {
@@ -37,9 +39,7 @@ NOT_YET = {
     "attn_bias": "a bias on the scores", "block_mask": "block masks", "score_mod": "functions of the scores",
     "dropout_p": "dropout", "dropout": "dropout",
     "alibi_slopes": "ALiBi", "learnable_sink": "attention sinks", "s_aux": "attention sinks",
-    "cu_seqlens_q": "packed sequences of different lengths", "cu_seqlens_k": "packed sequences of different lengths",
-    "cu_seqlens": "packed sequences of different lengths", "max_seqlen_q": "packed sequences of different lengths",
-    "max_seqlen_k": "packed sequences of different lengths", "seqused_q": "sequences of different lengths",
+    "seqused_q": "sequences of different lengths",
     "seqused_k": "sequences of different lengths", "cache_seqlens": "a key/value cache", "k_cache": "a key/value cache",
     "v_cache": "a key/value cache", "block_table": "a paged key/value cache", "page_table": "a paged key/value cache",
     "q_descale": "fp8", "k_descale": "fp8", "v_descale": "fp8",
@@ -73,6 +73,13 @@ def refuse(unknown: Mapping[str, Any], extra: Sequence[Any], q: Any, k: Any, v: 
         names = ", ".join(f"{name}=" for name in ALLOWED)
         said.append(f"the tensors are q, k, v; everything after v is keyword-only: {names}")
     raise TypeError("attention: " + "; ".join(said))
+
+
+def said(name: str, value: Any, call: str) -> str:
+    """Of an argument that ``call``, another than ``attention``, does not take."""
+    if name == "layout":
+        return f"got layout=, which {call} has not: tensors are (total, heads, head_dim)"
+    return _said(name, value, None, None, None)
 
 
 def _said(name: str, value: Any, q: Any, k: Any, layout: Any) -> str:

@@ -41,6 +41,7 @@ from fa2tune.launching.passes import (
 )
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation, over_portable
+from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
@@ -166,7 +167,7 @@ def refusal(
             return odd
         variant = variant_of(row.key.kernel, row.config)
         config = _fitted(problem, row).config
-        if uses_descriptors(variant, config) and not problem.tma:
+        if uses_descriptors(variant, config) and not problem.tma and not problem.extent.ragged:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)
         return refused.why if refused else None
@@ -270,7 +271,7 @@ def copied(
 ) -> tuple[str, ...]:  # fmt: skip
     """Which of ``names``, the tensors that TMA cannot address, are copied before a pass ("fwd", "bwd"): all, where that is
     expected to be faster and every kernel is then warp-specialised; else none. ``among``: as ``choose`` has it."""
-    if problem.tma or not names or not dense.pays(problem, gpu, pass_, names):
+    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, gpu, pass_, names):
         return ()
     ours, kinds = dense.addressable(problem), dict[str, bool | None]({"fwd": None})
     if pass_ == BACKWARD:
@@ -390,10 +391,10 @@ def forward_key(
 
 def forward_plan(
     key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float,
-    score: Score,
+    score: Score, extent: Extent = WHOLE,
 ) -> Any:  # fmt: skip
-    """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim)."""
-    problem = describe(q, k, v, mask, softmax_scale, score)
+    """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1."""
+    problem = describe(q, k, v, mask, softmax_scale, score, extent)
     plan: Any
     if is_empty(problem):
         plan = NoKeys(problem, softmax_scale)
@@ -430,8 +431,10 @@ def forward(
 def backward(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, mask: Mask, softmax_scale: float, deterministic: bool, score: Score,
+    extent: Extent = WHOLE, offsets: tuple[torch.Tensor, ...] = (),
 ) -> Tensors3:  # fmt: skip
-    """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free."""
+    """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free. ``offsets``: cu_seqlens_q and
+    cu_seqlens_k, if the extent is ragged."""
     if dlse is not None:
         dlse = lse_of(dlse)
         if max(dlse.stride()) >= 1 << 31:  # its strides are 32-bit arguments of the kernels
@@ -447,7 +450,7 @@ def backward(
         None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
         q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
-        mask.name, mask.values, score.name, score.values, softmax_scale, deterministic,
+        mask.name, mask.values, score.name, score.values, softmax_scale, deterministic, extent,
         float32_precision() if dtype is torch.float32 else "",
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
@@ -460,8 +463,8 @@ def backward(
         in_rows = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
         if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
             q, k, v, o, lse = in_rows
-            return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score)
-        problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
+            return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
+        problem = describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
         if is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
@@ -492,6 +495,6 @@ def backward(
                 plan = _plan(problem, asked, device_index, on(strategy))
         except CaptureMiss as miss:
             plan = _plan_in_capture(miss, problem, STRATEGIES[SPLIT], device_index, on(SPLIT))
-            return plan(do, dlse, q, k, v, o, lse)
+            return plan(do, dlse, q, k, v, o, lse, *offsets)
         _remember(BACKWARD_PLANS, key, plan)
-    return plan(do, dlse, q, k, v, o, lse)
+    return plan(do, dlse, q, k, v, o, lse, *offsets)

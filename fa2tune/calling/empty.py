@@ -13,8 +13,11 @@ class NoKeys:
 
     def __init__(self, problem: Problem, softmax_scale: float) -> None:
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
+        self.extent = problem.extent
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         lse = q.new_zeros(lse_shape(q), dtype=torch.float32)
         lse_of(lse).fill_(float("-inf"))
         return empty_ordered(q, v.shape[3]).zero_(), lse

@@ -88,7 +88,7 @@ def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts:
 
 def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
-    if problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
+    if problem.group == 1 or problem.extent.ragged or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     times = {parts: predicted_us(problem, kernel, config, gpu, parts) for parts in group_parts.allowed(problem)}
     best = min(times, key=lambda parts: (times[parts], parts))

@@ -108,16 +108,16 @@ def attention(
     """
     if unknown or extra:
         arguments.refuse(unknown, extra, q, k, v, layout)
-    if _compiling() or not _plain(q, k, v):
+    if compiling() or not plain(q, k, v):
         return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
     try:
         key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout, window, mask, softcap)
         plan = dispatch.FORWARD_PLANS.get(key)
     except (RuntimeError, TypeError):  # sparse and nested tensors have no address or strides, a list has no hash
-        _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         raise
     if plan is None:
-        _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         arguments.doubt_layout(q, k, layout, stacklevel=3)
         asked = mask_of(bool(causal), window, mask)
         plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), asked, scale_of(q, softmax_scale), score_of(softcap))
@@ -134,12 +134,12 @@ def attention(
 
 _NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_compiling = torch.compiler.is_compiling
+compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def _plain(q: Any, k: Any, v: Any) -> bool:
+def plain(q: Any, k: Any, v: Any) -> bool:
     """Whether a launch may take these tensors as they are: no subclass, mode, transform or autocast."""
     return (
         type(q) in _PLAIN_TYPES and type(k) in _PLAIN_TYPES and type(v) in _PLAIN_TYPES
@@ -161,7 +161,7 @@ def _has_tangent(tensor: Any) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _refuse_transforms(q: Any, k: Any, v: Any) -> None:
+def refuse_transforms(q: Any, k: Any, v: Any) -> None:
     if any(_batched(t) for t in (q, k, v)):
         raise NotImplementedError(_NO_VMAP)
     if any(_has_tangent(t) for t in (q, k, v)):
@@ -182,17 +182,31 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
     have the shape and dtype that a launch gets, not the values."""
-    _refuse_transforms(q, k, v)
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        q, k, v = (
-            torch.empty_like(t, dtype=dtype)
-            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != dtype
-            else t
-            for t in (q, k, v)
-        )
-    _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    q, k, v = as_cast(q, k, v)
+    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
     return _bhsd(q, k, v, layout)
+
+
+def as_cast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors of the shape and dtype that a launch gets, not of the values, or an error where a transform is active."""
+    refuse_transforms(*tensors)
+    if not torch.is_autocast_enabled("cuda"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cuda")
+    return tuple(
+        torch.empty_like(t, dtype=dtype)
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != dtype
+        else t
+        for t in tensors
+    )
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors cast as autocast asks."""
+    if not torch.is_autocast_enabled("cuda"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cuda")
+    return tuple(t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors)
 
 
 def _general(
@@ -201,23 +215,29 @@ def _general(
     softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
-    if not _compiling():
-        _refuse_transforms(q, k, v)
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        q, k, v = (t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (q, k, v))
-    _check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
-    if not _compiling():
+    if not compiling():
+        refuse_transforms(q, k, v)
+    q, k, v = autocast(q, k, v)
+    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    if not compiling():
         arguments.doubt_layout(q, k, layout, stacklevel=4)
-    scale = scale_of(q, softmax_scale)
-    exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
-    name, first, second = ("band", *_sides(causal, window)) if mask is None else _values(mask)
-    cap: Any = softcap or 0.0
-    cap = cap if _compiling() else float(cap)  # of whatever kind of number
-    o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), first, second, scale, exact, name, cap)
+    rest = for_operators(q, causal, softmax_scale, deterministic, window, mask, softcap)
+    o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), *rest)
     if layout == "bshd":
         o = o.transpose(1, 2)
     return (o, lse_of(lse)) if return_lse else o
+
+
+def for_operators(
+    q: torch.Tensor, causal: bool, softmax_scale: float | None, deterministic: bool | None, window: Window | None,
+    mask: str | Mask | None, softcap: float | None,
+) -> tuple[int, int, float, bool, str, float]:  # fmt: skip
+    """Arguments as operators take them."""
+    exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+    name, first, second = ("band", *_sides(causal, window)) if mask is None else _values(mask)
+    cap: Any = softcap or 0.0
+    cap = cap if compiling() else float(cap)  # of whatever kind of number
+    return first, second, scale_of(q, softmax_scale), exact, name, cap
 
 
 def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -248,7 +268,7 @@ def _values(mask: str | Mask) -> tuple[str, int, int]:
     return for_operator(Mask(mask) if isinstance(mask, str) else mask)
 
 
-def _check(
+def check(
     q: Any,
     k: Any,
     v: Any,
@@ -271,7 +291,7 @@ def _check(
         _check_mask(mask, causal, window)
     if softcap is True or softcap is False:  # an operator would take them as 1 and 0
         raise TypeError(f"softcap: got {softcap}, must be None or a number")
-    if softcap is not None and not _compiling():  # the operator checks the number
+    if softcap is not None and not compiling():  # the operator checks the number
         score_of(softcap)
     if q is MISSING or k is MISSING or v is MISSING:
         arguments.refuse({}, (), q, k, v, layout)
@@ -332,7 +352,7 @@ def _check_mask(mask: Any, causal: Any, window: Any) -> None:
     if isinstance(causal, torch.SymBool) or causal or window is not None:
         beside = "causal=True" if window is None else f"window={window!r:.40}"
         raise ValueError(f"mask: got {mask!r:.80} and {beside}, a call takes one of mask=, causal= and window=")
-    if not _compiling():
+    if not compiling():
         checked_mask(mask)
 
 
@@ -377,7 +397,7 @@ class _Attention(torch.autograd.Function):
             raise
 
 
-#: ``_Attention.apply`` without the checks for transforms in torch.autograd.Function (3 to 5 us): ``_plain`` has made sure
+#: ``_Attention.apply`` without the checks for transforms in torch.autograd.Function (3 to 5 us): ``plain`` has made sure
 #: that none is active
 _recorded: Any = super(torch.autograd.Function, _Attention).apply
 _NO_GRADIENT = (None, None, None)  #: of the other arguments of _Attention.forward

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops
+from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops, varlen
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling import compiler, registry
@@ -21,6 +21,7 @@ from fa2tune.launching import group_parts, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
+from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import FULL, Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
@@ -255,7 +256,8 @@ class Explanation:
             "gpu": self.gpu.name,
             "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
             "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}
-            | {"mask": str(self.problem.mask), "window": self.problem.mask.window, "score": str(self.problem.score)},
+            | {"mask": str(self.problem.mask), "window": self.problem.mask.window, "score": str(self.problem.score)}
+            | {"extent": str(self.problem.extent)},
             "kernels": [_as_dict(served) for served in self.kernels],
         }  # fmt: skip
 
@@ -380,16 +382,22 @@ def explain(
     window: Window | None = None,
     mask: str | Mask | None = None,
     softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
     backward: bool | None = None,
     **unknown: Any,
 ) -> Explanation:
-    """Which rows serve ``attention`` of these tensors, with which evidence, and what would improve on it.
+    """Which rows serve ``attention`` of these tensors, or ``attention_varlen`` where cu_seqlens_q is given, with which
+    evidence, and what would improve on it.
 
     Reads the cache files; compiles and launches nothing. ``print()`` shows the verdict, a line for each kernel and the next
     command; ``.status``, ``.kernels`` and ``.as_dict()`` are for programs.
 
     Args:
         q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap: as ``attention`` takes them.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as ``attention_varlen`` does, whose q, k and v come with them.
         backward: whether the backward is explained, too. None: if q, k or v requires a gradient.
 
     Raises:
@@ -397,16 +405,29 @@ def explain(
     """
     _check_names(q, k, v, layout, extra, unknown)
     gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v))
-    q, k, v = ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    q, k, v, extent = _checked(
+        q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), causal, softmax_scale, layout, deterministic, window,
+        mask, softcap,
+    )  # fmt: skip
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
     if backward is None:
         backward = gradients
     problem = passes.describe(
-        q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap)
+        q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap), extent
     )
     which = ("fwd", BACKWARD) if backward else ("fwd",)
     index, strided = q.get_device(), dense.unaddressable({"q": q, "k": k, "v": v})
     return explain_problem(problem, dispatch.gpu_of(index), which, exact, present=index >= 0, strided=strided)
+
+
+def _checked(
+    q: Any, k: Any, v: Any, packing: tuple[Any, Any, Any, Any], causal: Any, softmax_scale: Any, layout: Any,
+    deterministic: Any, window: Any, mask: Any, softcap: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
+    """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
+    if all(each is None for each in packing):
+        return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
+    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:
@@ -428,10 +449,15 @@ def is_supported(
     window: Any = None,
     mask: Any = None,
     softcap: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
     **unknown: Any,
 ) -> bool:
-    """Whether ``attention`` of the same arguments takes this call here: dtypes, shapes, strides, device, GPU and every
-    argument's value. False, and no error, for values that it does not take. Compiles and launches nothing.
+    """Whether ``attention`` of the same arguments (``attention_varlen``, with cu_seqlens_q) takes this call here: dtypes,
+    shapes, strides, device, GPU and every argument's value. False, and no error, for values that it does not take. Compiles
+    and launches nothing.
 
     Raises:
         TypeError: q, k or v is missing, a positional argument after v, or an argument that ``attention`` does not have (a
@@ -439,7 +465,8 @@ def is_supported(
     """
     _check_names(q, k, v, layout, extra, unknown)
     try:
-        q, k, v = ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        q, k, v, _ = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         dispatch.gpu_of(q.get_device())
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         return False

@@ -20,6 +20,7 @@ from fa2tune.compiling import hostside
 from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.registry import variant_named
+from fa2tune.spec.extent import DENSE, OFFSETS, RAGGED
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
@@ -103,8 +104,9 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
 
 
 def _compiled_in(spec: Specialization) -> dict[str, Any]:
-    """Parameters that are compiled in for a mask without run-time integers, or for no score term."""
+    """Parameters that are compiled in: for a mask without run-time integers, for no score term, for sequences of one length."""
     found: dict[str, Any] = {} if mask_named(spec.mask).values else dict.fromkeys(WINDOW, 0)
+    found |= dict.fromkeys(OFFSETS, 0) if spec.extent == DENSE else {}
     return found if score_named(spec.score).values else {**found, **dict.fromkeys(SCORE, 0.0)}
 
 
@@ -114,6 +116,7 @@ def _known(variant: Variant, spec: Specialization, config: Config) -> dict[str, 
     return {
         **{parameter: f"{mask.name}:{function}" for parameter, function in HOOKS.items()},
         **mask.bounded,
+        "RAGGED": spec.extent == RAGGED,
         **{parameter: f"{spec.score}:{function}" for parameter, function in SCORE_HOOKS.items()},
         **_compiled_in(spec),
         "HEAD_DIM": spec.head_dim,
@@ -205,7 +208,7 @@ def _type(variant: Variant, spec: Specialization, config: Config, name: str, lay
 
 def _divisibility(variant: Variant, spec: Specialization, name: str, kind: str) -> int:
     """What the compiler may assume an argument to be a multiple of; 1: nothing."""
-    if not spec.aligned or kind.startswith("tensordesc"):
+    if not spec.aligned or kind.startswith("tensordesc") or name in OFFSETS:
         return 1
     if kind.startswith("*"):
         return 16  # bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa2tune.compiling.compiler import Binary
-from fa2tune.compiling.registry import refused_mask, refused_score
+from fa2tune.compiling.registry import refused_extent, refused_mask, refused_score
 from fa2tune.gpus import KIB, Gpu
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, KERNELS, Config, Problem, Specialization, padded_head_dim
@@ -96,6 +96,8 @@ def before_compile(variant: Variant, spec: Specialization, config: Config, gpu: 
     """Why ``config`` is dropped before it is compiled, or None."""
     if (refusal := unsupported(variant, spec, gpu)) is not None:
         return refusal
+    if (why := refused_extent(variant, spec, config)) is not None:
+        return Refusal("extent", why)
     broken = variant.space.broken(config, spec, gpu.arch)
     if broken is not None:
         return Refusal(broken.name, broken.why)

@@ -14,11 +14,12 @@ from typing import Any
 
 from fa2tune.compiling import binaries, hostside
 from fa2tune.compiling.composition import PARSING
+from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import HOOKS, PORTABLE, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -246,4 +247,15 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     hooks = {"APPLY"} if variant.serves == "fwd" else {"APPLY", "GRAD"}
     if spec.score != NONE.name and variant.serves and not hooks <= set(variant.constexpr_names):
         return f"{variant.short_name} computes no score term, and the call has {spec.score}"
+    return None
+
+
+def refused_extent(variant: Variant, spec: Specialization, config: Config) -> str | None:
+    """Why a tuned kernel cannot compute sequences of their own lengths, or None."""
+    if spec.extent != RAGGED or not variant.serves:
+        return None
+    if "RAGGED" not in variant.constexpr_names:
+        return f"{variant.short_name} computes sequences of one length, and the call has packed ones"
+    if implementation_of(config) == DESCRIPTOR:
+        return "a descriptor reads past the end of a packed sequence, into the next one"
     return None

@@ -197,7 +197,8 @@ def _values(
     first, second = problem.score.arguments(_away_from_zero(scale))
     values |= {
         "qk_scale": _away_from_zero(scale * LOG2E), "softmax_scale": softmax_scale,
-        "batch": problem.batch, "heads_q": problem.heads_q, "group": problem.group,
+        "batch": problem.extent.sequences if problem.extent.ragged else problem.batch,
+        "heads_q": problem.heads_q, "group": problem.group,
         "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "has_dlse": int("dlse" in names),
         **dict(zip(SCORE, (first, second), strict=True)),
         **dict(zip(WINDOW, problem.mask.arguments(problem.seqlen_q, problem.seqlen_k), strict=True)),
@@ -246,6 +247,8 @@ def _bound(
     arguments: list[Any] = []
     slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
     for name in variant.parameters:
+        if name in constants:
+            continue
         if name in described:
             whole = variant.rest_of.get(name, name)
             shape = _shape(whole, problem, workspaces)
@@ -282,9 +285,11 @@ class InterpretedLaunch:
         names: tuple[str, ...], device_index: int, workspaces: Placed, scalars: Mapping[str, int], measured: str,
     ) -> None:  # fmt: skip
         values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
-        values |= compiler.with_hooks(compiler.constexprs(variant, problem.specialization, config))
+        constants = compiler.with_hooks(compiler.constexprs(variant, problem.specialization, config))
+        values |= constants
         self.variant, self.names, self.strides, self.problem = variant, names, strides, problem
-        self.scalars = {name: values[name] for name in variant.parameters if name not in variant.tensors}
+        passed = [name for name in variant.parameters if name in constants or name not in variant.tensors]
+        self.scalars = {name: values[name] for name in passed}
         spec = problem.specialization
         described = compiler.described(variant, spec, config)
         self.blocks = {name: compiler.block_of(variant, spec, config, name) for name in described}

@@ -16,6 +16,7 @@ from fa2tune.compiling.compiler import Launches, around, passed
 from fa2tune.compiling.registry import variant_named, variant_of
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
+from fa2tune.spec.extent import OFFSETS, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 from fa2tune.spec.score import NONE, Score
@@ -43,9 +44,11 @@ def describe(
     mask: Mask,
     softmax_scale: float,
     score: Score = NONE,
+    extent: Extent = WHOLE,
     **gradient: torch.Tensor,
 ) -> Problem:
-    """The Problem that these tensors pose; with ``o`` and ``do``, the backward's."""
+    """The Problem that these tensors pose; with ``o`` and ``do``, the backward's. Of a ragged ``extent`` the tensors are of one
+    batch entry."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     dtype = TORCH_DTYPES[q.dtype]
@@ -59,7 +62,7 @@ def describe(
         mask.fitted(seqlen_q, seqlen_k),
         precision=float32_precision() if dtype == "fp32" else "ieee",
         aligned=aligned, wide=wide, negate=not gradient and softmax_scale < 0,
-        score=score, tma=tma,
+        score=score, tma=tma and not extent.ragged, extent=extent,
     )  # fmt: skip
 
 
@@ -201,28 +204,38 @@ class Step:
         self.kernels((*(tensors[name] for name in self.names), *self.fresh()))
 
 
+def _offsets(extent: Extent) -> dict[str, torch.Tensor]:
+    """Like the tensors that a ragged call has after all others, without memory."""
+    sizes = (extent.sequences + 1,)
+    return {name: torch.empty(sizes, dtype=torch.int32, device="meta") for name in OFFSETS} if extent.ragged else {}
+
+
 class ForwardPlan:
-    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension."""
+    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k."""
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config, measured: str = "") -> None:  # fmt: skip
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
+        self.extent = problem.extent
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **_offsets(problem.extent)}
         kernels = Kernels(
             {"fwd": config}, problem, tensors, softmax_scale, q.get_device(), measured={"fwd": measured}
         )  # fmt: skip
         self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *block = self.fresh()
-        self.chain((q, k, v, o, lse, *block))
+        self.chain((q, k, v, o, lse, *offsets, *block))
         return o, lse
 
 
 class BackwardPlan:
-    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), each in the memory order of its input."""
+    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), each in the memory order of its input. A ragged problem's calls add
+    cu_seqlens_q and cu_seqlens_k."""
 
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
@@ -243,7 +256,7 @@ class BackwardPlan:
             "dk": dk,
             "dv": dv,
         }
-        tensors |= {} if dlse is None else {"dlse": dlse}
+        tensors |= ({} if dlse is None else {"dlse": dlse}) | _offsets(problem.extent)
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
         self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, measured, parts)
@@ -251,11 +264,11 @@ class BackwardPlan:
 
     def __call__(
         self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, lse: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor, *offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         dq, dk, dv, *block = self.fresh()
         tensors = (q, k, v, o, do, lse, dq, dk, dv)
-        self.kernels((*tensors, *block) if dlse is None else (*tensors, dlse, *block))
+        self.kernels((*tensors, *offsets, *block) if dlse is None else (*tensors, dlse, *offsets, *block))
         return dq, dk, dv
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fa2tune.spec.extent import DENSE, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.score import NONE, Score
 
@@ -67,6 +68,7 @@ class Specialization:
     wide: bool = False  #: a stride times a block may pass 2^31: 64-bit strides
     negate: bool = False  #: softmax_scale is negative (the forward flips the sign of Q K^T)
     score: str = "none"  #: name of its file in kernels/scores/
+    extent: str = DENSE  #: ``Extent.name``
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Problem:
     negate: bool = False
     score: Score = NONE
     tma: bool = True  #: descriptors can address every tensor read: aligned, and no stride of 0 (an expanded tensor)
+    extent: Extent = WHOLE  #: of a ragged call batch is 1, and the lengths are those of all its sequences together
 
     @property
     def group(self) -> int:
@@ -96,20 +99,28 @@ class Problem:
 
     @property
     def bucket(self) -> int:
-        return bucket_of(self.seqlen_q, self.seqlen_k)
+        return bucket_of(self.extent.length(self.seqlen_q), self.extent.length(self.seqlen_k))
+
+    def query_tiles(self, block: int) -> int:
+        """Tiles of ``block`` queries that are launched for a head, over the whole batch."""
+        return self.extent.tiles(self.batch, self.seqlen_q, block)
+
+    def key_tiles(self, block: int) -> int:
+        return self.extent.tiles(self.batch, self.seqlen_k, block)
 
     @property
     def specialization(self) -> Specialization:
         return Specialization(
             self.dtype, self.head_dim, self.head_dim_v, self.mask.name, self.precision, self.aligned, self.wide, self.negate,
-            self.score.name,
+            self.score.name, self.extent.name,
         )  # fmt: skip
 
     @property
     def unmeasured(self) -> str:
         """What rows are measured without, for people: "a window and a soft cap"; "" if nothing."""
         found = [] if self.mask.measured else [self.mask.kind]
-        return " and ".join([*found, self.score.kind] if self.score != NONE else found)
+        found += [] if self.score == NONE else [self.score.kind]
+        return " and ".join([*found, "packed sequences"] if self.extent.ragged else found)
 
     @property
     def keys_seen(self) -> float:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import dot, dot_add, head_base, load_lse, load_tile, store_tile, tile_and_head
+from fa2tune.kernels.lib.extent import packed_tiles, place
 from fa2tune.spec.variant import Variant
 
 
@@ -51,24 +52,43 @@ def _over_queries(
 
 @triton.jit
 def bwd_keys_kernel(
-    q, k, v, do, lse, delta, dq, dk, dv, qk_scale, softmax_scale,
+    q, k, v, do, lse, delta, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
     score_first, score_second,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUERY_RANGE: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr, APPLY: tl.constexpr, GRAD: tl.constexpr,
-    PRECISION: tl.constexpr, WITH_DQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LOADS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, do as the forward's, lse as it leaves it, delta [B, Hq, Sq] float32 -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV].
 
     qk_scale = softmax_scale * log2(e). WITH_DQ: adds dS K to dq, float32 [B, Hq, Sq, D] contiguous, zero at the start and
-    still to be multiplied by softmax_scale; the order of these sums is not fixed.
+    still to be multiplied by softmax_scale; the order of these sums is not fixed. RAGGED: as the forward has it; rows behind
+    the last sequence: dk = dv = 0.
     """
     heads_kv = heads_q // group
+    rows_of_head = seqlen_q
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
-    tile, head = tile_and_head(tl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
+    if RAGGED:
+        tile, head = tile_and_head(packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv, HEADS_PER_WAVE, False)
+        tile, first_k, seqlen_k, first_q, seqlen_q = place(
+            cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, tile, BLOCK_N
+        )
+        batch = 1
+        k += first_k.to(tl.int64) * stride_kn
+        v += first_k.to(tl.int64) * stride_vn
+        dk += first_k.to(tl.int64) * stride_dkn
+        dv += first_k.to(tl.int64) * stride_dvn
+        q += first_q.to(tl.int64) * stride_qm
+        do += first_q.to(tl.int64) * stride_dom
+        lse += first_q
+        delta += first_q
+        if WITH_DQ:
+            dq += first_q.to(tl.int64) * HEAD_DIM
+    else:
+        tile, head = tile_and_head(tl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
     start_n = tile * BLOCK_N
@@ -95,12 +115,12 @@ def bwd_keys_kernel(
     full = (full_begin, full_end)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    all_rows = (batch * heads_q).to(tl.int64) * rows_of_head
     for g in range(group):  # every query head that reads this key head
         h = h_kv * group + g
         head_q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
         head_do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
-        first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+        first_row = (b.to(tl.int64) * heads_q + h) * rows_of_head
         head_dq = dq
         if WITH_DQ:
             head_dq = dq + first_row * HEAD_DIM
@@ -151,7 +171,7 @@ def bwd_keys_kernel(
 
 
 def _grid(problem, config, _sm_count, _early):
-    return triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+    return problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv
 
 
 def described(space, with_dq, serves):
@@ -160,7 +180,8 @@ def described(space, with_dq, serves):
         serves=serves,
         kernel=bwd_keys_kernel,
         space=space,
-        tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dq": "fp32", "dk": "", "dv": ""},
+        tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dq": "fp32", "dk": "", "dv": "",
+                 "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
         descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
                      "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
         grid=_grid,

@@ -14,6 +14,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
+from fa2tune.kernels.lib.extent import packed_tiles, place
 from fa2tune.search_spaces.portable.bwd_dq import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -52,23 +53,42 @@ def _over_keys(
 
 @triton.jit
 def bwd_dq_kernel(
-    q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
+    q, k, v, o, do, dlse, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlseb, stride_dlseh, stride_dlsem,
     stride_dqb, stride_dqh, stride_dqm, batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE,
     window_left, window_right, score_first, score_second,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     KEY_RANGE: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr,
-    APPLY: tl.constexpr, GRAD: tl.constexpr, PRECISION: tl.constexpr,
+    APPLY: tl.constexpr, GRAD: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, o, do as the forward's; lse as the forward leaves it -> dq [B, Hq, Sq, D], delta [B, Hq, Sq] float32. Sk >= 1.
 
-    dlse [B, Hq, Sq] float32 is read only if has_dlse.
+    dlse [B, Hq, Sq] float32 is read only if has_dlse. RAGGED: as the forward has it; rows behind the last sequence: dq = 0.
     """
-    tile, head = tile_and_head(
-        tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
-    )
+    rows_of_head = seqlen_q
+    if RAGGED:
+        tile, head = tile_and_head(
+            packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
+        tile, first_q, seqlen_q, first_k, seqlen_k = place(
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M
+        )
+        batch = 1
+        q += first_q.to(tl.int64) * stride_qm
+        o += first_q.to(tl.int64) * stride_om
+        do += first_q.to(tl.int64) * stride_dom
+        dq += first_q.to(tl.int64) * stride_dqm
+        dlse += first_q.to(tl.int64) * stride_dlsem
+        k += first_k.to(tl.int64) * stride_kn
+        v += first_k.to(tl.int64) * stride_vn
+        lse += first_q
+        delta += first_q
+    else:
+        tile, head = tile_and_head(
+            tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
     b = head // heads_q
     h = head % heads_q
     h_kv = h // group
@@ -82,9 +102,9 @@ def bwd_dq_kernel(
     v = head_base(v, b, h_kv, stride_vb, stride_vh, LOADS)
     q_tile = load_tile(q, b, h, start_m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
     do_tile = load_tile(do, b, h, start_m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
-    first_row = (b.to(tl.int64) * heads_q + h) * seqlen_q
+    first_row = (b.to(tl.int64) * heads_q + h) * rows_of_head
     inside = rows < seqlen_q
-    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
+    all_rows = (batch * heads_q).to(tl.int64) * rows_of_head
     lse_row, lse_low = load_lse(lse + first_row, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
     o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
     o_tile = load_tile(o, b, h, start_m, stride_om, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, "pointer")  # [M, DV]
@@ -139,10 +159,9 @@ VARIANT = Variant(
     serves="bwd_dq",
     kernel=bwd_dq_kernel,
     space=SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": ""},
+    tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": "",
+             "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"),
                  "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
-    ),
+    grid=lambda problem, config, _sm_count, _early: problem.query_tiles(config["BLOCK_M"]) * problem.heads_q,
 )  # fmt: skip

@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.common import (
     store_tile,
     tile_and_head,
 )
+from fa2tune.kernels.lib.extent import packed_tiles, place
 from fa2tune.search_spaces.portable.fwd import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -61,23 +62,41 @@ def _over_keys(
 
 @triton.jit
 def fwd_kernel(
-    q, k, v, o, lse, qk_scale,
+    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, qk_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
     score_first, score_second,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     KEY_RANGE: tl.constexpr, KEEP: tl.constexpr, SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr,
-    RIGHT_BOUNDED: tl.constexpr, APPLY: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT_BOUNDED: tl.constexpr, APPLY: tl.constexpr, RAGGED: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log;
     for float32 inputs lse [2, B, Hq, Sq], whose second plane is what the rounding of the first left out.
 
     qk_scale is |softmax_scale| * log2(e), and not 0: -inf * 0 would be NaN. Sk >= 1. Rows that see no key: o = 0, lse = -inf.
+
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on.
+    Rows behind the last one: o = 0, lse = -inf. LOADS is "pointer".
     """
-    tile, head = tile_and_head(
-        tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
-    )
+    rows_of_head = seqlen_q
+    if RAGGED:
+        tile, head = tile_and_head(
+            packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
+        tile, first_q, seqlen_q, first_k, seqlen_k = place(
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M
+        )
+        batch = 1
+        q += first_q.to(tl.int64) * stride_qm
+        k += first_k.to(tl.int64) * stride_kn
+        v += first_k.to(tl.int64) * stride_vn
+        o += first_q.to(tl.int64) * stride_om
+        lse += first_q
+    else:
+        tile, head = tile_and_head(
+            tl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
     b = head // heads_q
     h = head % heads_q
     h_kv = h // group
@@ -131,11 +150,13 @@ def fwd_kernel(
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     out = acc / total[:, None]
     sees_a_key = SEES(rows, offset, seqlen_k, window)
-    if LEFT_BOUNDED or RIGHT_BOUNDED:
+    if RAGGED:
+        sees_a_key = sees_a_key & (seqlen_k > 0)
+    if LEFT_BOUNDED or RIGHT_BOUNDED or RAGGED:
         out = tl.where(sees_a_key[:, None], out, 0.0)
-    head_lse = lse + (b.to(tl.int64) * heads_q + h) * seqlen_q
-    all_rows = (batch * heads_q).to(tl.int64) * seqlen_q
-    unmasked: tl.constexpr = not LEFT_BOUNDED and not RIGHT_BOUNDED
+    head_lse = lse + (b.to(tl.int64) * heads_q + h) * rows_of_head
+    all_rows = (batch * heads_q).to(tl.int64) * rows_of_head
+    unmasked: tl.constexpr = not LEFT_BOUNDED and not RIGHT_BOUNDED and not RAGGED
     store_lse(
         head_lse, rows, peak, total, sees_a_key | unmasked, rows < seqlen_q, all_rows, q_tile.dtype == tl.float32
     )  # fmt: skip
@@ -149,10 +170,8 @@ VARIANT = Variant(
     serves="fwd",
     kernel=fwd_kernel,
     space=SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32"},
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV")},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
-    ),
+    grid=lambda problem, config, _sm_count, _early: problem.query_tiles(config["BLOCK_M"]) * problem.heads_q,
     constants=lambda spec, _config: {"NEGATE": spec.negate},
 )

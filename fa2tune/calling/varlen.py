@@ -1,0 +1,338 @@
+"""The public call for sequences of their own lengths, packed one after the other: checks, operators, autograd.
+
+As :mod:`fa2tune.calling.ops` has them. In here tensors are (1, heads, total, dim) views. What the lengths are is known to the
+GPU alone: nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Literal, NoReturn, overload
+
+import torch
+
+from fa2tune.calling import arguments, dispatch, ops
+from fa2tune.calling.arguments import MISSING
+from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
+from fa2tune.spec.problem import bucket_of
+from fa2tune.spec.score import score_of
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: Of a call, for a plan's key and for what is looked up: int, a tensor (not read), or None.
+MaxSeqlen = int | torch.Tensor | None
+NAME = "attention_varlen"
+
+
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
+    causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
+    softcap: float | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
+    causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[True],
+    deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
+    softcap: float | None = ...,
+) -> Pair: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
+    causal: bool = ..., softmax_scale: float | None = ..., return_lse: bool,
+    deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
+    softcap: float | None = ...,
+) -> torch.Tensor | Pair: ...  # fmt: skip
+def attention_varlen(
+    q: torch.Tensor = MISSING,
+    k: torch.Tensor = MISSING,
+    v: torch.Tensor = MISSING,
+    cu_seqlens_q: torch.Tensor = MISSING,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: MaxSeqlen = None,
+    max_seqlen_k: MaxSeqlen = None,
+    *extra: Any,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    window: Window | None = None,
+    mask: str | Mask | None = None,
+    softcap: float | None = None,
+    **unknown: Any,
+) -> torch.Tensor | Pair:
+    """``attention`` of sequences of their own lengths, packed one after the other: each query sees keys of its own sequence.
+
+    Sequence s has the queries cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1 and the keys cu_seqlens_k[s] to cu_seqlens_k[s + 1]
+    - 1. Lengths may be 0, and those of queries and keys may differ. The host never waits for the GPU to read them, so a CUDA
+    graph may be replayed with other offsets.
+
+    Args:
+        q: (total_q, heads_q, head_dim); dtypes, head dims, heads and strides as ``attention`` has them.
+        k: (total_k, heads_kv, head_dim).
+        v: (total_k, heads_kv, head_dim_v).
+        cu_seqlens_q: (sequences + 1,) int32, on the device of q: 0, and the sums of the lengths. total_q may be more than its
+            last entry: rows behind it are not attended, their output is 0, their lse -inf, their gradients 0.
+        cu_seqlens_k: the same of the keys; None: that of the queries.
+        max_seqlen_q, max_seqlen_k: rows of the longest sequence. A number chooses among tuned configs and changes no result;
+            of a tensor nothing is read; None: the mean length chooses.
+        causal, window, mask: of each sequence, aligned at its bottom right.
+        softmax_scale, return_lse, deterministic, softcap: as ``attention`` has them.
+
+    Returns:
+        The output (total_q, heads_q, head_dim_v), dtype of q; with return_lse also lse, (heads_q, total_q) float32, natural
+        log. A query that sees no key gives 0, lse -inf and zero gradients.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens that are no int32
+            tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they are, no
+            memory outside the tensors is read or written.
+
+    The portable kernels serve it, with configs that were tuned without packing. Differentiable once, through output and lse.
+    """
+    if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
+        _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
+    call = (causal, softmax_scale, deterministic, window, mask, softcap)
+    if ops.compiling() or not ops.plain(q, k, v):
+        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, *call)
+    longest = _longest(max_seqlen_q, max_seqlen_k)
+    keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    try:
+        dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap)
+        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest)
+        plan = dispatch.FORWARD_PLANS.get(key)
+    # sparse and nested tensors, what is no tensor, a list as a window
+    except (RuntimeError, TypeError, AttributeError):
+        _check(q, k, v, cu_seqlens_q, keys, *call)
+        raise
+    if plan is None:
+        _check(q, k, v, cu_seqlens_q, keys, *call)
+        views = _views(q, k, v)
+        extent = Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+        asked, scale = mask_of(bool(causal), window, mask), ops.scale_of(views[0], softmax_scale)
+        plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap), extent)
+    offsets = cu_seqlens_q.contiguous(), keys.contiguous()
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        o, lse = _Varlen.apply(*_views(q, k, v), *offsets, plan, deterministic, return_lse)  # type: ignore[no-untyped-call]
+    else:
+        o, lse = plan(*_views(q, k, v), *offsets)
+    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+
+
+def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, Any]) -> NoReturn:
+    said = [arguments.said(name, value, NAME) for name, value in unknown.items()]
+    if missing := [name for name, value in given.items() if value is MISSING]:
+        said.append(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+    if extra:
+        said.append(f"got {7 + len(extra)} positional arguments, takes 7")
+    raise TypeError(f"{NAME}: " + "; ".join(said))
+
+
+def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
+    """What a plan depends on."""
+    return offsets.shape, offsets.dtype, offsets.get_device(), type(offsets)
+
+
+def _longest(*given: Any) -> int:
+    """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
+    for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
+        number = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
+        if not number and not isinstance(value, torch.Tensor | None):
+            raise TypeError(f"{name}: got {value!r:.80}, must be an integer, a tensor or None")
+    known = [int(value) for value in given if isinstance(value, numbers.Integral)]
+    if any(value < 0 for value in known):
+        raise ValueError(f"max_seqlen_q, max_seqlen_k: got {min(known)}, must be 0 or more")
+    return bucket_of(max(known), 0) if known else 0
+
+
+def _views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors3:
+    """(total, heads, dim) as (1, heads, total, dim)."""
+    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+
+
+def _packed(view: torch.Tensor) -> torch.Tensor:
+    """(1, heads, total, dim) as (total, heads, dim)."""
+    return view.squeeze(0).transpose(0, 1)
+
+
+def _check(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, causal: Any, softmax_scale: Any, deterministic: Any,
+    window: Any, mask: Any, softcap: Any,
+) -> None:  # fmt: skip
+    """As ``ops.check``."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.dim() != 3:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, must have 3 dimensions, (total, heads, head_dim)"
+            )
+    dense = (t.unsqueeze(0) if isinstance(t, torch.Tensor) and not t.is_nested else t for t in (q, k, v))
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(offsets, torch.Tensor):
+            raise TypeError(f"{name}: got {type(offsets).__name__}, must be a torch.Tensor")
+        if offsets.dtype != torch.int32:
+            raise TypeError(f"{name}: got dtype {offsets.dtype}, must be torch.int32")
+        if offsets.dim() != 1:
+            raise ValueError(f"{name}: got shape {tuple(offsets.shape)}, must have 1 dimension, (sequences + 1,)")
+        if not ops.compiling() and not offsets.shape[0]:  # a size may be unknown while a graph is made
+            raise ValueError(f"{name}: got no entry, must have sequences + 1")
+        if isinstance(q, torch.Tensor) and offsets.device != q.device:
+            raise ValueError(f"{name}: got device {offsets.device}, q is on {q.device}")
+    if not ops.compiling() and cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}")
+    q, k, v = dense
+    ops.check(q, k, v, causal, softmax_scale, "bshd", deterministic, window, mask, softcap)
+
+
+def checked(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, causal: Any,
+    softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
+    """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
+    keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    q, k, v = ops.as_cast(q, k, v)
+    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
+    return *_views(q, k, v), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, _longest(max_seqlen_q, max_seqlen_k))
+
+
+def _general(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, return_lse: bool, causal: bool, softmax_scale: float | None,
+    deterministic: bool | None, window: Window | None, mask: str | Mask | None, softcap: float | None,
+) -> torch.Tensor | Pair:  # fmt: skip
+    """The path through the operators."""
+    if not ops.compiling():
+        ops.refuse_transforms(q, k, v)
+    q, k, v = ops.autocast(q, k, v)
+    keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
+    longest = _longest(max_seqlen_q, max_seqlen_k)
+    views = _views(q, k, v)
+    rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap)
+    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest)
+    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+
+
+class _Varlen(torch.autograd.Function):
+    """The short path with gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, plan: Any, deterministic: bool | None, with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        o, lse = plan(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k)
+        ctx.plan = plan
+        ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        ctx.set_materialize_grads(False)
+        return o, lse if with_lse else None
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors, plan = ctx.saved_tensors, ctx.plan
+        call = (ctx.deterministic, plan.mask, plan.softmax_scale, plan.score, plan.extent)
+        return (*_Gradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
+
+
+class _Gradients(torch.autograd.Function):
+    """A node that raises if it is differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensors3:
+        do, dlse, q, k, v, o, lse, queries, keys, *call = arguments
+        deterministic, mask, scale, score, extent = call
+        return dispatch.backward(do, dlse, q, k, v, o, lse, mask, scale, deterministic, score, extent, (queries, keys))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
+
+
+# The operators: as those of ops.py, with (1, heads, total, dim) views and the bucket of the longest sequence (0: not known).
+_LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
+_CALL = (
+    "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
+    "SymInt longest"
+)
+_LIBRARY.define(
+    f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.define(
+    "attention_varlen_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> None:
+    """What is not known while a graph is made."""
+    if not cu_seqlens_q.shape[0] or cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}, must be as many, "
+            "one or more"
+        )
+
+
+def _op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    window_left: int, window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float,
+    longest: int,
+) -> Pair:  # fmt: skip
+    _check_offsets(cu_seqlens_q, cu_seqlens_k)
+    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, softcap), extent)
+    plan = dispatch.FORWARD_PLANS.get(key)
+    plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, score_of(softcap), extent)
+    o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
+    return o, lse
+
+
+def _backward_op(
+    do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    o: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window_left: int,
+    window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float, longest: int,
+) -> Tensors3:  # fmt: skip
+    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    score = score_of(softcap)
+    return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score, extent, offsets)
+
+
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:
+    return empty_ordered(q, v.shape[3]), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def _backward_fake(do: Any, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Tensors3:
+    return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.call = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    found = torch.ops.fa2tune.attention_varlen_backward(do, dlse, *ctx.saved_tensors, *ctx.call)
+    return (*found, *[None] * (2 + len(ctx.call)))
+
+
+def _refuse_twice(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
+
+
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("attention_varlen", _op, _key)
+    _LIBRARY.impl("attention_varlen_backward", _backward_op, _key)
+torch.library.register_fake("fa2tune::attention_varlen", _fake, lib=_LIBRARY)
+torch.library.register_fake("fa2tune::attention_varlen_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("fa2tune::attention_varlen", _backward, setup_context=_setup, lib=_LIBRARY)
+torch.library.register_autograd("fa2tune::attention_varlen_backward", _refuse_twice, lib=_LIBRARY)

@@ -1,0 +1,132 @@
+"""Batches with padding or packed documents as packed sequences of their own lengths.
+
+Padding costs no wait for the GPU: tokens are sorted to the front in their order, and ``attention_varlen`` leaves the rows
+behind the last sequence alone. How many documents a batch holds is not known without reading it, so packing waits once a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fa2tune.compat import terms
+
+#: By the tensor of numbers, which all layers of a model share.
+_KNOWN: Any = WeakIdKeyDictionary()
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
+_LIBRARY.define("document_offsets(Tensor numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _document_offsets(numbers: torch.Tensor) -> torch.Tensor:
+    """Where each document starts in the tokens of all rows, and where the last one ends; int32. The end is repeated up to a
+    power of two of documents, so that few numbers of documents are met: each is a plan of its own."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = begins.flatten().nonzero().squeeze(1)
+    documents = 1 << max(0, len(starts) - 1).bit_length()
+    spare = documents + 1 - len(starts)
+    return torch.nn.functional.pad(starts, (0, spare), value=numbers.numel()).to(torch.int32)
+
+
+def _document_offsets_fake(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+
+
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("document_offsets", _document_offsets, _key)
+torch.library.register_fake("fa2tune::document_offsets", _document_offsets_fake, lib=_LIBRARY)
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; the gradient takes the inverse order, without sums."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order, back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        order, back = ctx.saved_tensors
+        return _permuted(gradient, back, order), None, None
+
+
+def _permuted(rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    return _Permuted.apply(rows, order, back)  # type: ignore[no-untyped-call]
+
+
+def _remembered(numbers: torch.Tensor, name: Any, make: Callable[[], Any]) -> Any:
+    """Made once for a tensor."""
+    if torch.compiler.is_compiling():
+        return make()
+    found = _KNOWN.setdefault(numbers, {})
+    key = (name, 0 if numbers.is_inference() else numbers._version)
+    if key not in found:
+        found[key] = make()
+    return found[key]
+
+
+def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of (batch, length) bool: (order that brings tokens to the front, its inverse, where each row's tokens start there)."""
+    order = torch.argsort(~tokens.flatten(), stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = tokens.sum(1).cumsum(0)
+    return order, back, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, length, heads, dim) as (batch * length, heads, dim)."""
+    return tensor.reshape(-1, *tensor.shape[2:])
+
+
+def by_offsets(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """(batch, length, heads, dim) tensors whose tokens, all rows one after the other, are those of the sequences -> out."""
+    offsets = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    out, _ = terms.packed(call, _flat(q), _flat(k), _flat(v), *offsets, max_seqlen_q, max_seqlen_k, **options)
+    return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def by_numbers(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the
+    documents of tokens -> out. Keys behind the last of ``numbers`` are not there.
+
+    bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
+    anything, and all of them attend. Integers: as many queries as keys."""
+    batch, rows = q.shape[:2]
+    k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
+    length = k.shape[1]
+    if numbers.dtype != torch.bool:
+        if rows != length:
+            raise ValueError(
+                f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many"
+            )
+        offsets = _remembered(numbers, "offsets", lambda: torch.ops.fa2tune.document_offsets(numbers))
+        return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
+    order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
+    keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
+    if not options["causal"] and options["window"] is None:
+        starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
+        out, _ = terms.packed(call, _flat(q), keys, values, starts_q, starts_k, rows, length, **options)
+        return out.view(batch, rows, *out.shape[1:])
+    if rows > length:
+        raise ValueError(f"{call}: attention_mask: got {length} keys for {rows} queries, must be as many or more")
+    last = _remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
+    order, back, starts_q = last
+    out, _ = terms.packed(
+        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, **options
+    )
+    return _permuted(out, back, order).view(batch, rows, *out.shape[1:])

@@ -1,0 +1,150 @@
+"""The functions of flash-attn 2 (``from fa2tune.compat.flash_attn import flash_attn_func``), with its arguments and results.
+
+Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Head dims are 1 to 256, dtypes float16,
+bfloat16 and, other than there, float32. With ``return_attn_probs`` a call returns (out, softmax_lse, S_dmask): softmax_lse is
+(batch, heads, seqlen_q), of packed tensors (heads, total_q), float32, +inf in rows that see no key; S_dmask is empty, as it is
+there without dropout. What is not supported raises NotImplementedError (``ABSENT`` in fa2tune/compat/terms.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fa2tune.compat import terms
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Window = tuple[int, int] | torch.Tensor
+MaxSeqlen = int | torch.Tensor | None
+
+
+def _result(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool) -> Result:
+    if not return_attn_probs:
+        return out
+    return out, torch.where(lse == -torch.inf, torch.inf, lse), out.new_empty(0)
+
+
+def _options(call: str, causal: bool, window_size: Window, softcap: float, seqlen_k: int | None) -> dict[str, Any]:
+    return {"causal": causal, "window": terms.sides(call, window_size, seqlen_k), "softcap": softcap}
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim) -> out, like q.
+
+    The mask is aligned at the bottom right. window_size: (left, right), both inclusive; a negative side, or one of seqlen_k or
+    more, is unbounded.
+
+    Raises:
+        NotImplementedError: dropout_p > 0 or alibi_slopes.
+        TypeError, ValueError: as ``fa2tune.attention``, or window_size is no pair of integers.
+    """
+    return _dense("flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                  deterministic, return_attn_probs)  # fmt: skip
+
+
+def _dense(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None,
+    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    return_attn_probs: bool,
+) -> Result:  # fmt: skip
+    terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    seqlen_k = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else None
+    options = _options(call, causal, window_size, softcap, seqlen_k)
+    out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, **options)
+    return _result(out, lse, return_attn_probs)
+
+
+def _parts(call: str, name: str, tensor: Any, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:
+    """What is stacked in the last dimension but two."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+    if tensor.dim() != dimensions or tensor.shape[-3] != count:
+        wanted = "(batch, seqlen, {}, heads, head_dim)" if dimensions == 5 else "(total, {}, heads, head_dim)"
+        raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must be {wanted.format(count)}")
+    return tensor.unbind(-3)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """qkv (batch, seqlen, 3, heads, head_dim) -> out (batch, seqlen, heads, head_dim); the rest as ``flash_attn_func``."""
+    call = "flash_attn_qkvpacked_func"
+    q, k, v = _parts(call, "qkv", qkv, 5, 3)
+    return _dense(call, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                  return_attn_probs)  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """q as ``flash_attn_func``, kv (batch, seqlen_k, 2, heads_kv, head_dim) -> out, like q."""
+    call = "flash_attn_kvpacked_func"
+    k, v = _parts(call, "kv", kv, 5, 2)
+    return _dense(call, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                  return_attn_probs)  # fmt: skip
+
+
+def _packed(
+    call: str, tensors: tuple[torch.Tensor, ...], offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[MaxSeqlen, MaxSeqlen], dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    return_attn_probs: bool, block_table: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    options = _options(call, causal, window_size, softcap, terms.length(longest[1]))
+    q, k, v = tensors
+    out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
+                            **options)  # fmt: skip
+    return _result(out, lse, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    """q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim) -> out, like q. cu_seqlens as
+    ``fa2tune.attention_varlen`` has them: int32, (sequences + 1,).
+
+    Raises:
+        NotImplementedError: dropout_p > 0, alibi_slopes or block_table.
+        TypeError, ValueError: as ``fa2tune.attention_varlen``, or window_size is no pair of integers.
+    """
+    return _packed("flash_attn_varlen_func", (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k),
+                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                   return_attn_probs, block_table)  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: MaxSeqlen, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """qkv (total, 3, heads, head_dim) -> out (total, heads, head_dim); the rest as ``flash_attn_varlen_func``."""
+    call = "flash_attn_varlen_qkvpacked_func"
+    return _packed(call, _parts(call, "qkv", qkv, 4, 3), (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), dropout_p,
+                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: MaxSeqlen,
+    max_seqlen_k: MaxSeqlen, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """q as ``flash_attn_varlen_func``, kv (total_k, 2, heads_kv, head_dim) -> out, like q."""
+    call = "flash_attn_varlen_kvpacked_func"
+    k, v = _parts(call, "kv", kv, 4, 2)
+    return _packed(call, (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale,
+                   causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip

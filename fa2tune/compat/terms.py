@@ -1,0 +1,151 @@
+"""What the drop-ins share: the one table of what fa2tune has not, windows as flash-attn writes them, head dims of any size."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import functional
+
+from fa2tune.calling.ops import attention
+from fa2tune.calling.varlen import attention_varlen
+from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A feature that fa2tune does not have. ``neutral``: values of its argument that ask for nothing."""
+
+    what: str
+    neutral: tuple[Any, ...] = (None,)
+    instead: str = ""  #: what to do about it
+
+
+#: Argument of any drop-in -> what it would need. Errors are made from it, and docs/drop-ins.md lists it.
+ABSENT: Mapping[str, Absent] = {
+    "dropout_p": Absent("attention dropout", (0, None), "set it to 0"),
+    "dropout": Absent("attention dropout", (0, None), "set the model's attention dropout to 0, or call model.eval()"),
+    "alibi_slopes": Absent("ALiBi"),
+    "block_table": Absent("a paged key/value cache"),
+    "page_table": Absent("a paged key/value cache"),
+    "cache": Absent("a paged key/value cache (continuous batching)"),
+    "learnable_sink": Absent("attention sinks"),
+    "s_aux": Absent("attention sinks"),
+    "position_bias": Absent("a bias on the scores"),
+    "score_mod": Absent("functions of the scores"),
+    "mask_mod": Absent("functions as masks", (None,), "write a file of kernels/masks/"),
+    "aux_tensors": Absent("functions of the scores"),
+    "block_sparse_tensors": Absent("block masks"),
+    "full_block_cnt": Absent("block masks"),
+    "full_block_idx": Absent("block masks"),
+    "mask_block_cnt": Absent("block masks"),
+    "mask_block_idx": Absent("block masks"),
+    "block_size": Absent("block masks"),
+    "cu_total_m_blocks": Absent("schedules from outside"),
+    "cu_total_n_blocks": Absent("schedules from outside"),
+    "seqused_q": Absent("used lengths", (None,), "pack the sequences: cu_seqlens_q"),
+    "seqused_k": Absent("used lengths", (None,), "pack the sequences: cu_seqlens_k"),
+    "num_splits": Absent("a number of splits", (None, 0, 1)),
+    "output_attentions": Absent("attention probabilities", (None, False), 'attn_implementation="eager" has them'),
+}
+
+
+def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
+    allowed = " or ".join(map(repr, absent.neutral))
+    advice = f"; {absent.instead}" if absent.instead else ""
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+    raise NotImplementedError(
+        f"{call}: {name}: got {got}, allowed is {allowed}: fa2tune does not support {absent.what}{advice}"
+    )
+
+
+def refuse_absent(call: str, **given: Any) -> None:
+    """NotImplementedError names the first argument that asks for what there is not, what came and what is allowed."""
+    for name, value in given.items():
+        absent = ABSENT[name]
+        plain = value is None or isinstance(value, bool | numbers.Number | str)
+        if not (plain and any(value == one for one in absent.neutral)):
+            refuse(call, name, value, absent)
+
+
+def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None]:
+    """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may
+    be a tensor of two on the CPU."""
+    allowed = "must be two integers, or a tensor of two on the CPU"
+    if isinstance(window_size, torch.Tensor):
+        if window_size.device.type != "cpu" or window_size.shape != (2,) or window_size.is_floating_point():
+            raise ValueError(
+                f"{call}: window_size: got a tensor of shape {tuple(window_size.shape)} on {window_size.device}, {allowed}"
+            )
+        window_size = window_size.tolist()
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    found: list[int | None] = []
+    for side in window_size:
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral | torch.SymInt | None):
+            raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+        number: Any = side
+        unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)
+        found.append(None if unbounded else number)
+    return found[0], found[1]
+
+
+def fitting(tensor: torch.Tensor) -> torch.Tensor:
+    """With a head dim that kernels take: zeros are added, which change no product. A last dimension that is not contiguous is
+    copied, as flash-attn does."""
+    dim = tensor.shape[-1]
+    wanted = max(MIN_HEAD_DIM, -(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP)
+    if dim != wanted:
+        return functional.pad(tensor, (0, wanted - dim))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        if tensor.dim() != dimensions:
+            raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must have {dimensions} dimensions")
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{call}: {name}: got head dim {tensor.shape[-1]}, must be from 1 to {MAX_HEAD_DIM}")
+
+
+def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | None) -> dict[str, Any]:
+    """A scale of the true head dim; what is not asked to be deterministic follows torch's own setting."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    return {"softmax_scale": scale, "deterministic": True if deterministic else None}
+
+
+def dense(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None,
+    deterministic: bool | None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
+    _check(call, {"q": q, "k": k, "v": v}, 4)
+    common = _asked(q, softmax_scale, deterministic)
+    out, lse = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=True, **common, **options)
+    return out[..., : v.shape[-1]], lse
+
+
+def packed(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, *, softmax_scale: float | None,
+    deterministic: bool | None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
+    _check(call, {"q": q, "k": k, "v": v}, 3)
+    common = _asked(q, softmax_scale, deterministic)
+    out, lse = attention_varlen(
+        fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=True,
+        **common, **options,
+    )  # fmt: skip
+    return out[..., : v.shape[-1]], lse
+
+
+def length(value: Any) -> int | None:
+    """A max_seqlen that is known without waiting for the GPU."""
+    return int(value) if isinstance(value, numbers.Integral) else None

@@ -1,0 +1,219 @@
+"""Transformers' attention: after ``import fa2tune.compat.transformers`` a model takes ``attn_implementation="fa2tune"``.
+
+Both halves are registered: ``forward``, which attends, and ``mask``, without which a model would pass no padding. A mask is
+(batch, length): bool, True for a token and False for padding, or integers, the documents of tokens. A batch without either
+runs ``attention``; one with padding, or packed (position_ids that restart, or cu_seq_lens_q), runs ``attention_varlen``.
+What a model asks for and fa2tune has not (``ABSENT`` in fa2tune/compat/terms.py; masks that are more than causal, windows,
+padding and packing) raises NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+
+from fa2tune.compat import documents, terms
+
+try:
+    from transformers import masking_utils as masks
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        f"fa2tune.compat.transformers needs Transformers 5.17 or newer, which cannot be imported ({error}). Install it: "
+        "pip install 'fa2tune[models]'",
+        name=error.name,
+    ) from error
+
+NAME = "fa2tune"
+#: Makers of mask functions in transformers.masking_utils, with arguments to make one.
+_MAKERS: dict[str, tuple[Any, ...]] = {
+    "and_masks": (), "or_masks": (), "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,),
+    "packed_sequence_mask_function": (None,), "remap_positions_for_packed_sequence": (None, None),
+    "chunked_overlay": (1, None), "blockwise_overlay": (None,),
+}  # fmt: skip
+#: Those that are refused, by what they are.
+_REFUSED = {
+    "chunked_overlay": "chunked attention", "blockwise_overlay": "blocks that see both directions",
+    "or_masks": "unions of masks",
+}  # fmt: skip
+
+
+def _codes() -> tuple[tuple[Any, str], ...]:
+    """Code of a mask function, and what made it."""
+    found = [(masks.causal_mask_function.__code__, ""), (masks.bidirectional_mask_function.__code__, "")]
+    for name, arguments in _MAKERS.items():
+        if (maker := getattr(masks, name, None)) is not None:
+            with suppress(TypeError):  # a Transformers whose maker takes something else: its masks are refused
+                found.append((maker(*arguments).__code__, name))
+    return tuple(found)
+
+
+_AND, _PACKED = "and_masks", "packed_sequence_mask_function"
+_REMAPPED = "remap_positions_for_packed_sequence"  #: from Transformers 5.23 on
+_CODES = _codes()
+
+
+def _made_by(function: Callable[..., Any]) -> str | None:
+    """What made a mask function: one of _MAKERS, "" for what it is itself, None for anything else. torch.compile reads
+    neither its name nor what it captures, and compares code by identity alone."""
+    for code, name in _CODES:
+        if function.__code__ is code:
+            return name
+    return None
+
+
+def _refuse(made_by: str | None) -> NoReturn:
+    what = _REFUSED.get(made_by or "", "masks of the model's own")
+    raise NotImplementedError(
+        f"{NAME}: mask_function: got {what}, allowed are causal and bidirectional masks, sliding windows and packed sequences: "
+        f"fa2tune does not support {what} in Transformers"
+    )
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """What a mask function is the intersection of."""
+    made_by = _made_by(function)
+    if made_by == _AND:
+        for part in _captured(function, "mask_functions"):
+            yield from _parts(part)
+    elif made_by == _REMAPPED:  # positions in a document: the distances of tokens that see each other stay
+        yield from _parts(_captured(function, "mask_function"))
+    else:
+        yield function
+
+
+def _captured(function: Callable[..., Any], name: str) -> Any:
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _packed(function: Callable[..., Any]) -> torch.Tensor | None:
+    """The packed sequences that a mask function keeps apart, (batch, length); None: it does not. NotImplementedError: it is
+    more than causal or bidirectional, a window and that."""
+    found = None
+    for part in _parts(function):
+        made_by = _made_by(part)
+        if made_by is None or made_by in _REFUSED:
+            _refuse(made_by)
+        if made_by == _PACKED:
+            found = _captured(part, "packed_sequence_mask")
+    return found
+
+
+def _traced(
+    function: Callable[..., Any], batch_size: int, length: int, device: Any, rest: dict[str, Any]
+) -> torch.Tensor | None:
+    """The same while torch.compile makes a graph, which cannot take a mask function apart: a token that does not see the one
+    before it begins a document. Where there may be documents, none is not told from one."""
+    made_by = _made_by(function)
+    if made_by is None or made_by in _REFUSED or rest.get("use_vmap"):
+        _refuse(made_by)
+    plain = rest.get("allow_is_causal_skip") or rest.get("allow_is_bidirectional_skip")
+    if made_by != _AND or plain or not length:
+        return None
+    batch = torch.arange(batch_size, device=device)[:, None]
+    token = torch.arange(1, length, device=device)[None]
+    begins = ~function(batch, batch * 0, token, token - 1).expand(batch_size, length - 1)
+    return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None, attention_mask: torch.Tensor | None = None, device: Any = None,
+    **rest: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the
+    documents of packed tokens; the last key is that of the last query. ``attention_mask``: (batch, length) bool, True is a
+    token.
+
+    Raises:
+        NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
+            an attention_mask while a graph is made.
+    """
+    packed = None
+    chunk = getattr(rest.get("config"), "attention_chunk_size", None)
+    if chunk is not None and rest.get("local_size") == chunk != getattr(rest["config"], "sliding_window", None):
+        _refuse("chunked_overlay")
+    if torch.compiler.is_compiling() and mask_function is not None:
+        length = kv_length if attention_mask is None and q_length == kv_length else 0
+        packed = _traced(mask_function, batch_size, length, device, rest)
+    elif mask_function is not None:
+        packed = _packed(mask_function)
+    if packed is not None:
+        return packed.to(torch.int32)
+    blind = torch.compiler.is_compiling() or documents.capturing()
+    tokens = attention_mask
+    if tokens is None:
+        if not isinstance(q_offset, int):
+            if blind:
+                raise NotImplementedError(
+                    f"{NAME}: attention_mask: got None with a cache of a fixed size while a graph is made, allowed is a mask "
+                    "of the tokens so far, (batch, length)"
+                )
+            q_offset = int(q_offset)
+        seen = q_offset + q_length - kv_offset
+        return None if seen >= kv_length else torch.ones(batch_size, seen, dtype=torch.bool, device=device)
+    seen = q_offset + q_length if isinstance(q_offset, int) else tokens.shape[-1]
+    tokens = tokens[:, kv_offset : min(seen, kv_offset + kv_length)]
+    if not blind and tokens.shape[1] == kv_length and bool(tokens.all()):
+        return None
+    return tokens.to(torch.bool)
+
+
+def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
+    """Transformers counts the query itself."""
+    return None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def forward(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, cache: Any = None,
+    output_attentions: bool | None = None, deterministic: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, max_length_q: Any = None,
+    max_length_k: Any = None, **rest: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """query (batch, heads, q_length, head_dim), key and value (batch, heads_kv, length, ...) -> (out, None), out (batch,
+    q_length, heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0.
+
+    Raises:
+        NotImplementedError: what ``ABSENT`` in terms.py lists; a mask of 4 dimensions.
+        TypeError, ValueError: as ``fa2tune.attention``.
+    """
+    terms.refuse_absent(
+        NAME,
+        dropout=dropout,
+        s_aux=s_aux,
+        position_bias=position_bias,
+        cache=cache,
+        output_attentions=output_attentions,
+    )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        raise NotImplementedError(
+            f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, allowed are None and (batch, "
+            "length): fa2tune does not support masks as tensors of pairs"
+        )
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options: dict[str, Any] = {
+        "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
+        "window": _window(sliding_window, causal),
+    }  # fmt: skip
+    if cu_seq_lens_q is not None:
+        offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
+    elif attention_mask is None:
+        out, _ = terms.dense(NAME, q, k, v, **options)
+    else:
+        out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, forward)
+masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)

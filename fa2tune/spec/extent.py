@@ -1,0 +1,42 @@
+"""How many rows each sequence of a call has: all as many (dense), or each its own number (ragged), which the GPU alone knows.
+
+A ragged call has tensors of one batch entry, in which sequences lie one after the other, and ``cu_seqlens``, int32, with where
+each starts. Kernels ask ``kernels/lib/extent.py``, if their constexpr ``RAGGED`` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DENSE, RAGGED = "dense", "ragged"
+#: Tensor parameters of kernels with a constexpr RAGGED. In a dense call they are compiled in as 0, so they cost nothing.
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Which of the two, and what the host knows of the lengths."""
+
+    name: str = DENSE  #: DENSE or RAGGED: compiled in
+    sequences: int = 0  #: of a ragged call
+    longest: int = 0  #: rows of its longest sequence, as the caller says: chooses among rows of the cache; 0: not known
+
+    def __str__(self) -> str:
+        """For people."""
+        return self.name if self.name == DENSE else f"{self.sequences} packed sequences"
+
+    @property
+    def ragged(self) -> bool:
+        return self.name == RAGGED
+
+    def tiles(self, batch: int, length: int, block: int) -> int:
+        """Tiles of ``block`` rows that are launched for a head; ``length``: rows of a batch entry. In a ragged call there are
+        as many as any lengths can need."""
+        return length // block + self.sequences + 1 if self.ragged else -(-length // block) * batch
+
+    def length(self, total: int) -> int:
+        """Rows of a sequence, as far as the choice of a row of the cache goes: of the longest, else on average."""
+        return (self.longest or -(-total // max(1, self.sequences))) if self.ragged else total
+
+
+WHOLE = Extent()

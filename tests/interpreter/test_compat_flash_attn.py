@@ -1,0 +1,183 @@
+"""The drop-ins for flash-attn 2, FlashAttention-4 and torch's varlen_attn: arguments, results and edges of each."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fa2tune
+from fa2tune.compat import flash_attn, flash_attn_4, terms, torch_varlen
+from fa2tune.measuring import reference
+from fa2tune.spec.mask import mask_of
+
+
+def tensors(queries=9, keys=12, heads=(2, 1), dim=16, batch=1):
+    torch.manual_seed(0)
+    shapes = ((batch, queries, heads[0], dim), (batch, keys, heads[1], dim), (batch, keys, heads[1], dim))
+    return [torch.randn(shape, dtype=torch.float16) for shape in shapes]
+
+
+def expected(q, k, v, causal=False, window=None, scale=None):
+    """o (batch, seqlen, heads, dim) and lse, in float64."""
+    double = (t.double().transpose(1, 2) for t in (q, k, v))
+    o, lse = reference.attention(*double, mask=mask_of(causal, window), softmax_scale=scale)
+    return o.transpose(1, 2), lse
+
+
+def close(found, right):
+    torch.testing.assert_close(found.double(), right, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize("dim", [1, 7, 24, 59])
+def test_any_head_dim_with_the_scale_of_its_own(dim):
+    q, k, v = (t.requires_grad_() for t in tensors(dim=dim))
+    o = flash_attn.flash_attn_func(q, k, v, causal=True)
+    doubled = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    right, _ = expected(*doubled, causal=True, scale=1 / math.sqrt(dim))
+    assert o.shape == q.shape
+    close(o, right)
+    gradients = torch.autograd.grad(o.float().square().sum(), (q, k, v))
+    for found, one in zip(gradients, torch.autograd.grad(right.square().sum(), doubled), strict=True):
+        torch.testing.assert_close(found.double(), one, atol=2e-2, rtol=2e-2)
+
+
+def test_windows_as_flash_attn_writes_them():
+    q, k, v = tensors(9, 12)
+    for window, same in (
+        ((-1, -1), None), ((3, 2), (3, 2)), ((-1, 0), (None, 0)), ((4, -7), (4, None)), ((12, 2), (None, 2)),
+        (torch.tensor([3, 2]), (3, 2)), ([3, 2], (3, 2)),
+    ):  # fmt: skip
+        close(flash_attn.flash_attn_func(q, k, v, window_size=window), expected(q, k, v, window=same)[0])
+    close(flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 5)), expected(q, k, v, True, (3, 5))[0])
+    q, k, v = tensors(9, 3)  # a right side of seqlen_k is unbounded there, though it would hide keys
+    close(flash_attn.flash_attn_func(q, k, v, window_size=(-1, 3)), expected(q, k, v)[0])
+    for wrong in ((1,), 3, (1.0, 2), (True, 1), "ab"):
+        with pytest.raises(TypeError, match="flash_attn_func: window_size: got"):
+            flash_attn.flash_attn_func(q, k, v, window_size=wrong)
+    with pytest.raises(ValueError, match=r"window_size: got a tensor of shape \(3,\)"):
+        flash_attn.flash_attn_func(q, k, v, window_size=torch.tensor([1, 2, 3]))
+
+
+def test_what_is_returned_with_attn_probs():
+    q, k, v = tensors(9, 4)
+    out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, 0.0, None, True, return_attn_probs=True)
+    right, right_lse = expected(q, k, v, causal=True)
+    assert probabilities.shape == (0,) and lse.shape == (1, 2, 9) and lse.dtype is torch.float32
+    assert (lse[..., :5] == torch.inf).all() and not out[:, :5].any(), "rows without keys: +inf in flash-attn"
+    close(lse[..., 5:], right_lse[..., 5:])
+    close(out, right)
+
+
+def test_packed_tensors_are_views_of_one():
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 9, 3, 2, 16, dtype=torch.float16, requires_grad=True)
+    q, k, v = qkv.unbind(2)
+    alone = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(qkv, causal=True), alone)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), alone)
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    for packed in (
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 9, 9, causal=True),
+        flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], starts, 9, causal=True),
+        flash_attn.flash_attn_varlen_kvpacked_func(q[0], qkv[0, :, 1:], starts, starts, 9, 9, causal=True),
+    ):
+        close(packed, alone[0].double())
+    (gradient,) = torch.autograd.grad(alone.float().sum(), qkv)
+    assert gradient.shape == qkv.shape
+    for wrong in (qkv[0], qkv[:, :, :2]):
+        with pytest.raises(ValueError, match=r"qkv: got shape .* must be \(batch, seqlen, 3, heads, head_dim\)"):
+            flash_attn.flash_attn_qkvpacked_func(wrong)
+
+
+def test_varlen_in_all_three_libraries():
+    q, k, v = (t[0] for t in tensors(9, 12, dim=20))
+    starts_q, starts_k = (torch.tensor(s, dtype=torch.int32) for s in ([0, 5, 5, 9], [0, 3, 6, 12]))
+    right = torch.cat([expected(q[None, a:b], k[None, c:d], v[None, c:d], True)[0][0]
+                       for (a, b), (c, d) in (((0, 5), (0, 3)), ((5, 9), (6, 12)))])  # fmt: skip
+    common = (q, k, v, starts_q, starts_k)
+    out, lse, _ = flash_attn.flash_attn_varlen_func(*common, 5, 6, causal=True, return_attn_probs=True)
+    close(out, right)
+    assert lse.shape == (2, 9) and (lse == torch.inf).sum() == 4
+    out, lse = flash_attn_4.flash_attn_varlen_func(*common, causal=True)
+    close(out, right)
+    assert (lse == -torch.inf).sum() == 4
+    close(torch_varlen.varlen_attn(*common, 5, 6, window_size=(-1, 0)), right)
+    out, lse = torch_varlen.varlen_attn(*common, 5, 6, return_aux=SimpleNamespace(lse=True), window_size=(-1, 0))
+    assert lse.shape == (2, 9) and (lse == -torch.inf).sum() == 4
+
+
+def test_flash_attention_4_returns_a_pair_and_has_no_shifted_bands():
+    q, k, v = tensors()
+    out, lse = flash_attn_4.flash_attn_func(q, k, v, causal=True, window_size=(3, None))
+    right, right_lse = expected(q, k, v, True, (3, None))
+    close(out, right)
+    close(lse, right_lse)
+    out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v)  # without cu_seqlens: as flash_attn_func
+    close(out, expected(q, k, v)[0])
+    with pytest.raises(NotImplementedError, match=r"window_size: got \(-1, -1\), allowed are integers from 0"):
+        flash_attn_4.flash_attn_func(q, k, v, window_size=(-1, -1))
+    with pytest.raises(ValueError, match="cu_seqlens_k: got None"):
+        flash_attn_4.flash_attn_varlen_func(q, k, v, torch.zeros(2, dtype=torch.int32))
+
+
+CALLS = (
+    flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn_4.flash_attn_func,
+    flash_attn_4.flash_attn_varlen_func, torch_varlen.varlen_attn,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.__module__}.{call.__name__}")
+def test_what_there_is_not_is_refused_by_name(call):
+    q, k, v = tensors()
+    names = [name for name in inspect.signature(call).parameters if name in terms.ABSENT]
+    assert names
+    required = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k", "max_seqlen_q", "max_seqlen_k",
+                              "max_q", "max_k"))  # fmt: skip
+    required = {name: None for name in required if name in inspect.signature(call).parameters}
+    for name in names:
+        asked = 0.5 if name == "dropout_p" else 7 if name == "num_splits" else torch.zeros(3)
+        with pytest.raises(
+            NotImplementedError, match=f"{call.__name__}: {name}: got .* allowed is .* does not support"
+        ):
+            call(q, k, v, **required, **{name: asked})
+
+
+def test_wrong_tensors_are_named():
+    q, k, v = tensors(dim=16)
+    with pytest.raises(ValueError, match="flash_attn_func: q: got head dim 300, must be from 1 to 256"):
+        flash_attn.flash_attn_func(F.pad(q, (0, 284)), k, v)
+    with pytest.raises(ValueError, match=r"flash_attn_func: k: got shape .* must have 4 dimensions"):
+        flash_attn.flash_attn_func(q, k[0], v)
+    with pytest.raises(TypeError, match="flash_attn_func: v: got list"):
+        flash_attn.flash_attn_func(q, k, [])
+
+
+def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        terms, "attention", lambda *_, **options: asked.append(options["deterministic"]) or (_[0], None)
+    )
+    q, k, v = tensors()
+    flash_attn.flash_attn_func(q, k, v, deterministic=True)
+    flash_attn.flash_attn_func(q, k, v)
+    assert asked == [True, None]
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied():
+    q, k, v = tensors()
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)
+    assert turned.stride(-1) != 1
+    assert torch.equal(flash_attn.flash_attn_func(turned, k, v), flash_attn.flash_attn_func(q, k, v))
+    assert fa2tune.is_supported(q, k, v, layout="bshd")
+
+
+def test_the_page_lists_everything_that_is_refused():
+    page = (Path(__file__).parents[2] / "docs" / "drop-ins.md").read_text(encoding="utf-8")
+    listed = page[page.index("## Refused") :]
+    assert [name for name in terms.ABSENT if f"`{name}`" not in listed] == []

@@ -1,0 +1,198 @@
+"""Tiny Transformers models with attn_implementation="fa2tune" and "eager": logits, loss and gradients, padded, packed,
+generating."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils as masks  # noqa: E402
+
+import fa2tune.compat.transformers as compat  # noqa: E402
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "max_position_embeddings": 64}  # fmt: skip
+TOKENS = 12
+
+
+def config(name):
+    decoder = {**SMALL, "num_key_value_heads": 1}
+    if name == "llama":
+        return transformers.LlamaConfig(**decoder)
+    if name == "mistral":
+        return transformers.MistralConfig(**decoder, sliding_window=5)
+    if name == "qwen3":
+        return transformers.Qwen3Config(**decoder, head_dim=12)
+    if name == "gemma2":
+        layers = {**decoder, "num_hidden_layers": 2}
+        return transformers.Gemma2Config(**layers, head_dim=16, attn_logit_softcapping=5.0, sliding_window=4)
+    if name == "gpt2":
+        return transformers.GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0.0,
+                                       resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    if name == "bert":
+        return transformers.BertConfig(**SMALL, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    layers = {**SMALL, "num_hidden_layers": 2}
+    return transformers.ModernBertConfig(**layers, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0,
+                                         bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)  # fmt: skip
+
+
+DECODERS, ENCODERS = ("llama", "mistral", "qwen3", "gemma2", "gpt2"), ("bert", "modernbert")
+
+
+def model(name, implementation):
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
+    return auto.from_config(config(name), attn_implementation=implementation).train()
+
+
+def ids(rows=2):
+    return torch.randint(3, 61, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side):
+    found = torch.ones(2, TOKENS, dtype=torch.long)
+    found[0, slice(0, 5) if side == "left" else slice(7, None)] = 0
+    return found
+
+
+def restarts():
+    """Positions of three documents."""
+    return torch.cat([torch.arange(length) for length in (3, 5, 4)])[None]
+
+
+def trained(name, implementation, tokens, **inputs):
+    """Logits, loss and gradients; the loss is of tokens that are not padding, and whose prediction is none."""
+    one = model(name, implementation)
+    logits = one(input_ids=tokens, use_cache=False, **inputs).logits
+    seen = inputs.get("attention_mask", torch.ones_like(tokens)).bool()
+    loss = torch.nn.functional.cross_entropy(logits[seen], tokens.roll(-1, 1)[seen])
+    loss.backward()
+    return logits.detach()[seen], loss.detach(), {n: p.grad for n, p in one.named_parameters() if p.grad is not None}
+
+
+def compared(name, tokens, **inputs):
+    """In float32, where both round at the end of 24 bits."""
+    found, right = (trained(name, which, tokens, **inputs) for which in ("fa2tune", "eager"))
+    torch.testing.assert_close(found[0], right[0], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found[1], right[1], atol=1e-6, rtol=1e-6)
+    assert found[2].keys() == right[2].keys()
+    for parameter, gradient in right[2].items():
+        torch.testing.assert_close(found[2][parameter], gradient, atol=2e-6, rtol=1e-4, msg=parameter)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_padding(name):
+    sides = ("left", "right") if name in ("llama", "mistral", "modernbert") else ("left",)
+    for side in sides:
+        compared(name, ids(), attention_mask=padding(side))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_no_padding(name):
+    compared(name, ids(1))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_by_positions_that_restart(name):
+    compared(name, ids(1), position_ids=restarts())
+
+
+def test_offsets_of_documents_are_few_sizes():
+    numbers = torch.tensor([[1, 1, 2, 2, 2, 0], [2, 2, 2, 2, 2, 3]], dtype=torch.int32)
+    assert torch.ops.fa2tune.document_offsets(numbers).tolist() == [0, 2, 5, 6, 11, 12, 12, 12, 12]
+    assert torch.ops.fa2tune.document_offsets(numbers[:1, :2]).tolist() == [0, 2]
+
+
+def test_packed_by_offsets_is_packed_by_positions():
+    starts = torch.tensor([0, 3, 8, TOKENS], dtype=torch.int32)
+    with torch.no_grad():
+        one = model("llama", "fa2tune")
+        found = one(input_ids=ids(1), position_ids=restarts(), use_cache=False).logits
+        packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+        same = one(input_ids=ids(1), position_ids=restarts(), use_cache=False, **packing).logits
+    assert torch.equal(found, same)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_from_padded_prompts(cache):
+    options = {"attention_mask": padding("left"), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    right = model("llama", "eager").eval().generate(ids(), **options)
+    with torch.inference_mode():
+        options |= {"cache_implementation": cache, "disable_compile": True} if cache else {}
+        assert torch.equal(model("llama", "fa2tune").eval().generate(ids(), **options), right)
+
+
+@pytest.mark.parametrize("inputs", [{"attention_mask": padding("right")[:1]}, {"position_ids": restarts()}], ids=str)
+def test_torch_compile_without_graph_breaks(inputs):
+    tokens = ids(1)
+    with torch.no_grad():
+        one = model("mistral", "fa2tune")
+        run = torch.compile(
+            lambda: one(input_ids=tokens, use_cache=False, **inputs).logits, fullgraph=True, backend="eager"
+        )
+        assert torch.equal(run(), one(input_ids=tokens, use_cache=False, **inputs).logits)
+
+
+def test_padding_in_the_middle_and_rows_of_nothing_but_padding():
+    """Holes keep the order of tokens; a row without a token gives zeros."""
+    tokens = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 6, 16) for _ in range(3))
+    out, weights = compat.forward(torch.nn.Module(), q, k, v, tokens)
+    right = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=tokens[:, None, None] & torch.ones(6, 6, dtype=torch.bool).tril()
+    ).transpose(1, 2)
+    assert weights is None
+    torch.testing.assert_close(out[0, tokens[0]], right[0, tokens[0]])
+    assert not out[1].any() and not out[0, ~tokens[0]].any()
+
+
+def test_a_cross_attention_attends_from_every_query():
+    tokens = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, length, 16) for length in (5, 5, 5))
+    out, _ = compat.forward(torch.nn.Module(), q, k, v, tokens, is_causal=False)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=tokens[:, None, None])
+    torch.testing.assert_close(out, right.transpose(1, 2))
+
+
+def test_masks_that_there_are_not_are_refused_by_name():
+    left = torch.zeros(1, dtype=torch.long)
+    for function, what in (
+        (masks.chunked_causal_mask_function(4, left), "chunked attention"),
+        (masks.or_masks(masks.causal_mask_function, masks.bidirectional_mask_function), "unions of masks"),
+        (masks.and_masks(masks.causal_mask_function, lambda b, h, q, k: q >= k), "masks of the model's own"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"fa2tune: mask_function: got {what}"):
+            compat.mask(1, 8, 8, mask_function=function)
+    for function in (masks.sliding_window_causal_mask_function(4), masks.sliding_window_bidirectional_mask_function(4)):
+        assert compat.mask(1, 8, 8, mask_function=function) is None
+
+
+def test_what_a_model_may_ask_for_and_there_is_not_is_refused_by_name():
+    q = torch.randn(1, 2, 8, 16)
+    for name, value in (("dropout", 0.1), ("s_aux", torch.zeros(2)), ("position_bias", torch.zeros(1, 2, 8, 8)),
+                        ("cache", object()), ("output_attentions", True)):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"fa2tune: {name}: got .* allowed is"):
+            compat.forward(torch.nn.Module(), q, q, q, None, **{name: value})
+    with pytest.raises(NotImplementedError, match=r"attention_mask: got Tensor of shape \(1, 1, 8, 8\)"):
+        compat.forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 8, 8))
+
+
+def test_both_halves_are_registered():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    assert ALL_ATTENTION_FUNCTIONS["fa2tune"] is compat.forward
+    assert masks.ALL_MASK_ATTENTION_FUNCTIONS["fa2tune"] is compat.mask
+
+
+def test_without_transformers_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "fa2tune.compat.transformers")
+    with pytest.raises(ImportError, match=r"fa2tune\.compat\.transformers needs .*pip install 'fa2tune\[models\]'"):
+        importlib.import_module("fa2tune.compat.transformers")
