@@ -1,4 +1,4 @@
-"""Sliding windows and chunks on the GPU: the public call and every shipped form of the Hopper forward, by the error rule; the
+"""Sliding windows and chunks on the GPU: the public call and every shipped form of the Hopper kernels, by the error rule; the
 cost of a window."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import hopper_cases
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, mask_of
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 WINDOWS = ((128, 0), (0, 200), (65, 300), (None, 64), (700, None), (1000, 0))
@@ -104,6 +106,33 @@ def test_every_form_of_the_hopper_forward(head_dim):
 
                 compared(asked, forward, options, gradients=False)
     assert tried > 20
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 64), ("bf16", 128), ("fp16", 64), ("fp16", 128)])
+def test_every_form_of_the_fused_hopper_backward(dtype, head_dim):
+    """Gradients of every binary that a row names, and of every form that compute-sanitizer sees."""
+    variant = variant_of("bwd_fused", {})
+    cases = [
+        (variant, config, asked)
+        for asked in hopper_cases.bounded(dtype, head_dim)
+        for config in hopper_cases.forms_of(variant, head_dim)
+        if limits.before_compile(variant, asked.specialization, config, dispatch.gpu_of(0)) is None
+    ]  # fmt: skip
+    assert hopper_cases.compilable(cases) == cases
+    for one, config, asked in cases:
+        hopper_cases.check(one, config, asked, with_dlse=False)
+    assert len(cases) > 10 * len(hopper_cases.BOUNDED)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_hopper_backward_serves_windows(head_dim):
+    gpu = dispatch.gpu_of(0)
+    for asked in hopper_cases.bounded("bf16", head_dim):
+        strategy, kinds = dispatch.strategy_of(asked, gpu, deterministic=False)
+        assert (strategy, dict(kinds)) == ("fused", {"bwd_fused": True})
+        assert implementation_of(dispatch.choose(asked, "bwd_fused", gpu, True).config) == WARP_SPECIALIZED
 
 
 def milliseconds(call, count=20):
