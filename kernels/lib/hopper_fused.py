@@ -10,6 +10,7 @@ from fa2tune.kernels.lib.hopper import (
     tma_load,
     warpgroup_mma,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -104,35 +105,6 @@ def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
         return ()
 
 
-@gluon.jit
-def query_blocks(
-    start_n, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr
-):
-    """(first, full, end, rotation), counted in blocks: [first, end) are to be visited; as block_at has it, those under the mask
-    come at [first, full), and those whose queries see all keys of the tile at [full, end)."""
-    first, full, full_end, end = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, BLOCK_M)
-    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
-        full = end
-        if LEFT_BOUNDED:
-            full_end = end
-    rotation = 0
-    if LEFT_BOUNDED:
-        rotation = full_end - first
-        full = end - (full_end - full)
-    return first, full, end, rotation
-
-
-@gluon.jit
-def block_at(j, first, end, rotation, LEFT_BOUNDED: gl.constexpr):
-    """The query block of place j of [first, end). Of a mask bounded on the left those behind the full ones come first: all that
-    are masked come one after the other, and one loop holds them."""
-    block = j
-    if LEFT_BOUNDED:
-        block = j + rotation
-        block = gl.where(block < end, block, block - (end - first))
-    return block
-
-
 #: Triton 3.9 has it in public.
 _PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
 
@@ -188,7 +160,9 @@ def work(
         alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
         tile = gl.where(lap % 2 == 0, tile, other)
     start_n = tile * BLOCK_N
-    first, full, end, rotation = query_blocks(start_n, seqlen_q, seqlen_k, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED)
+    first, full, end, rotation = query_blocks(
+        start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+    )
     return alive, head // heads_kv, head % heads_kv, start_n, first, full, end, rotation
 
 
@@ -341,12 +315,6 @@ def probabilities(
 def do_once(PTX: gl.constexpr):
     """PTX that takes nothing and sets $0."""
     gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def opaque(x):
-    """x, which LLVM cannot see through."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

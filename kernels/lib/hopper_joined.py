@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
@@ -20,7 +21,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     V_EMPTY,
     add_terms,
     as_block_of,
-    block_at,
     come,
     come_if,
     meet,

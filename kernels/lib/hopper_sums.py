@@ -5,11 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     GROUPS,
     PIECE_GONE,
     PIECE_READY,
-    block_at,
     come,
     do_once,
     meet,

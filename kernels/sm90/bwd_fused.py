@@ -10,11 +10,13 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
+    opaque,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     CHUNK,
@@ -26,13 +28,11 @@ from fa2tune.kernels.lib.hopper_fused import (
     TERM_COLUMNS,
     add_terms,
     as_block_of,
-    block_at,
     come,
     issue_dq,
     make_barriers,
     make_tiles_told,
     meet,
-    opaque,
     probabilities,
     produce,
     share,
