@@ -126,13 +126,26 @@ def test_every_form_of_the_fused_hopper_backward(dtype, head_dim):
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_hopper_backward_serves_windows(head_dim):
+@pytest.mark.parametrize("kernel", ["bwd_dq", "bwd_dkdv"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80])
+def test_the_split_hopper_backward(kernel, head_dim):
+    variant = variant_of(kernel, {})
+    for asked in hopper_cases.bounded("bf16", head_dim):
+        for config in [hopper_cases.config_for(variant, asked), *hopper_cases.forms_of(variant, head_dim)[::3]]:
+            hopper_cases.check(variant, config, asked, with_dlse=False)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_hopper_backward_serves_windows(head_dim, deterministic):
     gpu = dispatch.gpu_of(0)
     for asked in hopper_cases.bounded("bf16", head_dim):
-        strategy, kinds = dispatch.strategy_of(asked, gpu, deterministic=False)
-        assert (strategy, dict(kinds)) == ("fused", {"bwd_fused": True})
-        assert implementation_of(dispatch.choose(asked, "bwd_fused", gpu, True).config) == WARP_SPECIALIZED
+        strategy, kinds = dispatch.strategy_of(asked, gpu, deterministic)
+        assert strategy == ("split" if deterministic or head_dim == 256 else "fused") and any(kinds.values())
+        for kernel, specialized in kinds.items():
+            found = dispatch.choose(asked, kernel, gpu, specialized).config
+            assert (implementation_of(found) == WARP_SPECIALIZED) == specialized
 
 
 def milliseconds(call, count=20):
