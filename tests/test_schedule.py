@@ -15,7 +15,7 @@ import pytest
 from fa2tune.calling import schedule
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 
 ROOT = Path(__file__).parent.parent
@@ -150,3 +150,14 @@ def test_the_page_states_the_recorded_losses():
     (pinned, scheduled), (_, fresh) = losses(RECORDED), losses(HELD_OUT)
     assert f"| {geometric_mean(pinned):.3f} | {geometric_mean(scheduled):.3f} | {max(pinned):.2f} |" in page
     assert f"| not run | {geometric_mean(fresh):.3f} | not run | {max(fresh):.2f} |" in page
+
+
+def test_a_window_takes_the_row_whose_queries_saw_as_many_keys() -> None:
+    known = {row.key.bucket: row for row in rows(128, "causal")}
+    for length in (2048, 16384, 40000):
+        served = known[min(length, 16384)]
+        others = [row for row in known.values() if row is not served]
+        for keys, bucket in ((1, 512), (255, 512), (1023, 2048), (2047, 4096), (8000, 16384)):
+            if 2 * keys < length:
+                asked = Problem("bf16", 1, 16, 16, length, length, 128, 128, Mask("band", keys, 0))
+                assert schedule.of_like_work(asked, served, others) is known[bucket], (length, keys)
