@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import click
@@ -28,8 +29,8 @@ from fa2tune.spec.problem import STRATEGIES, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 SHAPES = (
-    "1x16/16x16384x128:1024", "1x32/32x16384x64:1024", "2x32/8x8192x128:1024", "1x32/8x32768x128:4096",
-    "1x64/8x16384x64:128",
+    "1x16/16x16384x128:1024", "1x32/32x16384x64:1024", "2x32/8x8192x128:1024", "1x64/8x16384x64:128",
+    "1x32/8x32768x128:4096",
 )  # fmt: skip
 #: Products of a kernel of the backward, which weigh the tiles that it visits
 PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3, "bwd_fused": 5}
@@ -53,6 +54,7 @@ def shape_of(text: str) -> tuple[Problem, int]:
     return Problem("bf16", batch, heads_q, heads_kv, length, length, dim, dim, CAUSAL), window
 
 
+@cache
 def tiles(mask: Mask, problem: Problem, rows: int, columns: int) -> int:
     """Tiles [rows, columns] of a head with a visible pair."""
     keys = torch.arange(-(-problem.seqlen_k // columns) * columns, device="cuda")
@@ -105,7 +107,7 @@ def call_of(one: Contender, problem: Problem, tensors: Mapping[str, torch.Tensor
     return lambda: backward(do, None, q, k, v, o, lse)
 
 
-def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 7) -> list[float]:
+def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
     """Milliseconds of each, medians of interleaved rounds."""
 
     def block(call: Callable[[], Any], count: int) -> float:
@@ -117,7 +119,7 @@ def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 7) -> li
         torch.cuda.synchronize()
         return start.elapsed_time(end) / count
 
-    counts = [max(2, int(1000 * seconds / rounds / block(call, 3))) for call in calls]
+    counts = [max(1, int(1000 * seconds / rounds / block(call, 2))) for call in calls]
     found = [[block(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
