@@ -35,6 +35,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.lib.common",
     "fa2tune.kernels.lib.extent",
     "fa2tune.kernels.lib.hopper",
+    "fa2tune.kernels.lib.hopper_blocks",
     "fa2tune.kernels.lib.hopper_forward",
     "fa2tune.kernels.lib.hopper_fused",
     "fa2tune.kernels.lib.hopper_joined",

@@ -10,6 +10,7 @@ Checked against ``benchmarks/launch_choices.py``: docs/experiments/schedule.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -134,6 +135,18 @@ def _tuned_on(row: Row, problem: Problem) -> bool:
     tuned = row.key.workload()
     sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
     return all(getattr(problem, name) == getattr(tuned, name) for name in sizes)
+
+
+def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
+    """The row for a mask that no row was measured with: of ``served`` and ``others``, the same key at other lengths, the one
+    whose queries saw on average as many keys as this problem's do, nearest by ratio; ``served`` where it is as near.
+
+    What suits a window of 1024 keys at any length is what suits a causal mask of 2048: tiles of as many blocks."""
+
+    def distance(row: Row) -> float:
+        return abs(math.log(max(1.0, row.key.workload().keys_seen) / max(1.0, problem.keys_seen)))
+
+    return min((served, *others), key=distance)
 
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:

@@ -234,9 +234,10 @@ def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
 
 def refused_mask(variant: Variant, spec: Specialization) -> str | None:
     """Why a kernel cannot compute a call's mask, or None. Kernels without hooks have causal and full compiled in."""
-    if spec.mask not in ROW_MASKS and "IS_CAUSAL" in variant.constexpr_names:
+    around = filter(None, map(variants().get, (*variant.before, *variant.after)))
+    asked = {HOOKS[name] for one in (variant, *around) for name in one.constexpr_names & set(HOOKS)}
+    if spec.mask not in ROW_MASKS and not asked and "IS_CAUSAL" in variant.constexpr_names:
         return f"{variant.short_name} computes the causal mask and none at all, not {spec.mask}"
-    asked = {HOOKS[name] for name in variant.constexpr_names & set(HOOKS)}
     if lacking := sorted(asked - hooks_of(spec.mask)):
         return f"kernels/masks/{spec.mask}.py does not define {', '.join(lacking)}, which {variant.short_name} calls"
     return None

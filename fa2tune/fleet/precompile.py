@@ -72,7 +72,8 @@ def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
 
 def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
     workload = key.workload()
-    windows = [band(1, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
+    # of a size that takes this bucket's row (schedule.of_like_work): all buckets together name every row
+    windows = [band(key.bucket // 2, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
     for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
         yield problem
         yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better

@@ -3,6 +3,7 @@
 Gluon of Triton 3.6 and of 3.9 differ in names only; every kernel takes its names from here.
 """
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -14,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "fence_async_shared", "mbarrier", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait",
+    "fence_async_shared", "mbarrier", "opaque", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait",
     "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -37,3 +38,10 @@ else:  # 3.6 has the operation, its Python wrapper is missing
     def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def opaque(x):
+    """x, of which the compiler knows nothing. The wgmma descriptors of an operand that stays in shared memory, computed from
+    an index that is opaque, are not moved out of the loop into registers (16 words a product of head dim 256), and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -10,6 +10,7 @@ from fa2tune.kernels.lib.hopper import (
     tma_load,
     warpgroup_mma,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -104,21 +105,6 @@ def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
         return ()
 
 
-@gluon.jit
-def query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
-    end = gl.cdiv(seqlen_q, BLOCK_M)
-    first = 0
-    full = 0
-    if IS_CAUSAL:
-        offset = seqlen_k - seqlen_q
-        first = gl.minimum(gl.maximum(start_n - offset, 0) // BLOCK_M, end)
-        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), BLOCK_M), end)
-    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
-        full = end
-    return first, full, end
-
-
 #: Triton 3.9 has it in public.
 _PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
 
@@ -147,17 +133,18 @@ def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr)
 
 @gluon.jit
 def work(
-    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window,
+    BLOCK_M: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
     tile_and_head of kernels/lib/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
-    their order forth and back, which evens the lengths out, or (PAIRS) take the n-th tile of a head and the n-th last, or
-    (DYNAMIC) the tile of the number taken, the next that no program had."""
+    their order forth and back, which evens the lengths out (a band's are equal, and it changes nothing), or (PAIRS) take the
+    n-th tile of a head and the n-th last, or (DYNAMIC) the tile of the number taken, the next that no program had."""
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     programs = gl.num_programs(0)
     lane = gl.program_id(0)
-    if IS_CAUSAL and not PAIRS:
+    if RIGHT_BOUNDED and not PAIRS:
         lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
     index = taken if DYNAMIC else lap // together * programs + lane
     heads = batch * heads_kv
@@ -173,8 +160,10 @@ def work(
         alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
         tile = gl.where(lap % 2 == 0, tile, other)
     start_n = tile * BLOCK_N
-    first, full, end = query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M, IS_CAUSAL)
-    return alive, head // heads_kv, head % heads_kv, start_n, first, full, end
+    first, full, end, rotation = query_blocks(
+        start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+    )
+    return alive, head // heads_kv, head % heads_kv, start_n, first, full, end, rotation
 
 
 @gluon.jit
@@ -232,8 +221,9 @@ def await_prepared(flags, head, rows_padded):
 @gluon.jit
 def produce(
     q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr,
-    DYNAMIC: gl.constexpr, BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+    heads_per_wave, window, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
+    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
+    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
     through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to."""
@@ -246,15 +236,16 @@ def produce(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-        )
+        alive, b, h_kv, start_n, first, full, end, rotation = work(
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
+            RIGHT_BOUNDED, PAIRS, DYNAMIC,
+        )  # fmt: skip
         n_blocks = end - first
         total = gl.where(alive, group * n_blocks, 0)
         for i in range(total):
             turn = base + i
             h = h_kv * group + i // n_blocks
-            row = (first + i % n_blocks) * BLOCK_M
+            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
             stage = turn % STAGES
             if BESIDE:
                 if i % n_blocks == 0:
@@ -309,20 +300,14 @@ def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.conste
 
 @gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, qk_scale,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
+    s, row, key, offset, seqlen_k, window, qk_scale,
+    ROWS: gl.constexpr, HIDE_QUERIES: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
     p = gl.exp2(s * qk_scale)
     if MASK:
-        # how far into the block the first query lies that sees the key: two numbers a thread
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        seen_from = 0
-        if IS_CAUSAL:
-            seen_from = keys - offset - row
-        seen_from = gl.where(keys < seqlen_k, seen_from, BLOCK_M)
-        rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
-        p = gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+        p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, layout)
     return p
 
 
@@ -330,12 +315,6 @@ def probabilities(
 def do_once(PTX: gl.constexpr):
     """PTX that takes nothing and sets $0."""
     gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def opaque(x):
-    """x, which LLVM cannot see through."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

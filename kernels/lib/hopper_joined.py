@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
@@ -33,13 +34,14 @@ from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, words, first_word, k_stage, begin, end, done, base, limit, tile_phase, smem, barriers, start_n, offset,
-    seqlen_k, qk_scale,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
+    dk_acc, dv_acc, words, first_word, k_stage, begin, end, blocks, done, base, limit, tile_phase, smem, barriers, start_n,
+    offset, seqlen_k, window, qk_scale,
+    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr, REDUCE: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [begin, end) of one head, whose sums of dQ start at first_word. Turns of the rings: done before block 0 of
-    this head, base before this tile, limit with it. k_stage: where this tile's K lies; tile_phase: of its v_ready."""
+    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose sums of dQ start at
+    first_word. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. k_stage: where this
+    tile's K lies; tile_phase: of its v_ready."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -55,6 +57,7 @@ def _over_queries(
     v_tile = v_smem.index(0).reshape([BLOCK_N, BLOCK_D])
     for j in range(begin, end):
         turn = done + j
+        block = block_at(j, blocks[0], blocks[1], blocks[2], LEFT_BOUNDED)
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
         q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
@@ -67,7 +70,7 @@ def _over_queries(
         dp_next = add_terms(dp_next, delta_smem, stage, BLOCK_N, BLOCK_M, s_layout)
         s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
         p = probabilities(
-            s, j * BLOCK_M, start_n, offset, seqlen_k, qk_scale, BLOCK_N, BLOCK_M, IS_CAUSAL, MASK, s_layout
+            s, block * BLOCK_M, start_n, offset, seqlen_k, window, qk_scale, BLOCK_N, HIDE_QUERIES, MASK, s_layout
         )
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
@@ -89,7 +92,7 @@ def _over_queries(
         dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
         dv_acc, p_operand, dq = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
         if REDUCE == "vector":
-            add_from_registers(words, first_word + j * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D)
+            add_from_registers(words, first_word + block * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D)
         else:
             hand_over(dq, dq_smem, turn == base, 0, BLOCK_M, BLOCK_D, 288)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
@@ -100,8 +103,9 @@ def _over_queries(
 @gluon.jit
 def consume_joined(
     words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, qk_scale, softmax_scale,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
+    heads_per_wave, window, qk_scale, softmax_scale,
+    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, K_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
@@ -116,9 +120,10 @@ def consume_joined(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-        )
+        alive, b, h_kv, start_n, first, full, end, rotation = work(
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
+            RIGHT_BOUNDED, PAIRS, DYNAMIC,
+        )  # fmt: skip
         if alive:
             n_blocks = end - first
             total = group * n_blocks
@@ -135,9 +140,10 @@ def consume_joined(
                 first_word = (b * heads_q + h_kv * group + g).to(gl.int64) * rows_padded * BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
-                        dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full, done,
-                        base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k, qk_scale,
-                        IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, K_STAGES, part == 0,
+                        dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full,
+                        (first, end, rotation), done, base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k,
+                        window, qk_scale, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
+                        K_STAGES, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
             if TELLS:

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     GROUPS,
     PIECE_GONE,
@@ -133,9 +134,10 @@ def _count_tile(counts, first_head, group):
 
 @gluon.jit
 def add(
-    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    JOINED: gl.constexpr, ADDS: gl.constexpr, COUNTS: gl.constexpr,
+    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, JOINED: gl.constexpr, ADDS: gl.constexpr,
+    COUNTS: gl.constexpr,
 ):  # fmt: skip
     """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
     add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
@@ -148,15 +150,16 @@ def add(
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
-            alive, b, h_kv, start_n, first, full, end = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-            )
+            alive, b, h_kv, start_n, first, full, end, rotation = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
+                RIGHT_BOUNDED, PAIRS, DYNAMIC,
+            )  # fmt: skip
             if ADDS:
                 n_blocks = end - first
                 total = gl.where(alive, group * n_blocks, 0)
                 for i in range(total):
                     h = h_kv * group + i // n_blocks
-                    row = (first + i % n_blocks) * BLOCK_M
+                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
                     if JOINED:
                         meet(PIECE_READY, 288)
                         tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))

@@ -118,16 +118,17 @@ def _as_terms(x, layout: gl.constexpr):
 
 @gluon.jit
 def _lse_and_dlse(
-    lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, alive, IS_CAUSAL: gl.constexpr, layout: gl.constexpr
-):
+    lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, alive, SEES_A_KEY: gl.constexpr,
+    BOUNDED: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
     """[CHUNK] each of a chunk's rows; alive: whether there is such a chunk."""
     head, b, h, row = place
     step_b, step_h, step_m = steps
     rows = row + gl.arange(0, CHUNK, layout=layout)
     inside = (rows < seqlen_q) & alive
     word = gl.load(lse + head.to(gl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
-    if IS_CAUSAL:
-        word = gl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), word)
+    if BOUNDED:
+        word = gl.where(~SEES_A_KEY(rows, seqlen_k - seqlen_q, seqlen_k, window), float("inf"), word)
     at = b.to(gl.int64) * step_b + h.to(gl.int64) * step_h
     part = gl.load(dlse + at + rows.to(gl.int64) * step_m, mask=inside & (has_dlse != 0), other=0.0)
     return word, part
@@ -135,8 +136,8 @@ def _lse_and_dlse(
 
 @gluon.jit
 def _terms(
-    lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
-    BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
+    qk_scale, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The other warps: delta of every row, its terms and those of lse."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
@@ -147,14 +148,26 @@ def _terms(
     every = (batch * heads_q).to(gl.int64) * rows_padded * TERMS
     place = _place(0, duty, tiles, heads_q)
     word, part = _lse_and_dlse(
-        lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, n > 0, IS_CAUSAL, rows_layout
+        lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, n > 0, SEES_A_KEY, BOUNDED, rows_layout
     )
     for i in range(n):
         rows = place[0].to(gl.int64) * rows_padded + place[3] + gl.arange(0, CHUNK, layout=rows_layout)
         own = rows[:, None] * TERMS + gl.arange(0, TERMS, layout=gl.SliceLayout(0, own_layout))[None, :]
         place = _place(i + 1, duty, tiles, heads_q)
         next_word, next_part = _lse_and_dlse(
-            lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, i + 1 < n, IS_CAUSAL, rows_layout
+            lse,
+            dlse,
+            place,
+            steps,
+            has_dlse,
+            heads_q,
+            seqlen_q,
+            seqlen_k,
+            window,
+            i + 1 < n,
+            SEES_A_KEY,
+            BOUNDED,
+            rows_layout,
         )
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
@@ -174,9 +187,9 @@ def _terms(
 @gluon.jit
 def bwd_beside_hopper_kernel(
     o, do, lse, dlse, terms, sums, stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, group, seqlen_q, seqlen_k,
-    rows_padded, has_dlse, counter, counts, flags, rows_worth, keys_seen, heads_at_once, qk_scale,
-    BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, SUM_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    FINISH_BESIDE: gl.constexpr,
+    rows_padded, has_dlse, counter, counts, flags, rows_worth, keys_seen, heads_at_once, qk_scale, window_left, window_right,
+    BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    SUM_COLUMNS: gl.constexpr, STAGES: gl.constexpr, FINISH_BESIDE: gl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV] by descriptors, lse, dlse [B, Hq, Sq] -> terms, zeros in words (here the descriptor sums) and
     counter as sm90/bwd_prepare.py has them, and flags [B, Hq, rows_padded / CHUNK] int32: 1 where those rows are prepared;
@@ -227,10 +240,12 @@ def bwd_beside_hopper_kernel(
     fence_async_shared()
     smem = (o_smem, do_smem, zero_smem, ready, empty, termed, told)
     steps = (stride_dlseb, stride_dlseh, stride_dlsem)
+    window = (window_left, window_right)
+    BOUNDED: gl.constexpr = LEFT_BOUNDED or RIGHT_BOUNDED
     gl.warp_specialize([
         (_terms, (
-            lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, qk_scale,
-            BLOCK_DV, IS_CAUSAL, STAGES)),
+            lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
+            qk_scale, BLOCK_DV, SEES_A_KEY, BOUNDED, STAGES)),
         (_load, (o, do, smem, duty, tiles, heads_q, STAGES)),
         (_zero, (sums, flags, smem, duty, tiles, heads_q)),
     ], [1, 1], [40, 40])  # fmt: skip

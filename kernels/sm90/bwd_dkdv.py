@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
+    opaque,
     thread_barrier,
     tma_load,
     tma_store,
@@ -16,6 +17,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90.bwd_dkdv import REGISTERS, SPACE
 from fa2tune.spec.variant import Variant
@@ -37,31 +39,16 @@ def _tile(tiles, heads, heads_per_wave):
 
 
 @gluon.jit
-def _query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first, full, end), counted in blocks: queries of [first, full) see some keys of the tile, of [full, end) all."""
-    end = gl.cdiv(seqlen_q, BLOCK_M)
-    first = 0
-    full = 0
-    if IS_CAUSAL:
-        offset = seqlen_k - seqlen_q
-        first = gl.minimum(gl.maximum(start_n - offset, 0) // BLOCK_M, end)
-        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), BLOCK_M), end)
-    if start_n + BLOCK_N > seqlen_k:  # the last, ragged tile: everything under the mask
-        full = end
-    return first, full, end
-
-
-@gluon.jit
 def _produce(
     q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    b, h_kv, group, start_n, first, end,
-    BLOCK_M: gl.constexpr, ROWS_N: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    b, h_kv, group, start_n, first, end, rotation,
+    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, ROWS_N: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V once, then Q and dO through a ring, for every query head of the group."""
     n_blocks = end - first
     for turn in range(group * n_blocks):
         h = h_kv * group + turn // n_blocks
-        row = (first + turn % n_blocks) * BLOCK_M
+        row = block_at(first + turn % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
         if turn == 0:
@@ -81,51 +68,31 @@ def _produce(
 
 
 @gluon.jit
-def _opaque(x):
-    """x, of which the compiler knows nothing. The wgmma descriptors of an operand that stays in shared memory, computed from
-    an index that is opaque, are not moved out of the loop into registers (16 words a product of head dim 256), and spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _row_words(
-    words, j, first, end, alive, seqlen_q, other: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
+    words, j, first, end, rotation, alive, seqlen_q,
+    other: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """lse or delta of query block j of a head, [M]; of j = end: of block ``first`` of the next head. words: of the head. One
-    value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and block, these words
-    took 7 % of the time."""
+    """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. words:
+    of the head. One value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and
+    block, these words took 7 % of the time."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     wraps = j == end
-    rows = gl.where(wraps, first, j) * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
+    block = block_at(gl.where(wraps, first, j), first, end, rotation, LEFT_BOUNDED)
+    rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
     words += gl.where(wraps, seqlen_q, 0)
     return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
 
 
 @gluon.jit
-def _masked(
-    p, key, row, offset, seqlen_k,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """P^T [KEYS, M] of keys from ``key`` on and queries from ``row`` on, 0 where a query does not see the key."""
-    # how far into the block the first query lies that sees the key: two numbers a thread
-    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    seen_from = 0
-    if IS_CAUSAL:
-        seen_from = keys - offset - row
-    seen_from = gl.where(keys < seqlen_k, seen_from, BLOCK_M)
-    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
-    return gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
-
-
-@gluon.jit
 def _dv_over_queries(
-    acc, s, lse_words, begin, end, done, total, first, head_end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
-    do_ready, do_empty, p_ready, p_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+    acc, s, lse_words, begin, end, done, total, first, head_end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
+    q_empty, do_ready, do_empty, p_ready, p_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
+    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, MASK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [begin, end) of one head into dV. s and lse_words: S^T and lse of block begin; lse is +inf past the
-    end, so that p = exp2(s - inf) = 0. done: turns of the ring before block 0."""
+    """Query blocks at places [begin, end) of one head into dV. s and lse_words: S^T and lse of the first; lse is +inf past the
+    end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_DV, 16])
@@ -134,12 +101,26 @@ def _dv_over_queries(
     for j in range(begin, end):
         turn = done + j
         later = turn + 1
-        k_tile = k_smem.index(_opaque(j * 0)).reshape([BLOCK_N, BLOCK_D])
+        k_tile = k_smem.index(opaque(j * 0)).reshape([BLOCK_N, BLOCK_D])
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(lse, j + 1, first, head_end, later < total, seqlen_q, float("inf"), BLOCK_M, num_warps)
+        lse_words = _row_words(
+            lse,
+            j + 1,
+            first,
+            head_end,
+            rotation,
+            later < total,
+            seqlen_q,
+            float("inf"),
+            LEFT_BOUNDED,
+            BLOCK_M,
+            num_warps,
+        )
         p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
         if MASK:
-            p = _masked(p, key, j * BLOCK_M, offset, seqlen_k, IS_CAUSAL, BLOCK_M, BLOCK_N, s_layout)
+            row = block_at(j, first, head_end, rotation, LEFT_BOUNDED) * BLOCK_M
+            keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, s_layout))
+            p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, s_layout)
         buffer = turn % P_STAGES
         mbarrier.wait(p_empty.index(buffer), ((turn // P_STAGES) & 1) ^ 1)
         p_smem.index(buffer).store(p.to(dtype))
@@ -164,9 +145,9 @@ def _dv_over_queries(
 @gluon.jit
 def _consume_dv(
     dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
+    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
+    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Four warps: S^T = K Q^T, P^T, and dV += P^T dO."""
     dtype: gl.constexpr = q_smem.dtype
@@ -178,7 +159,9 @@ def _consume_dv(
     acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, d_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
     lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    lse_words = _row_words(lse, first, first, end, total > 0, seqlen_q, float("inf"), BLOCK_M, num_warps)
+    lse_words = _row_words(
+        lse, first, first, end, rotation, total > 0, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps
+    )
     mbarrier.wait(k_ready, 0, pred=total > 0)
     k_tile = k_smem.index(0).reshape([BLOCK_N, BLOCK_D])
     # the first S^T; with no block at all, of whatever lies there, and nobody reads it
@@ -190,14 +173,14 @@ def _consume_dv(
     for g in range(group):  # every query head that reads this key head
         turns = g * n_blocks - first
         acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, first, full, turns, total, first, end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
-            do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, qk_scale,
-            IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, True, num_warps,
+            acc, s, lse_words, first, full, turns, total, first, end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
+            q_empty, do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, window, qk_scale,
+            HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, True, num_warps,
         )  # fmt: skip
         acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, full, end, turns, total, first, end, lse, k_smem, q_smem, do_smem, p_smem, q_ready, q_empty,
-            do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, qk_scale,
-            IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, False, num_warps,
+            acc, s, lse_words, full, end, turns, total, first, end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
+            q_empty, do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, window, qk_scale,
+            HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, False, num_warps,
         )  # fmt: skip
         lse += seqlen_q
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
@@ -215,13 +198,13 @@ def _consume_dv(
 
 @gluon.jit
 def _dk_over_queries(
-    acc, dp, delta_words, first, end, done, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready, q_empty, do_ready, do_empty,
-    p_ready, p_empty, seqlen_q,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    acc, dp, delta_words, first, end, rotation, done, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready, q_empty, do_ready,
+    do_empty, p_ready, p_empty, seqlen_q,
+    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [first, end) of one head into dK. dp and delta_words: dP^T and delta of block first. done: turns of the ring
-    before block 0."""
+    """Query blocks at places [first, end) of one head into dK. dp and delta_words: dP^T and delta of the first. done: turns of
+    the ring before place 0."""
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
@@ -230,9 +213,11 @@ def _dk_over_queries(
     for j in range(first, end):
         turn = done + j
         later = turn + 1
-        v_tile = v_smem.index(_opaque(j * 0)).reshape([BLOCK_N, BLOCK_DV])
+        v_tile = v_smem.index(opaque(j * 0)).reshape([BLOCK_N, BLOCK_DV])
         shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(delta, j + 1, first, end, later < total, seqlen_q, 0.0, BLOCK_M, num_warps)
+        delta_words = _row_words(
+            delta, j + 1, first, end, rotation, later < total, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
+        )
         buffer = turn % P_STAGES
         mbarrier.wait(p_ready.index(buffer), (turn // P_STAGES) & 1)
         p = p_smem.index(buffer).load(s_layout).to(gl.float32)
@@ -257,8 +242,8 @@ def _dk_over_queries(
 @gluon.jit
 def _consume_dk(
     dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, softmax_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, softmax_scale,
+    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), and dK += dS^T Q."""
@@ -270,7 +255,9 @@ def _consume_dk(
     acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
     delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    delta_words = _row_words(delta, first, first, end, total > 0, seqlen_q, 0.0, BLOCK_M, num_warps)
+    delta_words = _row_words(
+        delta, first, first, end, rotation, total > 0, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
+    )
     mbarrier.wait(v_ready, 0, pred=total > 0)
     v_tile = v_smem.index(0).reshape([BLOCK_N, BLOCK_DV])
     do_tile = do_smem.index(0).reshape([BLOCK_M, BLOCK_DV])
@@ -280,9 +267,9 @@ def _consume_dk(
     mbarrier.arrive(do_empty.index(0), count=1)
     for g in range(group):  # every query head that reads this key head
         acc, dp, delta_words = _dk_over_queries(
-            acc, dp, delta_words, first, end, g * n_blocks - first, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready,
-            q_empty, do_ready, do_empty, p_ready, p_empty, seqlen_q,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps,
+            acc, dp, delta_words, first, end, rotation, g * n_blocks - first, total, delta, v_smem, q_smem, do_smem, p_smem,
+            q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, seqlen_q,
+            LEFT_BOUNDED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps,
         )  # fmt: skip
         delta += seqlen_q
     if BLOCK_D == BLOCK_DV:
@@ -299,13 +286,13 @@ def _consume_dk(
 
 @gluon.jit
 def _keys_over_queries(
-    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, first, head_end, lse, delta, k_smem, v_smem, q_smem,
-    do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
-    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, first, head_end, rotation, lse, delta, k_smem, v_smem,
+    q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
+    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [begin, end) of one head into dK and dV of this group's keys. lse_words and delta_words: of block begin;
-    done: turns of the ring before block 0."""
+    """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_words and delta_words: of the
+    first; done: turns of the ring before place 0."""
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
@@ -315,13 +302,25 @@ def _keys_over_queries(
         turn = done + j
         later = turn + 1
         stage = turn % STAGES
-        mine = _opaque(j * 0 + CONSUMER)
+        mine = opaque(j * 0 + CONSUMER)
         k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
         v_tile = v_smem.index(mine).reshape([KEYS, BLOCK_DV])
         q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
         do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_DV])
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(lse, j + 1, first, head_end, later < total, seqlen_q, float("inf"), BLOCK_M, num_warps)
+        lse_words = _row_words(
+            lse,
+            j + 1,
+            first,
+            head_end,
+            rotation,
+            later < total,
+            seqlen_q,
+            float("inf"),
+            LEFT_BOUNDED,
+            BLOCK_M,
+            num_warps,
+        )
         mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)
         s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
@@ -329,12 +328,16 @@ def _keys_over_queries(
         s = warpgroup_mma_wait(1, deps=[s_next])
         p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
         if MASK:
-            p = _masked(p, key, j * BLOCK_M, offset, seqlen_k, IS_CAUSAL, BLOCK_M, KEYS, s_layout)
+            row = block_at(j, first, head_end, rotation, LEFT_BOUNDED) * BLOCK_M
+            keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
+            p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, s_layout)
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = warpgroup_mma(operand, do_tile, dv_acc, is_async=True)
         delta_row = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(delta, j + 1, first, head_end, later < total, seqlen_q, 0.0, BLOCK_M, num_warps)
+        delta_words = _row_words(
+            delta, j + 1, first, head_end, rotation, later < total, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
+        )
         ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
         dk_next = warpgroup_mma(ds, q_tile, dk_acc, is_async=True)
         dv_acc, operand = warpgroup_mma_wait(1, deps=[dv_next, operand])
@@ -347,9 +350,9 @@ def _keys_over_queries(
 @gluon.jit
 def _consume_keys(
     dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
-    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
+    b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale, softmax_scale,
+    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys."""
     dtype: gl.constexpr = q_smem.dtype
@@ -363,21 +366,25 @@ def _consume_keys(
     dv_acc = gl.zeros([KEYS, BLOCK_DV], gl.float32, v_layout)
     lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
     delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    lse_words = _row_words(lse, first, first, end, total > 0, seqlen_q, float("inf"), BLOCK_M, num_warps)
-    delta_words = _row_words(delta, first, first, end, total > 0, seqlen_q, 0.0, BLOCK_M, num_warps)
+    lse_words = _row_words(
+        lse, first, first, end, rotation, total > 0, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps
+    )
+    delta_words = _row_words(
+        delta, first, first, end, rotation, total > 0, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
+    )
     mbarrier.wait(k_ready, 0, pred=total > 0)
     mbarrier.wait(v_ready, 0, pred=total > 0)
     for g in range(group):  # every query head that reads this key head
         turns = g * n_blocks - first
         dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, first, full, turns, total, first, end, lse, delta, k_smem, v_smem, q_smem,
-            do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
-            CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, True, num_warps,
+            dk_acc, dv_acc, lse_words, delta_words, first, full, turns, total, first, end, rotation, lse, delta, k_smem,
+            v_smem, q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
+            CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, True, num_warps,
         )  # fmt: skip
         dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, full, end, turns, total, first, end, lse, delta, k_smem, v_smem, q_smem,
-            do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, qk_scale,
-            CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, False, num_warps,
+            dk_acc, dv_acc, lse_words, delta_words, full, end, turns, total, first, end, rotation, lse, delta, k_smem,
+            v_smem, q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
+            CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, False, num_warps,
         )  # fmt: skip
         lse += seqlen_q
         delta += seqlen_q
@@ -395,8 +402,9 @@ def _consume_keys(
 @gluon.jit
 def bwd_dkdv_hopper_kernel(
     q, k, v, do, lse, delta, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
+    window_left, window_right, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
     ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv."""
@@ -406,7 +414,10 @@ def bwd_dkdv_hopper_kernel(
     b = head // heads_kv
     h_kv = head % heads_kv
     start_n = tile * BLOCK_N
-    first, full, end = _query_blocks(start_n, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    window = (window_left, window_right)
+    first, full, end, rotation = query_blocks(
+        start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+    )
 
     TILES: gl.constexpr = BLOCK_N // ROWS_N
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
@@ -434,15 +445,15 @@ def bwd_dkdv_hopper_kernel(
         gl.warp_specialize([
             (_consume_keys, (
                 dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
-                0, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
+                b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
+                softmax_scale, 0, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
             (_consume_keys, (
                 dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale, softmax_scale,
-                1, IS_CAUSAL, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
+                b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
+                softmax_scale, 1, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, BLOCK_DV, STAGES, num_warps)),
             (_produce, (
                 q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, group, start_n, first, end, BLOCK_M, ROWS_N, TILES, STAGES)),
+                b, h_kv, group, start_n, first, end, rotation, LEFT_BOUNDED, BLOCK_M, ROWS_N, TILES, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
     else:
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
@@ -456,15 +467,16 @@ def bwd_dkdv_hopper_kernel(
         gl.warp_specialize([
             (_consume_dv, (
                 dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, seqlen_k, qk_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
+                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k,
+                window, qk_scale,
+                HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
             (_consume_dk, (
                 dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, seqlen_q, softmax_scale,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
+                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, softmax_scale,
+                LEFT_BOUNDED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STAGES, P_STAGES, num_warps)),
             (_produce, (
                 q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, group, start_n, first, end, BLOCK_M, ROWS_N, TILES, STAGES)),
+                b, h_kv, group, start_n, first, end, rotation, LEFT_BOUNDED, BLOCK_M, ROWS_N, TILES, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
 
 

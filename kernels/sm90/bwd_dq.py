@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
+    opaque,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -49,16 +50,17 @@ def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.con
 
 @gluon.jit
 def _produce(
-    q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h_kv, start_m, n_blocks,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h_kv, start_m, below,
+    n_blocks, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: Q and dO once, K and V through a ring each, the last block (the one under the mask) first."""
+    """One warp: Q and dO once, K and V through a ring each: n_blocks counted back from block ``below`` - 1, the one under the
+    mask."""
     mbarrier.expect(q_ready.index(0), q.block_type.nbytes + do.block_type.nbytes)
     tma_load(q, [b, h, start_m, 0], q_ready.index(0), q_smem.index(0))
     tma_load(do, [b, h, start_m, 0], q_ready.index(0), do_smem.index(0))
     for j in range(gl.maximum(n_blocks, 1)):
         if j < n_blocks:
-            row = (n_blocks - 1 - j) * BLOCK_N
+            row = (below - 1 - j) * BLOCK_N
             stage = j % K_STAGES
             mbarrier.wait(k_empty.index(stage), ((j // K_STAGES) & 1) ^ 1)
             mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
@@ -100,28 +102,22 @@ def _deltas(
 
 
 @gluon.jit
-def _opaque(x):
-    """x, of which the compiler knows nothing. The wgmma descriptors of an operand that stays in shared memory, computed from
-    an index that is opaque, are not moved out of the loop into registers (16 words a product of head dim 256), and spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _over_keys(
-    acc, begin, end, n_blocks, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, lse_row, delta_row,
-    rows, offset, seqlen_k, qk_scale,
+    acc, begin, end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, lse_row, delta_row,
+    rows, offset, seqlen_k, window, qk_scale,
     CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+    V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr, HIDE: gl.constexpr, MASK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks [begin, end), counted from the last one, into acc [ROWS, D]. While one group exponentiates, the other
-    multiplies: products of its own beside them only cost registers."""
+    """Key blocks [begin, end), counted back from block ``below`` - 1, into acc [ROWS, D]. While one group exponentiates, the
+    other multiplies: products of its own beside them only cost registers."""
     dtype: gl.constexpr = k_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_N, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     for j in range(begin, end):
-        mine = _opaque(j * 0 + CONSUMER)
+        mine = opaque(j * 0 + CONSUMER)
         q_tile = q_smem.index(mine).reshape([ROWS, BLOCK_D])
         do_tile = do_smem.index(mine).reshape([ROWS, BLOCK_DV])
         k_stage = j % K_STAGES
@@ -134,8 +130,11 @@ def _over_keys(
         dp_next = warpgroup_mma(do_tile, v_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         p = gl.exp2(gl.fma(s, qk_scale, -lse_row[:, None]))
-        if MASK:
-            columns = (n_blocks - 1 - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+        if MASK and BY_HOOKS:  # a score of 0 stays 0 where it is seen
+            seen = HIDE(zero, rows, (below - 1 - j) * BLOCK_N, offset, seqlen_k, window, s_layout) == 0.0
+            p = gl.where(seen, p, 0.0)
+        elif MASK:
+            columns = (below - 1 - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
             if IS_CAUSAL:  # one comparison a score: the last key that a row sees
                 last = gl.minimum(rows + offset, seqlen_k - 1)
                 p = gl.where(columns[None, :] <= last[:, None], p, 0.0)
@@ -153,9 +152,12 @@ def _over_keys(
 @gluon.jit
 def _consume(
     dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty,
-    b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, qk_scale, softmax_scale,
+    b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale,
+    softmax_scale,
     CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, num_warps: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One group: rows [start_m + CONSUMER * ROWS, + ROWS) of one head."""
     dtype: gl.constexpr = q_smem.dtype
@@ -174,8 +176,20 @@ def _consume(
     # past the end +inf, so that p = exp2(s - inf) = 0
     lse_row = gl.load(lse + head_row + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
     n_blocks = n_all
-    if IS_CAUSAL:
+    if BY_HOOKS:
+        mine = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_blocks = gl.maximum(n_all - (below - mine), 0)
+        clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_full = seqlen_k // BLOCK_N
+        if RIGHT_BOUNDED:
+            n_full = gl.minimum(n_full, clear_end)
+        n_full = gl.minimum(gl.maximum(n_full - (below - n_all), 0), n_blocks)
+        full_end = n_all
+        if LEFT_BOUNDED:
+            full_end = gl.minimum(gl.maximum(below - clear_begin, n_all - n_full), n_all)
+    elif IS_CAUSAL:
         n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, BLOCK_N, IS_CAUSAL)
+    if IS_CAUSAL or BY_HOOKS:
         for j in range(n_all - n_blocks):  # blocks that only later groups see
             stage = j % K_STAGES
             mbarrier.wait(k_ready.index(stage), (j // K_STAGES) & 1)
@@ -183,22 +197,30 @@ def _consume(
             stage = j % V_STAGES
             mbarrier.wait(v_ready.index(stage), (j // V_STAGES) & 1)
             mbarrier.arrive(v_empty.index(stage), count=1)
-        n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // BLOCK_N
-    else:
+    if not BY_HOOKS:
         n_full = seqlen_k // BLOCK_N
-    n_full = gl.minimum(n_full, n_blocks)
+        if IS_CAUSAL:
+            n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // BLOCK_N
+        n_full = gl.minimum(n_full, n_blocks)
+        full_end = n_all
     masked_end = n_all - n_full
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
     acc = _over_keys(
-        acc, n_all - n_blocks, masked_end, n_all, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-        lse_row, delta_row, rows, offset, seqlen_k, qk_scale,
-        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, True, num_warps,
+        acc, n_all - n_blocks, masked_end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
+        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, True, num_warps,
     )  # fmt: skip
     acc = _over_keys(
-        acc, masked_end, n_all, n_all, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-        lse_row, delta_row, rows, offset, seqlen_k, qk_scale,
-        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, False, num_warps,
+        acc, masked_end, full_end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+        lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
+        CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, False, num_warps,
     )  # fmt: skip
+    if BY_HOOKS and LEFT_BOUNDED:
+        acc = _over_keys(
+            acc, full_end, n_all, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
+            lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
+            CONSUMER, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, True, num_warps,
+        )  # fmt: skip
     slot = q_smem.index(CONSUMER)  # this group alone reads it
     slot.reshape([ROWS, BLOCK_D]).store((acc * softmax_scale).to(dtype))
     fence_async_shared()
@@ -210,19 +232,28 @@ def _consume(
 def bwd_dq_hopper_kernel(
     q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
-    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE,
-    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE, window_left, window_right,
+    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
+    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
-    [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse."""
+    [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. BY_HOOKS: the mask is
+    neither causal nor none, whose code, which rows were measured with, is compiled in."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tile, head = _tile(gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
     b = head // heads_q
     h = head % heads_q
     start_m = tile * BLOCK_M
-    n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
+    window = (window_left, window_right)
+    if BY_HOOKS:
+        below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
+        n_all = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
+    else:
+        n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
+        below = n_all
     o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
     dlse += b.to(gl.int64) * stride_dlseb + h.to(gl.int64) * stride_dlseh
 
@@ -249,49 +280,55 @@ def bwd_dq_hopper_kernel(
         gl.warp_specialize([
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_produce, (
                 q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
         ], [1], [24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_produce, (
                 q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                0, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                1, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_consume, (
                 dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                qk_scale, softmax_scale,
-                2, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, num_warps)),
+                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
+                window, qk_scale, softmax_scale,
+                2, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
+                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED, num_warps)),
             (_produce, (
                 q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
+                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
 
 
@@ -307,7 +344,7 @@ VARIANT = Variant(
     ),
     constants=lambda spec, config: {
         **dict(zip(("BLOCK_D", "BLOCK_DV"), block_dims(spec), strict=True)),
-        "CONSUMER_REGISTERS": REGISTERS[config["GROUPS"]],
+        "CONSUMER_REGISTERS": REGISTERS[config["GROUPS"]], "BY_HOOKS": spec.mask not in ("full", "causal"),
     },
     min_arch=90,
     max_arch=90,

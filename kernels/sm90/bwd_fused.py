@@ -10,11 +10,13 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
+    opaque,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     CHUNK,
@@ -31,7 +33,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     make_barriers,
     make_tiles_told,
     meet,
-    opaque,
     probabilities,
     produce,
     share,
@@ -47,15 +48,15 @@ from fa2tune.spec.variant import Variant, Workspaces
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, done, base, limit, sums, words, smem, barriers,
-    b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
-    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
+    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, blocks, done, base, limit, sums, words, smem, barriers,
+    b, h, heads_q, rows_padded, key, offset, seqlen_k, window, qk_scale,
+    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Query blocks [begin, end) of one head. Turns of the rings: done before block 0 of this head, base before this tile,
-    limit with it. SCORES_AHEAD: s holds S^T of block begin, terms added, and that of the next block is computed beside this
-    block's reduction."""
+    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at. Turns of the rings: done before
+    place 0 of this head, base before this tile, limit with it. SCORES_AHEAD: s holds S^T of place begin, terms added, and that
+    of the next is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem.dtype
@@ -68,6 +69,7 @@ def _over_queries(
     zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
     for j in range(begin, end):
         turn = done + j
+        block = block_at(j, blocks[0], blocks[1], blocks[2], LEFT_BOUNDED)
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
         k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
@@ -86,7 +88,9 @@ def _over_queries(
         dp_next = add_terms(dp_next, delta_smem, stage, KEYS, BLOCK_M, s_layout)
         if not SCORES_AHEAD:
             s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
-        p = probabilities(s, j * BLOCK_M, key, offset, seqlen_k, qk_scale, KEYS, BLOCK_M, IS_CAUSAL, MASK, s_layout)
+        p = probabilities(
+            s, block * BLOCK_M, key, offset, seqlen_k, window, qk_scale, KEYS, HIDE_QUERIES, MASK, s_layout
+        )
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -117,7 +121,7 @@ def _over_queries(
             meet(DS_READY, 256)
             dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
             h_dq = h
-            row_dq = j * BLOCK_M
+            row_dq = block * BLOCK_M
         if SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = warpgroup_mma_wait(3, deps=[dv_next, p_operand])
@@ -144,7 +148,7 @@ def _over_queries(
                 sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
             )  # fmt: skip
         h_dq = h
-        row_dq = j * BLOCK_M
+        row_dq = block * BLOCK_M
         if SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
@@ -159,8 +163,9 @@ def _over_queries(
 @gluon.jit
 def _consume(
     sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-    batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, qk_scale, softmax_scale,
-    CONSUMER: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, window, qk_scale, softmax_scale,
+    CONSUMER: gl.constexpr, QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
     PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr,
@@ -181,9 +186,10 @@ def _consume(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, BLOCK_M, IS_CAUSAL, PAIRS, DYNAMIC
-        )
+        alive, b, h_kv, start_n, first, full, end, rotation = work(
+            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
+            RIGHT_BOUNDED, PAIRS, DYNAMIC,
+        )  # fmt: skip
         if alive:
             key = start_n + CONSUMER * KEYS
             n_blocks = end - first
@@ -207,10 +213,10 @@ def _consume(
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
                         dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
-                        done, base, base + total, sums, words, smem, barriers,
-                        b, h, heads_q, rows_padded, key, offset, seqlen_k, qk_scale,
-                        CONSUMER, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST,
-                        DQ_BEHIND, part == 0,
+                        (first, end, rotation), done, base, base + total, sums, words, smem, barriers,
+                        b, h, heads_q, rows_padded, key, offset, seqlen_k, window, qk_scale,
+                        CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD,
+                        EXPONENTIALS_FIRST, DQ_BEHIND, part == 0,
                     )  # fmt: skip
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
@@ -253,8 +259,9 @@ def _consume(
 @gluon.jit
 def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
-    rows_padded, HEADS_PER_WAVE, counter, flags,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right,
+    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -268,6 +275,7 @@ def bwd_fused_hopper_kernel(
     FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py)."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
+    window = (window_left, window_right)
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
@@ -303,35 +311,38 @@ def bwd_fused_hopper_kernel(
         gl.warp_specialize([
             (consume_joined, (
                 words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
-                IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST, PAIRS, DYNAMIC, TELLS, K_STAGES)),
+                rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
+                QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
+                PAIRS, DYNAMIC, TELLS, K_STAGES)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
-                K_STAGES)),
+                rows_padded, HEADS_PER_WAVE, window, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+                BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
+                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
-                0, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
+                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
+                qk_scale, softmax_scale,
+                0, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
                 REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, qk_scale, softmax_scale,
-                1, IS_CAUSAL, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
+                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
+                qk_scale, softmax_scale,
+                1, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
                 REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, BLOCK_M, STAGES, IS_CAUSAL, PAIRS, DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS,
-                K_STAGES)),
+                rows_padded, HEADS_PER_WAVE, window, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+                BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-                BLOCK_M, BLOCK_D, IS_CAUSAL, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
+                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
@@ -353,9 +364,11 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
 
 
 def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
-    part, whole = (
-        space.share_of_helpers(problem) if config["FINISH_BESIDE"] else (space.ROWS_WORTH, round(problem.keys_seen))
-    )
+    if config["FINISH_BESIDE"]:
+        part, whole = space.share_of_helpers(problem)
+    else:
+        seen = problem.keys_seen if problem.mask.measured else space.keys_worked(problem)
+        part, whole = space.ROWS_WORTH, round(seen)
     return {
         "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": part,
         "keys_seen": max(1, whole) if early else 1,  # beside nothing, all multiprocessors prepare

@@ -30,8 +30,8 @@ def _as_terms(x):
 def bwd_prepare_hopper_kernel(
     o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
-    qk_scale, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_R: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
+    qk_scale, window_left, window_right, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SEES: tl.constexpr,
+    LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
@@ -57,8 +57,9 @@ def bwd_prepare_hopper_kernel(
         o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
     )  # [R]
     row_lse = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
-    if IS_CAUSAL:
-        row_lse = tl.where(rows + seqlen_k - seqlen_q < 0, float("inf"), row_lse)
+    if LEFT_BOUNDED or RIGHT_BOUNDED:
+        seen = SEES(rows, seqlen_k - seqlen_q, seqlen_k, (window_left, window_right))
+        row_lse = tl.where(~seen, float("inf"), row_lse)
     own = (first + tl.arange(0, BLOCK_R)[:, None]) * TERMS + tl.arange(0, TERMS)[None, :]
     every = tl.cast(batch * heads_q, tl.int64) * rows_padded * TERMS
     tl.store(terms + own, _as_terms(tl.div_rn(row_lse * -LOG2E, qk_scale)))

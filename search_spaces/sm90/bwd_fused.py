@@ -65,7 +65,7 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
         return 0
     worth, whole = share_of_helpers(problem)
     wanted = min(-(-sm_count * worth // whole), sm_count - 1)
-    if problem.mask.name == "causal":  # tiles of any length: there are no rounds
+    if problem.mask.name not in ("full", "band"):  # tiles of any length: there are no rounds
         return wanted
     tiles = -(-problem.seqlen_k // (GROUPS * KEYS)) * problem.batch * problem.heads_kv
 
@@ -80,11 +80,18 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
 def share_of_helpers(problem: Problem) -> tuple[int, int]:
     """As (so many of so many), in keys. The main kernel works on whole tiles of them. Who goes on preparing is reckoned from
     this, too (kernels/sm90/bwd_beside.py)."""
+    return HELPERS_WORTH, keys_worked(problem) + HELPERS_WORTH
+
+
+def keys_worked(problem: Problem) -> int:
+    """Keys that the main kernel multiplies a query row with, on average: whole tiles, and none that its block does not see. A
+    mask cuts half a tile at either end of what a row sees, causal at one."""
     tile = GROUPS * KEYS
-    keys = (
-        round(problem.keys_seen) + tile // 2 if problem.mask.name == "causal" else -(-problem.seqlen_k // tile) * tile
-    )
-    return HELPERS_WORTH, keys + HELPERS_WORTH
+    most = -(-problem.seqlen_k // tile) * tile
+    if problem.mask.name == "full":
+        return most
+    seen = round(problem.keys_seen)
+    return seen + tile // 2 if problem.mask.name == "causal" else min(seen + tile, most)
 
 
 def permuted_columns(spec: Specialization, config: Config) -> int:

@@ -16,7 +16,7 @@ from fa2tune import gpus
 from fa2tune.calling import dispatch, schedule
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 
 ROOT = Path(__file__).parents[2]
@@ -166,3 +166,14 @@ def test_a_row_of_128_serves_96_in_parts_and_a_row_of_96_as_it_was_tuned():
             found = dispatch.choose(asked, "fwd", gpus.named("h200"), None, [layer], everything)
             changed = {"HEADS_PER_WAVE": found.config["HEADS_PER_WAVE"]}
             assert found.config == {**tuned.config, **changed, **config}
+
+
+def test_a_window_takes_the_row_whose_queries_saw_as_many_keys() -> None:
+    known = {row.key.bucket: row for row in rows(128, "causal")}
+    for length in (2048, 16384, 40000):
+        served = known[min(length, 16384)]
+        others = [row for row in known.values() if row is not served]
+        for keys, bucket in ((1, 512), (255, 512), (1023, 2048), (2047, 4096), (8000, 16384)):
+            if 2 * keys < length:
+                asked = Problem("bf16", 1, 16, 16, length, length, 128, 128, Mask("band", keys, 0))
+                assert schedule.of_like_work(asked, served, others) is known[bucket], (length, keys)

@@ -46,6 +46,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 
 PORTABLE = {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
 FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
+HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bwd_dkdv"}
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,12 @@ FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
     [
         # device code of one kernel
         ("kernels.portable.fwd", "seqlen_k - seqlen_q", "seqlen_q - seqlen_k", {"portable/fwd"}, None),
-        # one mask's hook, which the Hopper backward does not ask
+        # one mask's hooks, and which sides it bounds
         ("kernels.masks.causal", "columns <= rows + offset)", "columns < rows + offset)", PORTABLE, {"causal"}),
-        ("kernels.masks.band", "left=True, right=True", "left=True, right=False", {*PORTABLE, "sm90/fwd"}, {"band"}),
-        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]", {"sm90/fwd"}, {"causal"}),
+        ("kernels.masks.band", "left=True, right=True", "left=True, right=False", PORTABLE | HOPPER, {"band"}),
+        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]", {"sm90/fwd", "sm90/bwd_dq"},
+         {"causal"}),
+        ("kernels.masks.causal", "keys - offset - row", "keys - offset", {"sm90/bwd_fused", "sm90/bwd_dkdv"}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),

@@ -23,9 +23,9 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import KERNELS, STRATEGIES, Config, Problem, Specialization
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
 Tensors = Mapping[str, torch.Tensor]
 DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128), (96, 96), (192, 192))
@@ -157,6 +157,46 @@ def check(
     tensors = {f.name: getattr(made, f.name) for f in fields(made) if isinstance(getattr(made, f.name), torch.Tensor)}
     viewed = {name: view(tensor) if tensor.dim() == 4 else tensor for name, tensor in tensors.items()}
     return verify.compare(run(variant, config, asked, viewed, softmax_scale, portable), oracle, same)
+
+
+#: (mask, (batch, heads_q, heads_kv), (seqlen_q, seqlen_k)): bounded on either side and on both, more keys than queries and more
+#: queries than keys, rows that see no key, key tiles that no query sees, groups, odd lengths, more tiles than multiprocessors.
+BOUNDED = (
+    (Mask("band", 127, 0), (2, 4, 4), (512, 512)),
+    (Mask("band", 0, 200), (1, 4, 2), (1000, 1300)),
+    (Mask("band", 65, 300), (2, 4, 1), (1300, 1000)),
+    (Mask("band", -1, 64), (1, 2, 2), (777, 1001)),
+    (Mask("band", 300, -1), (1, 2, 1), (1001, 777)),
+    (Mask("band", 16, 0), (1, 4, 2), (1300, 1000)),  # 300 rows see no key
+    (Mask("band", 50, 0), (2, 2, 1), (77, 2000)),  # nor are most keys seen
+    (Mask("band", 0, 0), (1, 3, 3), (513, 513)),
+    (Mask("band", 7, 3), (1, 2, 2), (300, 10)),
+    (Mask("band", 200, 0), (4, 12, 12), (1100, 900)),  # 384 tiles
+    (Mask("band", 100, 30), (3, 16, 4), (640, 2100)),
+    (Mask("chunked", 64), (1, 4, 2), (512, 512)),
+    (Mask("chunked", 7), (1, 2, 1), (300, 500)),
+    (Mask("chunked", 256), (2, 4, 4), (1300, 1000)),
+    (Mask("chunked", 1000), (2, 12, 12), (900, 2222)),
+)
+
+
+def bounded(dtype: str, head_dim: int) -> list[Problem]:
+    """The problems of BOUNDED."""
+    return [
+        Problem(dtype, *heads, *lengths, head_dim, head_dim, mask.fitted(*lengths)) for mask, heads, lengths in BOUNDED
+    ]
+
+
+def forms_of(variant: Variant, head_dim: int) -> list[dict[str, Any]]:
+    """Every config that a row of this head dim names, and those of FORMS, each binary once."""
+    named = [
+        variant.space.completed(row.config)
+        for layer in dispatch.layers() for row in layer.rows
+        if (row.key.kernel, row.key.head_dim, row.implementation) == (variant.serves, head_dim, WARP_SPECIALIZED)
+    ]  # fmt: skip
+    written = [form.config(variant) for form in FORMS if (form.variant, form.dim) == (variant.name, head_dim)]
+    found = {repr(sorted(compiler.binary_config(variant, config).items())): config for config in [*written, *named]}
+    return [dict(found[name]) for name in sorted(found)]
 
 
 # ---- a program of its own

@@ -1,13 +1,14 @@
-"""Sliding windows and chunks on the GPU: the public call and every shipped form of the Hopper forward, by the error rule; the
+"""Sliding windows and chunks on the GPU: the public call and every shipped form of the Hopper kernels, by the error rule; the
 cost of a window."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import hopper_cases
 import pytest
 import torch
+from benchmark_scripts import script
 
 import fa2tune
 from fa2tune.calling import dispatch
@@ -15,8 +16,9 @@ from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
-from fa2tune.spec.mask import CAUSAL, FULL, Mask, mask_of
+from fa2tune.spec.mask import FULL, Mask, mask_of
 from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 WINDOWS = ((128, 0), (0, 200), (65, 300), (None, 64), (700, None), (1000, 0))
@@ -106,45 +108,54 @@ def test_every_form_of_the_hopper_forward(head_dim):
     assert tried > 20
 
 
-def milliseconds(call, count=20):
-    for _ in range(3):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / count
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bf16", 64), ("bf16", 128), ("fp16", 64), ("fp16", 128)])
+def test_every_form_of_the_fused_hopper_backward(dtype, head_dim):
+    """Gradients of every binary that a row names, and of every form that compute-sanitizer sees."""
+    variant = variant_of("bwd_fused", {})
+    cases = [
+        (variant, config, asked)
+        for asked in hopper_cases.bounded(dtype, head_dim)
+        for config in hopper_cases.forms_of(variant, head_dim)
+        if limits.before_compile(variant, asked.specialization, config, dispatch.gpu_of(0)) is None
+    ]  # fmt: skip
+    assert hopper_cases.compilable(cases) == cases
+    for one, config, asked in cases:
+        hopper_cases.check(one, config, asked, with_dlse=False)
+    assert len(cases) > 10 * len(hopper_cases.BOUNDED)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("kernel", ["bwd_dq", "bwd_dkdv"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80])
+def test_the_split_hopper_backward(kernel, head_dim):
+    variant = variant_of(kernel, {})
+    for asked in hopper_cases.bounded("bf16", head_dim):
+        for config in [hopper_cases.config_for(variant, asked), *hopper_cases.forms_of(variant, head_dim)[::3]]:
+            hopper_cases.check(variant, config, asked, with_dlse=False)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_hopper_backward_serves_windows(head_dim, deterministic):
+    gpu = dispatch.gpu_of(0)
+    for asked in hopper_cases.bounded("bf16", head_dim):
+        strategy, kinds = dispatch.strategy_of(asked, gpu, deterministic)
+        assert strategy == ("split" if deterministic or head_dim == 256 else "fused") and any(kinds.values())
+        for kernel, specialized in kinds.items():
+            found = dispatch.choose(asked, kernel, gpu, specialized).config
+            assert (implementation_of(found) == WARP_SPECIALIZED) == specialized
 
 
 @pytest.mark.xfail(
-    reason="measured 1.20 (portable) and 1.39 (Hopper) on an H200: docs/experiments/windows.md", strict=False
+    reason="forward 1.20 (portable) and 1.39 (Hopper), measured on an H200: docs/experiments/windows.md", strict=False
 )
-@pytest.mark.parametrize("portable", [True, False])
-def test_a_window_costs_its_share_of_visible_tiles(portable):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_window_costs_its_share_of_visible_tiles(head_dim):
     """1024 of 16384, causal: at most 1.15 times its share of the tiles that the causal mask visits, with the same config."""
-    if not portable and not HOPPER:
-        pytest.skip("needs compute capability 9.0")
-    length, left, gpu = 16384, 1023, dispatch.gpu_of(0)
-    q, k, v = (torch.randn(1, 16, length, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    times = {}
-    for window in (None, (left, 0)):
-        asked = passes.describe(q, k, v, mask_of(True, window), 128**-0.5)
-        config = dispatch.choose(replace(asked, mask=CAUSAL), "fwd", gpu, not portable).config
-        if not portable:
-            config = variant_of("fwd", config).suited(asked, {**config, "HEADS_PER_WAVE": 0})
-        plan = passes.ForwardPlan(asked, q, k, v, 128**-0.5, config)
-        times[window] = min(milliseconds(lambda plan=plan: plan(q, k, v)) for _ in range(5))
-    rows, columns = config["BLOCK_M"], config["BLOCK_N"]
-    seen = {
-        window: sum(
-            -(-end // columns) - (max(end - rows - window[0], 0) // columns if window else 0)
-            for end in range(rows, length + 1, rows)
-        )
-        for window in times
-    }
-    share = seen[left, 0] / seen[None]
-    ratio = times[left, 0] / times[None]
-    print(f"portable {portable}: {ratio / share:.3f} x its share {share:.4f}; {times}")
-    assert ratio <= 1.15 * share
+    windows = script("windows")
+    found = list(windows.measured(f"1x{2048 // head_dim}/{2048 // head_dim}x16384x{head_dim}:1024", 0.3))
+    print("", *map(windows.line, found), sep="\n")
+    assert {entry["name"] for entry in found} == ({"portable", "hopper"} if HOPPER else {"portable"})
+    assert max(entry["ratio"] for entry in found) <= 1.15

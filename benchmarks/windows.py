@@ -1,0 +1,179 @@
+"""Times a window against its share of the tiles that a causal mask visits.
+
+    python benchmarks/windows.py [--shape 1x16/16x16384x128:1024 ...] [--seconds 0.3]
+
+A shape is batch x query heads / key heads x length x head dim : keys of the window, itself included. Causal, bf16. Of each
+shape the forward and the backward are timed, with the configs that serve the window: portable, and where there is a
+warp-specialised one that. ``ratio``: (time of the window / time of the causal mask, same config) over (tiles that the window
+visits / tiles that the causal mask visits): 1 where a window costs exactly its share. Calls are interleaved on a warm GPU, back
+to back, nothing flushed; the median of the rounds counts. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import click
+import torch
+
+from fa2tune.calling import dispatch
+from fa2tune.launching import passes
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.mask import CAUSAL, Mask, mask_of
+from fa2tune.spec.problem import STRATEGIES, Config, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
+
+SHAPES = (
+    "1x16/16x16384x128:1024", "1x32/32x16384x64:1024", "2x32/8x8192x128:1024", "1x64/8x16384x64:128",
+    "1x32/8x32768x128:4096",
+)  # fmt: skip
+#: Products of a kernel of the backward, which weigh the tiles that it visits
+PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3, "bwd_fused": 5}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of a pass, with the configs of its kernels."""
+
+    name: str
+    strategy: str  #: "": it is the forward
+    configs: Mapping[str, Config]
+
+
+def shape_of(text: str) -> tuple[Problem, int]:
+    """(the causal problem, keys of the window). BadParameter: it is written otherwise."""
+    found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)x(\d+):(\d+)", text)
+    if found is None:
+        raise click.BadParameter(f"--shape: got {text!r:.60}, must be like {SHAPES[0]}")
+    batch, heads_q, heads_kv, length, dim, window = map(int, found.groups())
+    return Problem("bf16", batch, heads_q, heads_kv, length, length, dim, dim, CAUSAL), window
+
+
+@cache
+def tiles(mask: Mask, problem: Problem, rows: int, columns: int) -> int:
+    """Tiles [rows, columns] of a head with a visible pair."""
+    keys = torch.arange(-(-problem.seqlen_k // columns) * columns, device="cuda")
+    found = 0
+    for start in range(0, problem.seqlen_q, rows):
+        queries = torch.arange(start, min(start + rows, problem.seqlen_q), device="cuda")[:, None]
+        seen = mask.visible(queries, keys, problem.seqlen_q, problem.seqlen_k) & (keys < problem.seqlen_k)
+        found += int(seen.any(0).reshape(-1, columns).any(1).sum())
+    return found
+
+
+def block_of(kernel: str, config: Config) -> tuple[int, int]:
+    """(queries, keys) of a kernel's tile."""
+    if implementation_of(config) == WARP_SPECIALIZED and kernel == "bwd_fused":
+        return config["BLOCK_M"], bwd_fused.GROUPS * bwd_fused.KEYS
+    return config.get("BLOCK_M") or 64 * config["GROUPS"], config["BLOCK_N"]
+
+
+def share(mask: Mask, problem: Problem, configs: Mapping[str, Config]) -> float:
+    """Of the tiles that the causal mask visits."""
+    work = {CAUSAL: 0, mask: 0}
+    for kernel, config in configs.items():
+        rows, columns = block_of(kernel, config)
+        for one in work:
+            work[one] += PRODUCTS[kernel] * rows * columns * tiles(one, problem, rows, columns)
+    return work[mask] / work[CAUSAL]
+
+
+def contenders(problem: Problem) -> Iterator[Contender]:
+    """What could serve a window: of each implementation the configs that its rows give it."""
+    gpu = dispatch.gpu_of(0)
+    for name, specialized in (("portable", False), ("hopper", True)):
+        for strategy, kernels in (("", ("fwd",)), *STRATEGIES.items()):
+            choices = [dispatch.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
+            if all((implementation_of(config) == WARP_SPECIALIZED) == specialized for config in choices):
+                yield Contender(name, strategy, dict(zip(kernels, choices, strict=True)))
+
+
+def call_of(one: Contender, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any]:
+    """Its pass over these tensors; the plan is made and has run once."""
+    q, k, v, o, do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
+    scale = problem.head_dim**-0.5
+    if not one.strategy:
+        forward = passes.ForwardPlan(problem, q, k, v, scale, one.configs["fwd"])
+        forward(q, k, v)
+        return lambda: forward(q, k, v)
+    lse = tensors["lse"]
+    backward = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, one.strategy, one.configs)
+    backward(do, None, q, k, v, o, lse)
+    return lambda: backward(do, None, q, k, v, o, lse)
+
+
+def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
+    """Milliseconds of each, medians of interleaved rounds."""
+
+    def block(call: Callable[[], Any], count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / count
+
+    counts = [max(1, int(1000 * seconds / rounds / block(call, 2))) for call in calls]
+    found = [[block(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def measured(
+    shape: str, seconds: float, of: Callable[[Problem], Iterator[Contender]] = contenders
+) -> Iterator[dict[str, Any]]:
+    """One entry for each contender of a shape."""
+    causal, keys = shape_of(shape)
+    window = replace(causal, mask=mask_of(True, (keys - 1, 0)).fitted(causal.seqlen_q, causal.seqlen_k))
+    able = list(of(window))
+
+    def random(heads: int) -> torch.Tensor:
+        return torch.randn(
+            causal.batch, heads, causal.seqlen_q, causal.head_dim, device="cuda", dtype=torch.bfloat16
+        )  # fmt: skip
+
+    tensors = {"q": random(causal.heads_q), "k": random(causal.heads_kv), "v": random(causal.heads_kv),
+               "do": random(causal.heads_q)}  # fmt: skip
+    calls = []
+    for problem in (causal, window):
+        forward = next(one for one in able if not one.strategy)
+        plan = passes.ForwardPlan(
+            problem, tensors["q"], tensors["k"], tensors["v"], causal.head_dim**-0.5, forward.configs["fwd"]
+        )
+        o, lse = plan(tensors["q"], tensors["k"], tensors["v"])
+        calls += [call_of(one, problem, {**tensors, "o": o, "lse": lse}) for one in able]
+    found = times(calls, seconds)
+    for one, whole, part in zip(able, found[: len(able)], found[len(able) :], strict=True):
+        visible = share(window.mask, causal, one.configs)
+        yield {
+            "shape": shape, "pass": one.strategy or "forward", "name": one.name, "causal_ms": whole, "window_ms": part,
+            "share": visible, "ratio": part / whole / visible, "configs": one.configs,
+        }  # fmt: skip
+
+
+def line(entry: Mapping[str, Any]) -> str:
+    return (
+        f"{entry['shape']:26} {entry['pass']:8} {entry['name']:9} {entry['causal_ms']:9.3f} {entry['window_ms']:9.3f} "
+        f"{entry['share']:6.3f} {entry['ratio']:6.2f}"
+    )
+
+
+@click.command(help=__doc__)
+@click.option("--shape", "shapes", multiple=True, default=SHAPES, metavar="BxHQ/HKVxLENGTHxDIM:KEYS")
+@click.option("--seconds", type=float, default=0.3, show_default=True, help="Of launches of each.")
+def main(shapes: tuple[str, ...], seconds: float) -> None:
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
+    click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
+    for shape in shapes:
+        for entry in measured(shape, seconds):
+            click.echo(line(entry))
+
+
+if __name__ == "__main__":
+    main()
