@@ -65,6 +65,15 @@ def parts_layout(columns, warps):
 
 
 @gluon.jit
+def in_place(stride):
+    """stride, which the compiler takes for another number every time: what follows from it is computed where it is used, an
+    instruction each. Known to be the same in every trip, addresses of all parts would be kept in registers, and spilled."""
+    if stride.dtype == gl.int32:
+        stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
+    return stride
+
+
+@gluon.jit
 def ask(
     smem, base, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
     MASK_ROWS: gl.constexpr,
@@ -78,10 +87,10 @@ def ask(
     r = gl.arange(0, PART, layout=gl.SliceLayout(1, of_rows))
     d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, of_rows))
     part = gl.arange(0, ROWS // PART, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts)))
-    # 64-bit for where the tile starts, 32-bit inside it (the host passes 64-bit strides where that would overflow). One address
-    # a thread, and for each part what is the same for all threads: addresses of every part would take as many registers
-    own = base + row.to(gl.int64) * stride + (r[:, None] * stride + d[None, :])
-    pointers = own[None, :, :] + (part * (PART * stride)).to(gl.int64)[:, None, None]
+    # 64-bit for where the tile starts, 32-bit inside it (the host passes 64-bit strides where that would overflow)
+    start = base + row.to(gl.int64) * stride
+    own = r[:, None] * stride + d[None, :]
+    pointers = (start + own)[None, :, :] + ((part * PART).to(gl.int64) * in_place(stride).to(gl.int64))[:, None, None]
     pointers = gl.convert_layout(pointers.reshape([ROWS, COLUMNS]), layout, assert_trivial=True)
     pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, 8]), [16, 16])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

@@ -11,6 +11,7 @@ from fa2tune.kernels.lib.ampere import (
     a_bt,
     ask,
     at_b,
+    in_place,
     mma_layout,
     operand_a,
     operand_b,
@@ -26,28 +27,28 @@ STEP = gl.constexpr(space.STEP)
 
 
 @gluon.jit
-def _places(BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
-    """Where dQ of a row and a column lies in the sums of a block of rows, [BLOCK_M, BLOCK_D]: 64 numbers of 8 rows and 8 columns
-    together, in an order in which the 32 threads of a warp, which hold one number each of half of them, add to 128 bytes in a
-    row. kernels/sm80/bwd_finish.py puts them back."""
+def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
+    """Where dQ of each row and column goes, of a block of rows whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and 8
+    columns lie together, 64 numbers in an order in which the 32 threads of a warp, which hold one number each of half of them,
+    add to 128 bytes in a row. kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    of_row = (r // 8) * (8 * BLOCK_D) + (r % 8) * 4
+    # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
+    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
     of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
-    return of_row[:, None] + of_column[None, :]
+    return (sums + of_row)[:, None] + of_column[None, :]
 
 
 @gluon.jit
 def _trip(
-    dk_acc, dv_acc, peak, g, m, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh, stride_dom,
-    k_smem, v_smem, q_now, do_now, q_other, do_other, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, rows_padded,
-    qk_scale,
+    dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_now, do_now,
+    q_other, do_other, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
     QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """Queries [m, m + BLOCK_M) of head g of the group, whose peaks are at hand. What is asked for after the last ones is never
+    """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
     SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)
     KEYS: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(KEY_WARPS, WARPS // KEY_WARPS)
@@ -56,20 +57,16 @@ def _trip(
     dtype: gl.constexpr = k_smem.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
-    is_last = m + BLOCK_M >= end
-    m_next = gl.where(is_last, begin, m + BLOCK_M)
-    g_next = gl.minimum(g + is_last.to(gl.int32), group - 1)
-    q_next = q + g_next.to(gl.int64) * stride_qh
-    do_next = do + g_next.to(gl.int64) * stride_doh
+    after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
     if BUFFERS == 2:
-        ask(q_other, q_next, stride_qm, m_next, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_other, do_next, stride_dom, m_next, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        ask(q_other, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(do_other, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
-    delta = gl.load(deltas + g.to(gl.int64) * rows_padded + rows)
+    delta = gl.load(deltas + rows)
     if TRANSPOSED:
         s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_now, HEAD_DIM, STEP, SCORES)
-        p = gl.exp2(gl.fma(s, qk_scale, -peak[None, :]))
+        p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
             p = gl.where(columns[:, None] <= seen[None, :], p, 0.0)
@@ -80,7 +77,7 @@ def _trip(
         dk_acc = mma_v2(gl.convert_layout(ds, operand_a(KEYS)), q_now.load(operand_b(KEYS)), dk_acc)
     else:
         s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_now, k_smem, HEAD_DIM, STEP, SCORES)
-        p = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+        p = gl.exp2(gl.fma(s, qk_scale, peak[:, None]))
         if MASK:
             seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
             p = gl.where(columns[None, :] <= seen[:, None], p, 0.0)
@@ -89,17 +86,17 @@ def _trip(
         ds_smem.store((p * (dp - delta[:, None])).to(dtype))
         dv_acc = at_b(dv_acc, p_smem, do_now, BLOCK_M, STEP, KEYS)
         dk_acc = at_b(dk_acc, ds_smem, q_now, BLOCK_M, STEP, KEYS)
-    peak = gl.load(peaks + g_next.to(gl.int64) * rows_padded + m_next + r)
+    peak = gl.load(peaks + after + r)
     if BUFFERS == 1:
-        ask(q_now, q_next, stride_qm, m_next, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_now, do_next, stride_dom, m_next, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        ask(q_now, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(do_now, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=QUERIES)
     if TRANSPOSED:
         dq = at_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
     else:
         dq = a_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
-    targets = sums + (g.to(gl.int64) * rows_padded + m) * BLOCK_D + _places(BLOCK_M, BLOCK_D, QUERIES)
+    targets = _places(sums + m.to(gl.int64) * BLOCK_D, BLOCK_M, BLOCK_D, QUERIES)
     if HEAD_DIM != BLOCK_D:
         d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, QUERIES))
         gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
@@ -110,27 +107,26 @@ def _trip(
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, peak, g, first, stop, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh,
-    stride_dom, k_smem, v_smem, q0, do0, q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, rows_padded, qk_scale,
+    dk_acc, dv_acc, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+    p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
     QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """Queries [first, stop) of one head of the group, a multiple of BUFFERS blocks, of all that are to come, [begin, end)."""
+    """Queries [first, stop) of a head, in whole rounds of BUFFERS blocks; ``end``: of all of its queries."""
     for m in range(first, stop, BUFFERS * BLOCK_M):
         dk_acc, dv_acc, peak = _trip(
-            dk_acc, dv_acc, peak, g, m, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm, stride_doh,
-            stride_dom, k_smem, v_smem, q0, do0, q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, rows_padded,
-            qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS,
-            QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, MASK,
+            dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+            p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM,
+            HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, MASK,
         )  # fmt: skip
         if BUFFERS == 2:
             dk_acc, dv_acc, peak = _trip(
-                dk_acc, dv_acc, peak, g, m + BLOCK_M, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm,
-                stride_doh, stride_dom, k_smem, v_smem, q1, do1, q0, do0, p_smem, ds_smem, columns, offset, seqlen_q,
-                seqlen_k, rows_padded, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, MASK,
+                dk_acc, dv_acc, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1,
+                do1, q0, do0, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D,
+                BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                IS_CAUSAL, MASK,
             )  # fmt: skip
     return dk_acc, dv_acc, peak
 
@@ -206,28 +202,32 @@ def bwd_fused_sm80_kernel(
         full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), ROUND) * ROUND, end)
     full = gl.where(start_n + BLOCK_N > seqlen_k, end, full)  # the last, ragged tile: everything under the mask
 
-    m = gl.minimum(begin, end - BLOCK_M)  # no query may see this tile
     ask(k_smem, k, stride_kn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
     ask(v_smem, v, stride_vn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-    ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-    ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-    async_copy.commit_group()
-    peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
     dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=KEYS)
     dv_acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, layout=KEYS)
+    m = gl.minimum(begin, end - BLOCK_M)  # no query may see this tile
     for g in range(group):  # every query head that reads this key head
+        async_copy.wait_group(0)  # the copies of the head before, which nobody reads
+        ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        async_copy.commit_group()
+        peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, g, begin, full, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm,
-            stride_doh, stride_dom, k_smem, v_smem, q0, do0, q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k,
-            rows_padded, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS,
-            KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, True,
+            dk_acc, dv_acc, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0,
+            q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, True,
         )  # fmt: skip
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, g, full, end, begin, end, group, q, do, peaks, deltas, sums, stride_qh, stride_qm,
-            stride_doh, stride_dom, k_smem, v_smem, q0, do0, q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k,
-            rows_padded, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS,
-            KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, False,
+            dk_acc, dv_acc, peak, full, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0,
+            q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, False,
         )  # fmt: skip
+        q += stride_qh
+        do += stride_doh
+        peaks += rows_padded
+        deltas += rows_padded
+        sums += rows_padded.to(gl.int64) * BLOCK_D
     async_copy.wait_group(0)
     dk += b.to(gl.int64) * stride_dkb + h_kv.to(gl.int64) * stride_dkh
     dv += b.to(gl.int64) * stride_dvb + h_kv.to(gl.int64) * stride_dvh
