@@ -20,7 +20,7 @@ def block_dims(spec: Specialization) -> tuple[int, int]:
 
 
 SIXTEEN_BIT = Constraint(
-    "sixteen_bit_mma",
+    "sixteen_bit",
     "these kernels multiply bf16 and fp16 only; float32 is left to the portable kernel",
     lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
 )

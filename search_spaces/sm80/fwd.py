@@ -74,14 +74,14 @@ SPACE = SearchSpace(
         rows_per_warp("BLOCK_M"),
         Constraint(
             "registers_hold_loop",
-            "output, scores and Q, where it stays, live through the loop; beyond 208 of the 255 registers of a thread (or with "
+            "output, scores and Q, where it stays, live through the loop; beyond 224 of the 255 registers of a thread (or with "
             "fewer than 40 left under a cap) what a product reads is spilled in every trip",
             lambda config, spec, arch: (
-                live_registers(config, spec) <= 208 and register_cap_leaves(live_registers(config, spec), config)
+                live_registers(config, spec) <= 224 and register_cap_leaves(live_registers(config, spec), config)
             ),
         ),
         Constraint(
-            "tiles_fit_block",
+            "tiles_fit_shared_memory",
             "the tiles of Q, K and V exceed the shared memory of a block: 163 KiB on compute capability 8.0 and 8.7, 99 KiB on "
             "8.6, 8.9 and 12.0",
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),
