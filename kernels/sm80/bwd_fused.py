@@ -245,7 +245,17 @@ VARIANT = Variant(
     serves="bwd_fused",
     kernel=bwd_fused_sm80_kernel,
     space=space.SPACE,
-    tensors={"q": "", "k": "", "v": "", "do": "", "peaks": "fp32", "deltas": "fp32", "sums": "fp32", "dk": "", "dv": ""},
+    tensors={
+        "q": "",
+        "k": "",
+        "v": "",
+        "do": "",
+        "peaks": "fp32",
+        "deltas": "fp32",
+        "sums": "fp32",
+        "dk": "",
+        "dv": "",
+    },
     descriptors={},
     grid=lambda problem, config, _sm_count, _early: (
         triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv

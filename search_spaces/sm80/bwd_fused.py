@@ -63,10 +63,11 @@ def default(spec: Specialization, arch: int) -> Config:
     d, dv = block_dims(spec)
     best = BEST_SMALL if shared_limit(arch) < 160 * 1024 else BEST if spec.mask == "full" else BEST_CAUSAL
     block_m, block_n, warps, through, buffers, score, key, query = best[max(64, d, dv)]
-    while 8 * (warps // key) > min(d, dv):
+    while 8 * (warps // key) > min(d, dv):  # few columns of one of the two
         key *= 2
     while 8 * (warps // query) > d:
         query *= 2
+    block_m = max(block_m, 16 * query)
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "BUFFERS": buffers, "SCORE_WARPS": score,
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,

@@ -25,7 +25,7 @@ from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import KERNELS, STRATEGIES, Config, Problem, Specialization
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
 Tensors = Mapping[str, torch.Tensor]
 DIMS = ((64, 64), (128, 128), (256, 256), (72, 72), (16, 16), (40, 96), (192, 128))
@@ -36,7 +36,7 @@ def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
     gpu = dispatch.gpu_of(0)
     return [
         variant for kernel in kernels for variant in registry.variants_of(kernel)
-        if not variant.portable and variant.min_arch <= gpu.arch <= variant.max_arch
+        if WARP_SPECIALIZED in variant.implementations and variant.min_arch <= gpu.arch <= variant.max_arch
     ]  # fmt: skip
 
 
