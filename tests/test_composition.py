@@ -55,7 +55,8 @@ FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
         ("kernels.portable.fwd", "seqlen_k - seqlen_q", "seqlen_q - seqlen_k", {"portable/fwd"}, None),
         # one mask's hook, which the Hopper backward does not ask
         ("kernels.masks.causal", "columns <= rows + offset)", "columns < rows + offset)", PORTABLE, {"causal"}),
-        ("kernels.masks.band", "left=True, right=True", "left=True, right=False", {*PORTABLE, "sm90/fwd", "sm80/fwd"}, {"band"}),
+        ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
+         {*PORTABLE, "sm90/fwd", "sm80/fwd"}, {"band"}),
         ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]", {"sm90/fwd", "sm80/fwd"},
          {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with

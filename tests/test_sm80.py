@@ -1,5 +1,5 @@
-"""The kernels for GPUs without wgmma compile for their architectures with no GPU present, within the limits, to the instructions
-they are made of. Their numerics need a GPU: tests/gpu/test_sm80.py."""
+"""The kernels for GPUs without wgmma compile for their architectures with no GPU present, within the limits, to the
+instructions they are made of. Their numerics need a GPU: tests/gpu/test_sm80.py."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ STEP = gl.constexpr(space.STEP)
 
 @gluon.jit
 def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
-    """Where dQ of each row and column goes, of a block of rows whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and 8
-    columns lie together, 64 numbers in an order in which the 32 threads of a warp, which hold one number each of half of them,
-    add to 128 bytes in a row. kernels/sm80/bwd_finish.py puts them back."""
+    """Where dQ of each row and column goes, of a block of rows whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and
+    8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
+    kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
     # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
@@ -92,7 +92,7 @@ def _trip(
         ask(do_now, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
     dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=QUERIES)
-    if TRANSPOSED:
+    if TRANSPOSED:  # noqa: SIM108
         dq = at_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
     else:
         dq = a_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
@@ -147,10 +147,11 @@ def bwd_fused_sm80_kernel(
     dS K added to the sums, in the order of ``_places``, still to be multiplied by softmax_scale; the order of these sums is not
     fixed.
 
-    bf16 or fp16; bases and strides are multiples of 16 bytes. P_THROUGH "shared": scores [queries, keys]; P and dS go to the
-    products of dK and dV through shared memory. "registers": scores [keys, queries]; P and dS are operands where they are, and dS
-    goes through shared memory for dQ alone. BUFFERS 2: Q and dO of the next block are asked for when a block begins; 1: when its
-    dK is done, so that they come during dQ and its sums.
+    bf16 or fp16; bases and strides are multiples of 16 bytes.
+    P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "registers":
+    scores [keys, queries]; P and dS are operands where they are, and dS goes through shared memory for dQ alone.
+    BUFFERS 2: Q and dO of the next block are asked for when a block begins; 1: when its dK is done, so that they come during
+    dQ and its sums.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
     SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)
@@ -207,7 +208,7 @@ def bwd_fused_sm80_kernel(
     dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=KEYS)
     dv_acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, layout=KEYS)
     m = gl.minimum(begin, end - BLOCK_M)  # no query may see this tile
-    for g in range(group):  # every query head that reads this key head
+    for _g in range(group):  # every query head that reads this key head
         async_copy.wait_group(0)  # the copies of the head before, which nobody reads
         ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
         ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)

@@ -18,8 +18,8 @@ def bwd_prepare_sm80_kernel(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> float32, each [B, Hq, rows_padded]:
-    peaks = -lse * log2(e), deltas = rowsum(dO * O) - dlse; sums [B, Hq, rows_padded, BLOCK_D]: zeros. Where p is to be zero (rows
-    past the end, rows that see no key) peaks are -inf and deltas 0. rows_padded is a multiple of BLOCK_R."""
+    peaks = -lse * log2(e), deltas = rowsum(dO * O) - dlse; sums [B, Hq, rows_padded, BLOCK_D]: zeros. Where p is to be zero
+    (rows past the end, rows that see no key) peaks are -inf and deltas 0. rows_padded is a multiple of BLOCK_R."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R

@@ -126,8 +126,8 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "tiles_fit_shared_memory",
-            "K, V, the buffers of Q and dO, dS and P exceed the shared memory of a block: 163 KiB on compute capability 8.0 and "
-            "8.7, 99 KiB on 8.6, 8.9 and 12.0",
+            "K, V, the buffers of Q and dO, dS and P exceed the shared memory of a block: 163 KiB on compute capability 8.0 "
+            "and 8.7, 99 KiB on 8.6, 8.9 and 12.0",
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),
         ),
     ),

@@ -16,7 +16,8 @@ from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
-#: (BLOCK_M, BLOCK_N, num_warps) by padded head dim, at least 64: the best of docs/experiments.md at 64 and 128; at 256 what fits.
+#: (BLOCK_M, BLOCK_N, num_warps) by padded head dim, at least 64: the best of docs/experiments.md at 64 and 128; at 256 what
+#: fits.
 BEST = {64: (128, 64, 4), 128: (128, 64, 4), 256: (128, 32, 8)}
 #: The same for 99 KiB of shared memory a block.
 BEST_SMALL = {64: (128, 64, 4), 128: (128, 64, 4), 256: (64, 32, 4)}

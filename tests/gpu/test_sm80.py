@@ -1,6 +1,6 @@
 """The kernels for GPUs without wgmma, on any GPU that has mma.sync and cp.async: by the error rule, with NaN in what was not
-written. Gluon has no interpreter, so these are their only tests of numerics. Configs are those of the GPU's own architecture, and
-where that has better kernels, which the search spaces refuse, those of an A100."""
+written. Gluon has no interpreter, so these are their only tests of numerics. Configs are those of the GPU's own architecture,
+and where that has better kernels, so that the search spaces refuse these, those of an A100."""
 
 from __future__ import annotations
 
@@ -85,16 +85,17 @@ def test_windows_and_chunks(mask: Mask, schedule: str) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        {"P_THROUGH": "registers", "BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 2},
-        {"P_THROUGH": "registers", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 4},
-        {"P_THROUGH": "shared", "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 1},
-        {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 8, "QUERY_WARPS": 4},
+        ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
+        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)),
     ],
-    ids=lambda form: f"{form['P_THROUGH']}{form['BLOCK_M']}",
+    ids=lambda form: f"{form[0]}{form[1]}",
 )  # fmt: skip
-def test_forms_of_the_backward(form: dict[str, Any], buffers: int, mask: Mask) -> None:
+def test_forms_of_the_backward(form: tuple[Any, ...], buffers: int, mask: Mask) -> None:
+    through, block_m, block_n, warps, split = form
+    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "BUFFERS": buffers}
+    changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
     for lengths in LENGTHS:
-        checked(BACKWARD, posed(*lengths, mask=mask), {**form, "BUFFERS": buffers})
+        checked(BACKWARD, posed(*lengths, mask=mask), changes)
 
 
 @both

@@ -101,7 +101,7 @@ def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
 
 
 def unmodelled(plan: Plan) -> list[str]:
-    """Kernels that the GPU could run, and that are not searched, since times are predicted and the model knows no such kernel."""
+    """Kernels that the GPU could run and that are not searched, since times are predicted and the model does not know them."""
     if plan.target.obtained != PREDICTED:
         return []
     gpu, specs = plan.target.gpu, plan.specializations()
