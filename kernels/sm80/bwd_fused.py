@@ -28,7 +28,7 @@ STEP = gl.constexpr(space.STEP)
 
 @gluon.jit
 def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
-    """Where dQ of each row and column goes, of a block of rows whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and
+    """Where dQ of each row and column of a block goes, whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and
     8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
     kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
