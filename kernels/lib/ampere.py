@@ -153,6 +153,17 @@ def a_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
+def hidden_behind(s, columns, last):
+    """s where columns <= last, else -inf. In one piece of PTX, a comparison beside its choice: as gl.where has it, ptxas works out
+    all comparisons ahead of the products, more than there are predicates, packs them into registers bit by bit and takes them
+    apart again, five instructions a score."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }", "=f,f,r,r", [s, columns, last],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def sum_parts(x):
     """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
     return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)

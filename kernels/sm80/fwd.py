@@ -11,6 +11,7 @@ from fa2tune.kernels.lib.ampere import (
     LOWEST,
     a_bt,
     ask,
+    hidden_behind,
     mma_layout,
     operand_a,
     operand_b,
@@ -49,7 +50,7 @@ def _trip(
     offset, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
     What is asked for beyond the first block is that block once more, which is never read."""
@@ -79,7 +80,12 @@ def _trip(
         scores = s
         s_next = _scores(q_smem, q_tile, k_other, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
     if MASK:
-        scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
+        if CAUSAL:
+            columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
+            seen = gl.minimum(rows + offset, seqlen_k - 1)
+            scores = hidden_behind(scores, columns[None, :], seen[:, None])
+        else:
+            scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
     new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
     shrink = gl.exp2(peak - new_peak)
     p = gl.exp2(gl.fma(scores, qk_scale, -new_peak[:, None]))
@@ -97,7 +103,7 @@ def _over_keys(
     seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1; with two buffers pairs of blocks, in which they change
     places."""
@@ -106,18 +112,18 @@ def _over_keys(
             acc, total, peak, s = _trip(
                 acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
             )  # fmt: skip
         else:
             acc, total, peak, s_next = _trip(
                 acc, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
             )  # fmt: skip
             acc, total, peak, s = _trip(
                 acc, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
                 v0, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V,
-                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, MASK,
+                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
             )  # fmt: skip
     return acc, total, peak, s
 
@@ -129,7 +135,7 @@ def fwd_sm80_kernel(
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -214,25 +220,25 @@ def fwd_sm80_kernel(
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
         offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, True,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
     )  # fmt: skip
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
         rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, False,
+        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
         acc, total, peak, s = _over_keys(
             acc, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
             rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, True,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
         )  # fmt: skip
     if PAIRS:
         if n_blocks % 2 == 1:  # the one that has no partner
             acc, total, peak, s = _trip(
                 acc, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
                 seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, True,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
             )  # fmt: skip
     async_copy.wait_group(0)
 
@@ -258,5 +264,7 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: (
         triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
     ),
-    constants=lambda spec, config: {"NEGATE": spec.negate, "WARPS": config["num_warps"]},
+    constants=lambda spec, config: {
+        "NEGATE": spec.negate, "CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]
+    },
 )
