@@ -7,6 +7,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 LN2 = gl.constexpr(0.6931471805599453)
 #: Start of the running row maximum, as in kernels/lib/common.py.
 LOWEST = gl.constexpr(-3.0e38)
+#: Bits of float32 numbers, as PTX writes them.
+ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
 
 
 @gluon.constexpr_function
@@ -152,15 +154,20 @@ def a_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
     return acc
 
 
+@gluon.constexpr_function
+def _hiding(bits):
+    """PTX for a number where one integer is not above another, else that of these bits."""
+    return f"{{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, {bits}, p; }}"
+
+
 @gluon.jit
-def hidden_behind(s, columns, last):
-    """s where columns <= last, else -inf. In one piece of PTX, a comparison beside its choice: as gl.where has it, ptxas works out
-    all comparisons ahead of the products, more than there are predicates, packs them into registers bit by bit and takes them
-    apart again, five instructions a score."""
+def hidden_behind(x, columns, last, ELSE: gl.constexpr):
+    """x where columns <= last, elsewhere the float32 whose bits ELSE has in PTX. Each comparison is beside its choice: as gl.where
+    has it, ptxas works out all comparisons ahead of the products, more than there are predicates, packs them into registers
+    bit by bit and takes them apart again, five instructions a score."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }", "=f,f,r,r", [s, columns, last],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        _hiding(ELSE), "=f,f,r,r", [x, columns, last], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

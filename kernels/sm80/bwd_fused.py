@@ -7,10 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fa2tune.kernels.lib.ampere import (
+    ZERO,
     a_b,
     a_bt,
     ask,
     at_b,
+    hidden_behind,
     in_place,
     mma_layout,
     operand_a,
@@ -63,13 +65,13 @@ def _trip(
         ask(q_other, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
         ask(do_other, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
-    delta = gl.load(deltas + rows)
+    delta = gl.load(gl.multiple_of(deltas + rows, [8]))  # whole blocks of padded rows
     if TRANSPOSED:
         s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_now, HEAD_DIM, STEP, SCORES)
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
-            p = gl.where(columns[:, None] <= seen[None, :], p, 0.0)
+            p = hidden_behind(p, columns[:, None], seen[None, :], ZERO)
         dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_now, HEAD_DIM_V, STEP, SCORES)
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
@@ -80,13 +82,13 @@ def _trip(
         p = gl.exp2(gl.fma(s, qk_scale, peak[:, None]))
         if MASK:
             seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
-            p = gl.where(columns[None, :] <= seen[:, None], p, 0.0)
+            p = hidden_behind(p, columns[None, :], seen[:, None], ZERO)
         p_smem.store(p.to(dtype))
         dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_now, v_smem, HEAD_DIM_V, STEP, SCORES)
         ds_smem.store((p * (dp - delta[:, None])).to(dtype))
         dv_acc = at_b(dv_acc, p_smem, do_now, BLOCK_M, STEP, KEYS)
         dk_acc = at_b(dk_acc, ds_smem, q_now, BLOCK_M, STEP, KEYS)
-    peak = gl.load(peaks + after + r)
+    peak = gl.load(gl.multiple_of(peaks + (after + r), [8]))
     if BUFFERS == 1:
         ask(q_now, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
         ask(do_now, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)

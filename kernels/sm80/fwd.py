@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from fa2tune.kernels.lib.ampere import (
     LN2,
     LOWEST,
+    MINUS_INFINITY,
     a_bt,
     ask,
     hidden_behind,
@@ -83,7 +84,7 @@ def _trip(
         if CAUSAL:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
             seen = gl.minimum(rows + offset, seqlen_k - 1)
-            scores = hidden_behind(scores, columns[None, :], seen[:, None])
+            scores = hidden_behind(scores, columns[None, :], seen[:, None], MINUS_INFINITY)
         else:
             scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
     new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
@@ -135,8 +136,8 @@ def fwd_sm80_kernel(
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
@@ -145,7 +146,7 @@ def fwd_sm80_kernel(
     that see no key: o = 0, lse = -inf.
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). "ahead": as "double", and Q K^T
-    of the next block runs beside the softmax of this one.
+    of the next block runs beside the softmax of this one. CAUSAL: HIDE is that mask's, which is computed here (``hidden_behind``).
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -265,6 +266,8 @@ VARIANT = Variant(
         triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
     ),
     constants=lambda spec, config: {
-        "NEGATE": spec.negate, "CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]
+        "NEGATE": spec.negate,
+        "CAUSAL": spec.mask == "causal",
+        "WARPS": config["num_warps"],
     },
 )
