@@ -163,8 +163,8 @@ def _hiding(bits):
 @gluon.jit
 def hidden_behind(x, columns, last, ELSE: gl.constexpr):
     """x where columns <= last, elsewhere the float32 whose bits ELSE has in PTX. Each comparison is beside its choice: as
-    gl.where has it, ptxas works out all comparisons ahead of the products, more than there are predicates, packs them into registers
-    bit by bit and takes them apart again, five instructions a score."""
+    gl.where has it, ptxas works out all comparisons ahead of the products, more than there are predicates, packs them into
+    registers bit by bit and takes them apart again, five instructions a score."""
     return gl.inline_asm_elementwise(
         _hiding(ELSE), "=f,f,r,r", [x, columns, last], dtype=gl.float32, is_pure=True, pack=1
     )
