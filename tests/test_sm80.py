@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
@@ -154,7 +155,7 @@ def test_machine_code_is_what_it_is_made_of(
     # tiles come by 16 bytes, past L1, and by nothing else
     copies = re.findall(r"\bLDGSTS\S*", listing)
     assert copies and set(copies) == {"LDGSTS.E.BYPASS.128"}
-    assert not re.search(r"\bLDG\.E(\.U16|\.64|\.128)\b", listing)
+    assert not re.search(r"\bLDG\.E(\.U16|\.128)\b", listing)
     products = set(re.findall(r"\bHMMA\S*", listing))
     assert products == {"HMMA.16816.F32.BF16"}
     sums = re.findall(r"\bRED\S*", listing)
@@ -191,3 +192,26 @@ def test_workspaces_hold_whole_blocks() -> None:
     }  # fmt: skip
     assert BACKWARD.scalars(problem, config, False) == {"rows_padded": 256}
     assert BACKWARD.programs(problem, config, 108) == -(-333 // config["BLOCK_N"]) * 2 * 2
+
+
+def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
+    race = script("sm80_race")
+    found = list(race.cells(("fwd", "bwd"), (64,), ("causal",), (512, 2048), 3, "a10", 0))
+    assert [(cell.pass_, cell.length) for cell in found] == [("fwd", 512), ("fwd", 2048), ("bwd", 512), ("bwd", 2048)]
+    for cell in found:
+        variant = FORWARD if cell.pass_ == "fwd" else BACKWARD
+        assert len(cell.configs) == 4 and cell.configs[0] == variant.space.default(spec_of(64, "causal"), 86)
+        for config in cell.configs:
+            assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
+    asked = {name for name, _, _ in race._binaries(found[-1])}
+    assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
+
+    def cell(length: int, **ratios: float) -> dict[str, Any]:
+        methods = {
+            name: {"ratio": ratio, "tflops": 300.0} for name, ratio in {"SDPA FlashAttention-2": 1.0, **ratios}.items()
+        }
+        return {"pass": "fwd", "head_dim": 64, "mask": "full", "length": length, "methods": methods}
+
+    lines = list(race.best([cell(512, a=1.1, b=1.2), cell(2048, a=0.9)]))
+    assert [line.split(": ")[1].split(" x")[0] for line in lines[:2]] == ["1.200", "0.900"]
+    assert lines[2] == "fwd: at least 0.900 x, geometric mean 1.039 x over 2 cells"
