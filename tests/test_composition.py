@@ -56,9 +56,9 @@ FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
         # one mask's hook, which the Hopper backward does not ask
         ("kernels.masks.causal", "columns <= rows + offset)", "columns < rows + offset)", PORTABLE, {"causal"}),
         ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
-         {*PORTABLE, "sm90/fwd", "sm80/fwd"}, {"band"}),
-        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]", {"sm90/fwd", "sm80/fwd"},
-         {"causal"}),
+         {*PORTABLE, "sm90/fwd", "sm80/fwd", "sm80/bwd_fused"}, {"band"}),
+        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
+         {"sm90/fwd", "sm80/fwd", "sm80/bwd_fused"}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),

@@ -23,7 +23,9 @@ GLUON = SimpleNamespace(
     maximum=np.maximum, minimum=np.minimum, cdiv=lambda x, y: -(-x // y), where=np.where,
     arange=lambda start, end, layout: np.arange(start, end), SliceLayout=lambda dim, parent: None,
 )  # fmt: skip
-HOOKS_OF_GLUON = {"blocks_below", "first_block", "clear_blocks", "hide", "sees_a_key"}
+HOOKS_OF_GLUON = {
+    "blocks_below", "first_block", "clear_blocks", "hide", "sees_a_key", "query_blocks", "hide_queries",
+}  # fmt: skip
 VALUES = (-1, 0, 2, 3, 8, 12, 30)  #: of every run-time integer, as far as it may have them
 
 
@@ -94,3 +96,36 @@ def test_what_gluon_kernels_hide(mask: Mask) -> None:
             scores = hide(np.zeros((seqlen_q, 16)), rows, column, offset, seqlen_k, window, None)
             assert ((scores == 0) == seen[:, column : column + 16]).all()
         assert (sees(rows, offset, seqlen_k, window) == seen.any(1)).all()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_which_query_blocks_gluon_kernels_visit_and_take_whole(mask: Mask) -> None:
+    blocks_of = hook(mask, "query_blocks")
+    for lengths in LENGTHS:
+        seqlen_q, seqlen_k = lengths
+        blocks, columns = -(-seqlen_q // BLOCK_M), -(-seqlen_k // BLOCK_N) * BLOCK_N
+        seen = visible(mask, *lengths, seqlen_q, columns)
+        for key in range(0, seqlen_k, BLOCK_N):
+            asked = key, key + BLOCK_N, *lengths, mask.arguments(*lengths), BLOCK_M
+            first, full_begin, full_end, end = map(int, blocks_of(*asked))
+            assert 0 <= first <= full_begin <= full_end <= end <= blocks
+            mine = seen[:, key : min(key + BLOCK_N, seqlen_k)]  # [queries, the tile's keys]
+            assert not mine[: first * BLOCK_M].any() and not mine[end * BLOCK_M :].any(), "what is skipped sees none"
+            assert mine[full_begin * BLOCK_M : full_end * BLOCK_M].all(), "what is taken whole sees all"
+            real = mine.any(1).nonzero()[0] // BLOCK_M
+            if len(real):  # none is visited in vain at either end
+                assert first == real[0] and end == real[-1] + 1
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_what_gluon_kernels_hide_of_transposed_weights(mask: Mask) -> None:
+    hide = hook(mask, "hide_queries")
+    for lengths in LENGTHS:
+        seqlen_q, seqlen_k = lengths
+        window, offset = mask.arguments(*lengths), seqlen_k - seqlen_q
+        keys = np.arange(-(-seqlen_k // 16) * 16)
+        seen = visible(mask, *lengths, seqlen_q, len(keys))
+        for row in range(0, seqlen_q, 16):
+            weights = hide(np.ones((len(keys), 16)), keys, row, offset, seqlen_k, window, None)
+            real = min(16, seqlen_q - row)
+            assert ((weights[:, :real] == 1) == seen.T[:, row : row + real]).all()

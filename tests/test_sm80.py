@@ -72,10 +72,12 @@ def test_what_they_cannot_do_is_refused_by_name(variant: Any) -> None:
     assert set(pruned.WORDS) >= {constraint.name for constraint in variant.space.constraints}
 
 
-def test_a_window_is_the_forwards_alone() -> None:
+@BOTH
+def test_windows_and_chunks_are_served(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for mask in ("band", "chunked"):
-        assert refusal(FORWARD, "a100", spec_of(64, mask)) == ""
-        assert refusal(BACKWARD, "a100", spec_of(64, mask)) == "mask"
+        assert refusal(variant, "a100", spec_of(64, mask)) == ""
+    monkeypatch.setattr(registry, "hooks_of", lambda mask: {"key_range", "query_range", "keep", "sees"})
+    assert refusal(variant, "a100", spec_of(64, "band")) == "mask"
 
 
 def test_small_shared_memory_refuses_what_the_a100_takes() -> None:
@@ -136,6 +138,8 @@ FORMS = [
     (BACKWARD, 128, "full", 80, {}),
     (BACKWARD, 128, "causal", 89, {}),
     (BACKWARD, 256, "causal", 120, {}),
+    (BACKWARD, 64, "band", 80, {}),
+    (BACKWARD, 128, "chunked", 86, {}),
 ]
 
 

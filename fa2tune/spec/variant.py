@@ -98,7 +98,7 @@ class SearchSpace:
 HOOKS = {
     "KEY_RANGE": "key_range", "QUERY_RANGE": "query_range", "KEEP": "keep", "SEES": "sees",
     "BLOCKS_BELOW": "blocks_below", "FIRST_BLOCK": "first_block", "CLEAR_BLOCKS": "clear_blocks", "HIDE": "hide",
-    "SEES_A_KEY": "sees_a_key",
+    "SEES_A_KEY": "sees_a_key", "QUERY_BLOCKS": "query_blocks", "HIDE_QUERIES": "hide_queries",
 }  # fmt: skip
 #: The same of the score term's file.
 SCORE_HOOKS = {"APPLY": "apply", "GRAD": "grad"}

@@ -86,6 +86,31 @@ def sees_a_key(rows, offset, seqlen_k, window):
     return (rows + offset + window[1] >= 0) & (rows + offset - window[0] < seqlen_k)
 
 
+@gluon.jit
+def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
+    blocks = gl.cdiv(seqlen_q, BLOCK_M)
+    first_key = key - (seqlen_k - seqlen_q)  # counted as queries are
+    keys = keys_end - key
+    first = gl.minimum(gl.maximum(first_key - window[1], 0) // BLOCK_M, blocks)
+    end = gl.cdiv(gl.maximum(gl.minimum(first_key + keys, seqlen_q) + window[0], 0), BLOCK_M)
+    end = gl.maximum(gl.minimum(end, blocks), first)
+    full_begin = gl.cdiv(gl.maximum(first_key + keys - 1 - window[1], 0), BLOCK_M)
+    full_begin = gl.minimum(gl.maximum(full_begin, first), end)
+    full_end = gl.maximum(first_key + 1 + window[0], 0) // BLOCK_M
+    return first, full_begin, gl.minimum(gl.maximum(full_end, full_begin), end), end
+
+
+@gluon.jit
+def hide_queries(p, keys, row, offset, seqlen_k, window, layout: gl.constexpr):
+    rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))
+    mine = (rows & 6)[None, :]
+    constant = (rows & -7)[None, :]
+    first = gl.where(keys < seqlen_k, keys - offset - window[1] - row, p.shape[1])
+    last = keys - offset + window[0] - row
+    seen = (constant >= first[:, None] - mine) & (constant <= last[:, None] - mine)
+    return gl.where(seen, p, 0.0)
+
+
 # ---- for the host; -1 is an unbounded side
 
 

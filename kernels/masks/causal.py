@@ -67,6 +67,24 @@ def sees_a_key(rows, offset, seqlen_k, window):
     return rows + offset >= 0
 
 
+@gluon.jit
+def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    offset = seqlen_k - seqlen_q
+    first = gl.minimum(gl.maximum(key - offset, 0) // BLOCK_M, end)
+    full_begin = gl.minimum(gl.cdiv(gl.maximum(keys_end - 1 - offset, 0), BLOCK_M), end)
+    return first, full_begin, end, end
+
+
+@gluon.jit
+def hide_queries(p, keys, row, offset, seqlen_k, window, layout: gl.constexpr):
+    # how far into the block the first query lies that sees the key: two numbers a thread
+    seen_from = keys - offset - row
+    seen_from = gl.where(keys < seqlen_k, seen_from, p.shape[1])
+    rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))
+    return gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+
+
 # ---- for the host
 
 

@@ -87,6 +87,31 @@ def sees_a_key(rows, offset, seqlen_k, window):
     return rows + offset >= 0
 
 
+@gluon.jit
+def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
+    blocks = gl.cdiv(seqlen_q, BLOCK_M)
+    offset = seqlen_k - seqlen_q
+    last_key = gl.minimum(keys_end, seqlen_k) - 1
+    first = gl.minimum(gl.maximum(key - offset, 0) // BLOCK_M, blocks)
+    end = gl.cdiv(gl.maximum(last_key // window[0] * window[0] + window[0] - offset, 0), BLOCK_M)
+    end = gl.maximum(gl.minimum(end, blocks), first)
+    full_begin = gl.cdiv(gl.maximum(keys_end - 1 - offset, 0), BLOCK_M)
+    full_begin = gl.minimum(gl.maximum(full_begin, first), end)
+    full_end = gl.maximum(key // window[0] * window[0] + window[0] - offset, 0) // BLOCK_M
+    return first, full_begin, gl.minimum(gl.maximum(full_end, full_begin), end), end
+
+
+@gluon.jit
+def hide_queries(p, keys, row, offset, seqlen_k, window, layout: gl.constexpr):
+    rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))
+    mine = (rows & 6)[None, :]
+    constant = (rows & -7)[None, :]
+    first = gl.where(keys < seqlen_k, keys - offset - row, p.shape[1])
+    end = keys // window[0] * window[0] + window[0] - offset - row  # of the key's chunk
+    seen = (constant >= first[:, None] - mine) & (constant < end[:, None] - mine)
+    return gl.where(seen, p, 0.0)
+
+
 # ---- for the host
 
 

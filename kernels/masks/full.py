@@ -70,6 +70,23 @@ def sees_a_key(rows, offset, seqlen_k, window):
     return rows >= 0
 
 
+@gluon.jit
+def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
+    """Query blocks that see any of the keys [key, keys_end), as (first, full_begin, full_end, end), none below the one before:
+    those of [full_begin, full_end) see them all, in so far as there are such keys. full_end is asked of masks bounded on the
+    left."""
+    end = gl.cdiv(seqlen_q, BLOCK_M)
+    return 0, 0, end, end
+
+
+@gluon.jit
+def hide_queries(p, keys, row, offset, seqlen_k, window, layout: gl.constexpr):
+    """Weights p [KEYS, BLOCK_M] of queries from row on, 0 where a query does not see the key."""
+    seen_from = gl.where(keys < seqlen_k, 0, p.shape[1])
+    rows = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))
+    return gl.where(seen_from[:, None] <= rows[None, :], p, 0.0)
+
+
 # ---- for the host
 
 

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fa2tune.kernels.lib.ampere import (
+    MINUS_INFINITY,
     ZERO,
     a_b,
     a_bt,
@@ -44,11 +45,11 @@ def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.const
 @gluon.jit
 def _trip(
     dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_now, do_now,
-    q_other, do_other, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale,
+    q_other, do_other, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -70,8 +71,10 @@ def _trip(
         s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_now, HEAD_DIM, STEP, SCORES)
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
-            seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
-            p = hidden_behind(p, columns[:, None], seen[None, :], ZERO)
+            if CAUSAL:
+                p = hidden_behind(p, columns[:, None], gl.minimum(rows + offset, seqlen_k - 1)[None, :], ZERO)
+            else:
+                p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
         dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_now, HEAD_DIM_V, STEP, SCORES)
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
@@ -79,10 +82,14 @@ def _trip(
         dk_acc = mma_v2(gl.convert_layout(ds, operand_a(KEYS)), q_now.load(operand_b(KEYS)), dk_acc)
     else:
         s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_now, k_smem, HEAD_DIM, STEP, SCORES)
-        p = gl.exp2(gl.fma(s, qk_scale, peak[:, None]))
+        weight = gl.fma(s, qk_scale, peak[:, None])
         if MASK:
-            seen = gl.minimum(rows + offset, seqlen_k - 1) if IS_CAUSAL else rows * 0 + (seqlen_k - 1)
-            p = hidden_behind(p, columns[None, :], seen[:, None], ZERO)
+            if CAUSAL:
+                seen = gl.minimum(rows + offset, seqlen_k - 1)
+                weight = hidden_behind(weight, columns[None, :], seen[:, None], MINUS_INFINITY)
+            else:
+                weight = HIDE(weight, rows, start_n, offset, seqlen_k, window, SCORES)
+        p = gl.exp2(weight)
         p_smem.store(p.to(dtype))
         dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_now, v_smem, HEAD_DIM_V, STEP, SCORES)
         ds_smem.store((p * (dp - delta[:, None])).to(dtype))
@@ -110,25 +117,26 @@ def _trip(
 @gluon.jit
 def _over_queries(
     dk_acc, dv_acc, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-    p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale,
+    p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [first, stop) of a head, in whole rounds of BUFFERS blocks; ``end``: of all of its queries."""
     for m in range(first, stop, BUFFERS * BLOCK_M):
         dk_acc, dv_acc, peak = _trip(
             dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-            p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM,
-            HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, MASK,
+            p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
+            HIDE_QUERIES, CAUSAL, MASK,
         )  # fmt: skip
         if BUFFERS == 2:
             dk_acc, dv_acc, peak = _trip(
                 dk_acc, dv_acc, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1,
-                do1, q0, do0, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D,
-                BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                IS_CAUSAL, MASK,
+                do1, q0, do0, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, MASK,
             )  # fmt: skip
     return dk_acc, dv_acc, peak
 
@@ -138,9 +146,10 @@ def bwd_fused_sm80_kernel(
     q, k, v, do, peaks, deltas, sums, dk, dv, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
-    batch, heads_q, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE,
+    batch, heads_q, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
@@ -196,20 +205,23 @@ def bwd_fused_sm80_kernel(
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
         p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
 
-    # queries in whole rounds: [begin, full) under the mask, [full, end) see every key of the tile
-    end = gl.cdiv(seqlen_q, ROUND) * ROUND
-    begin = end * 0
-    full = begin
-    if IS_CAUSAL:
-        begin = gl.minimum(gl.maximum(start_n - offset, 0) // ROUND * ROUND, end)
-        full = gl.minimum(gl.cdiv(gl.maximum(start_n + BLOCK_N - 1 - offset, 0), ROUND) * ROUND, end)
-    full = gl.where(start_n + BLOCK_N > seqlen_k, end, full)  # the last, ragged tile: everything under the mask
+    # queries in whole rounds: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
+    window = (window_left, window_right)
+    rounds = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, ROUND)
+    begin = gl.to_tensor(rounds[0]) * ROUND
+    end = rounds[3] * ROUND
+    full = gl.where(
+        start_n + BLOCK_N > seqlen_k, end, rounds[1] * ROUND
+    )  # the last, ragged tile: everything under the mask
+    full_end = end
+    if LEFT_BOUNDED:
+        full_end = gl.maximum(rounds[2] * ROUND, full)
 
     ask(k_smem, k, stride_kn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
     ask(v_smem, v, stride_vn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
     dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=KEYS)
     dv_acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, layout=KEYS)
-    m = gl.minimum(begin, end - BLOCK_M)  # no query may see this tile
+    m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(group):  # every query head that reads this key head
         async_copy.wait_group(0)  # the copies of the head before, which nobody reads
         ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
@@ -217,15 +229,24 @@ def bwd_fused_sm80_kernel(
         async_copy.commit_group()
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0,
-            q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, True,
+            dk_acc, dv_acc, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
+            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
+            HIDE_QUERIES, CAUSAL, True,
         )  # fmt: skip
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, full, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0,
-            q1, do1, p_smem, ds_smem, columns, offset, seqlen_q, seqlen_k, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-            HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, IS_CAUSAL, False,
+            dk_acc, dv_acc, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
+            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
+            HIDE_QUERIES, CAUSAL, False,
         )  # fmt: skip
+        if LEFT_BOUNDED:
+            dk_acc, dv_acc, peak = _over_queries(
+                dk_acc, dv_acc, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
+                q0, do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
+                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, True,
+            )  # fmt: skip
         q += stride_qh
         do += stride_doh
         peaks += rows_padded
@@ -263,7 +284,7 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: (
         triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
     ),
-    constants=lambda _spec, config: {"WARPS": config["num_warps"]},
+    constants=lambda spec, config: {"CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]},
     before=("sm80/bwd_prepare",),
     after=("sm80/bwd_finish",),
     workspaces=_workspaces,

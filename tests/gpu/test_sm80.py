@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("sm80/bwd_fused")
 both = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
 masks = pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
+windows = pytest.mark.parametrize("mask", [Mask("band", 100, 30), Mask("band", 0, 0), Mask("chunked", 96)], ids=str)
 #: Odd, fewer and more keys than queries (under a causal mask: rows that see none), one query, whole tiles
 LENGTHS = ((203, 333), (333, 203), (1, 77), (512, 512))
 
@@ -74,10 +75,17 @@ def test_tiles_that_see_no_key_of_a_block(block_m: int, block_n: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["fa2", "double", "ahead"])
-@pytest.mark.parametrize("mask", [Mask("band", 100, 30), Mask("band", 0, 0), Mask("chunked", 96)], ids=str)
-def test_windows_and_chunks(mask: Mask, schedule: str) -> None:
+@windows
+def test_windows_and_chunks_forward(mask: Mask, schedule: str) -> None:
     for lengths in (*LENGTHS, (700, 700)):
         checked(FORWARD, posed(*lengths, mask=mask), {"SCHEDULE": schedule})
+
+
+@pytest.mark.parametrize("dim", [64, 128])  # P through registers, and through shared memory
+@windows
+def test_windows_and_chunks_backward(mask: Mask, dim: int) -> None:
+    for lengths in (*LENGTHS, (700, 700), (40, 2000), (2000, 40)):
+        checked(BACKWARD, posed(*lengths, dims=(dim, dim), mask=mask), {})
 
 
 @masks
