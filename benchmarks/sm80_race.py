@@ -1,4 +1,4 @@
-"""Races the kernels of kernels/sm80 as sm_80 code on a Hopper GPU beside SDPA's FlashAttention-2, which is mma.sync code, too.
+"""Races the kernels of kernels/sm80 as sm_80 code on a Hopper GPU against SDPA's FlashAttention-2, which is mma.sync code, too.
 
     python benchmarks/sm80_race.py --headdim 64,128 --configs 6 --out race.json
 

@@ -40,7 +40,7 @@ def refusal(variant: Any, gpu: str, spec: Specialization, **changes: Any) -> str
     return found.name if found else ""
 
 
-def test_the_registry_finds_them_beside_the_others() -> None:
+def test_the_registry_finds_them_next_to_the_others() -> None:
     assert (
         registry.implementations("fwd")["sm80"] is FORWARD and registry.implementations("bwd_fused")["sm80"] is BACKWARD
     )

@@ -162,7 +162,7 @@ def _hiding(bits):
 
 @gluon.jit
 def hidden_behind(x, columns, last, ELSE: gl.constexpr):
-    """x where columns <= last, elsewhere the float32 whose bits ELSE has in PTX. Each comparison is beside its choice: as
+    """x where columns <= last, elsewhere the float32 whose bits ELSE has in PTX. Each comparison stands next to its choice: as
     gl.where has it, ptxas works out all comparisons ahead of the products, more than there are predicates, packs them into
     registers bit by bit and takes them apart again, five instructions a score."""
     return gl.inline_asm_elementwise(

@@ -223,7 +223,7 @@ def bwd_fused_sm80_kernel(
     dv_acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, layout=KEYS)
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(group):  # every query head that reads this key head
-        async_copy.wait_group(0)  # the copies of the head before, which nobody reads
+        async_copy.wait_group(0)  # the copies of the head before, which are not read
         ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
         ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()

@@ -146,7 +146,7 @@ def fwd_sm80_kernel(
     that see no key: o = 0, lse = -inf.
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). "ahead": as "double", and Q K^T
-    of the next block runs beside the softmax of this one. CAUSAL: the mask is that one, which HIDE
+    of the next block is overlapped with the softmax of this one. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)

@@ -52,9 +52,9 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
     """Whether every warp has 16 rows and 8 columns of each product."""
     d, dv = block_dims(spec)
     warps, m, n = config["num_warps"], config["BLOCK_M"], config["BLOCK_N"]
-    shapes = ((config["KEY_WARPS"], n, min(d, dv)), (config["QUERY_WARPS"], m, d))
+    shapes = [(config["KEY_WARPS"], n, min(d, dv)), (config["QUERY_WARPS"], m, d)]
     if config["P_THROUGH"] == "shared":
-        shapes += ((config["SCORE_WARPS"], m, n),)
+        shapes.append((config["SCORE_WARPS"], m, n))
     return all(down <= warps and 16 * down <= rows and 8 * (warps // down) <= columns for down, rows, columns in shapes)
 
 

@@ -60,7 +60,7 @@ SPACE = SearchSpace(
         "IMPLEMENTATION": (NAME,),
         "BLOCK_M": (64, 128),
         "BLOCK_N": (32, 64, 128),
-        # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block beside the softmax of the one before
+        # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block overlapped with the softmax before it
         "SCHEDULE": ("fa2", "double", "ahead"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
         "HEADS_PER_WAVE": (1, 4, 16),
