@@ -117,7 +117,9 @@ def record(count: int, seed: int, cores: int) -> dict[str, Any]:
             cubins[key.kernel, key.specialization(), tuple(sorted(binary_config.items()))] = result[0]
 
     @cache
-    def load(variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int) -> Any:
+    def load(
+        variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int, _measured: str = ""
+    ) -> Any:  # fmt: skip
         """Stands in for ``launch.load``: this GPU's cubin of the sm_80 PTX."""
         kernel = compiler.compile_kernel(variant, spec, dict(config), ARCH)
         kernel.kernel = cubins.get((variant.name, spec, config)) or assembled(variant, spec, config)

@@ -39,7 +39,16 @@ CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests star
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
 COMPILING = tuple(
     next(TESTS.rglob(f"test_{name}.py"))
-    for name in ("operandcheck", "compile", "dispatch_phases", "hopper_forward", "hopper_masks", "hostside", "hopper")
+    for name in (
+        "operandcheck",
+        "compile",
+        "dispatch_phases",
+        "hopper_forward",
+        "hopper_masks",
+        "hostside",
+        "sm80",
+        "hopper",
+    )
 )
 
 

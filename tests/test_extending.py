@@ -75,7 +75,7 @@ def edit(path: Path, old: str, new: str) -> None:
 def toy(tree: Path) -> None:
     """A kernel for compute capability 8.0: the portable forward by pointer alone, in two files, whose name says nothing."""
     for folder in ("kernels", "search_spaces"):
-        (tree / folder / "sm80").mkdir()
+        (tree / folder / "sm80").mkdir(exist_ok=True)
         shutil.copy(tree / folder / "portable" / "fwd.py", tree / folder / "sm80" / "streamed.py")
     kernel = tree / "kernels" / "sm80" / "streamed.py"
     edit(kernel, "fa2tune.search_spaces.portable.fwd", "fa2tune.search_spaces.sm80.streamed")
@@ -249,7 +249,7 @@ def test_another_implementation_beside_the_portable_kernel_does_not_take_its_pla
 ) -> None:
     alternative(tree)
     names, hashes = run("-c", OF_FWD).splitlines()
-    assert names == "['portable/fwd', 'portable/alt', 'sm90/fwd'] portable/fwd [True, False, False]"
+    assert names == "['portable/fwd', 'portable/alt', 'sm80/fwd', 'sm90/fwd'] portable/fwd [True, False, False, False]"
     assert hashes == "[True, True] True"
 
 

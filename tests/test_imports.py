@@ -32,6 +32,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.spec.scorefile",
     "fa2tune.spec.variant",
     "fa2tune.kernels.lib.bwd_keys",
+    "fa2tune.kernels.lib.ampere",
     "fa2tune.kernels.lib.common",
     "fa2tune.kernels.lib.extent",
     "fa2tune.kernels.lib.hopper",
@@ -152,7 +153,11 @@ def test_a_kernel_knows_its_space_and_the_shared_math_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(f"{module}.") == "search_spaces"])
 def test_a_search_space_knows_the_shared_constraints_only(module: str) -> None:
-    shared = {"fa2tune.search_spaces.lib.common", "fa2tune.search_spaces.lib.hopper"}
+    shared = {
+        "fa2tune.search_spaces.lib.common",
+        "fa2tune.search_spaces.lib.hopper",
+        "fa2tune.search_spaces.lib.ampere",
+    }
     assert GRAPH[module] <= {"fa2tune.spec.problem", "fa2tune.spec.variant", *shared}
 
 

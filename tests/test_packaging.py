@@ -32,8 +32,8 @@ LOOK = """
 import importlib.resources, importlib.util, json, pkgutil
 import fa2tune
 names = [m.name for m in pkgutil.walk_packages(fa2tune.__path__, "fa2tune.")]
-folders = ("kernels.lib", "kernels.masks", "kernels.portable", "kernels.scores", "kernels.sm90")
-folders += ("search_spaces.lib", "search_spaces.portable", "search_spaces.sm90")
+folders = ("kernels.lib", "kernels.masks", "kernels.portable", "kernels.scores", "kernels.sm80", "kernels.sm90")
+folders += ("search_spaces.lib", "search_spaces.portable", "search_spaces.sm80", "search_spaces.sm90")
 for package in (f"fa2tune.{folder}" for folder in folders):  # not below fa2tune/ in a checkout
     names += [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__, package + ".")]
 names = sorted(set(names))

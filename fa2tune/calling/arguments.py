@@ -7,7 +7,7 @@ None of this runs in a call that is warm and right.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -141,3 +141,12 @@ def _looks_like_bshd(q: Sequence[int], k: Sequence[int]) -> bool:
     if k[2] < tokens or heads > MOST_HEADS:
         return True
     return dim < LARGE_HEAD_DIM and heads >= 4 * tokens
+
+
+def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
+    """TypeError: not a bool. Under torch.compile its value may not be known yet. Values equal to an allowed one pass (0, 1,
+    numpy's bools), as they do in the memo of plans."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return
+    if not isinstance(value, Hashable) or value not in frozenset(allowed):
+        raise TypeError(f"{name}: got {value!r:.80}, allowed are {', '.join(map(str, allowed))}")

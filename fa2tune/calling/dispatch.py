@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import dense, group_schedule, schedule
+from fa2tune.calling import arguments, dense, group_schedule, schedule
 from fa2tune.calling.defaults import default_config, portable_default, specialized_default
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
@@ -366,15 +366,6 @@ def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any)
     memo[key] = plan
 
 
-def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
-    """TypeError: not a bool. Under torch.compile its value may not be known yet. Values equal to an allowed one pass (0, 1,
-    numpy's bools), as they do in the memo of plans."""
-    if isinstance(value, (bool, torch.SymBool)):
-        return
-    if not isinstance(value, Hashable) or value not in frozenset(allowed):
-        raise TypeError(f"{name}: got {value!r:.80}, allowed are {', '.join(map(str, allowed))}")
-
-
 def _exact(window: Any) -> tuple[Any, ...]:
     """A window for a plan's key: (True, 0) and (1.0, 0) equal (1, 0), and are errors. TypeError: not a pair."""
     return (type(window), *window, *map(type, window))
@@ -460,7 +451,9 @@ def backward(
     )  # fmt: skip
     plan = BACKWARD_PLANS.get(key)
     if plan is None:
-        check_among("deterministic", deterministic, (True, False))  # a forward from the memo has not checked it
+        arguments.check_among(
+            "deterministic", deterministic, (True, False)
+        )  # a forward from the memo has not checked it
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         check_saved(q, k, v, o, lse, do)

@@ -284,8 +284,8 @@ def check(
     The device is checked last, so that one run on a machine without a GPU shows every other error."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r:.80}, allowed are {' and '.join(map(repr, LAYOUTS))}")
-    dispatch.check_among("causal", causal, (True, False))
-    dispatch.check_among("deterministic", deterministic, (True, False, None))
+    arguments.check_among("causal", causal, (True, False))
+    arguments.check_among("deterministic", deterministic, (True, False, None))
     sides_of(window)
     if mask is not None:
         _check_mask(mask, causal, window)

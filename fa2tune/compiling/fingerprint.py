@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from fa2tune.compiling import binaries, composition
-from fa2tune.compiling.registry import variant_named, variants_of
+from fa2tune.compiling.registry import implementations, variant_named, variants_of
 from fa2tune.rows.row import backward_implementation, hashed_as
 from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, STRATEGIES
@@ -75,13 +75,14 @@ _BACKWARDS = [(strategy, backward_implementation(special)) for strategy in STRAT
 
 
 @cache
-def backward_hash(strategy: str, implementation: str, mask: str) -> str:
-    """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits."""
+def backward_hash(strategy: str, implementation: str, mask: str, named: tuple[str, ...] = ()) -> str:
+    """Hash of every kernel that a whole backward of this strategy and implementation may run; 16 hex digits. ``named``: the
+    implementations of its kernels that name themselves; the others do not count."""
     specialized = implementation == WARP_SPECIALIZED
     names = ["portable/bwd_delta"] if strategy == FUSED else []
     for kernel in STRATEGIES[strategy]:
-        able = [one for one in variants_of(kernel) if specialized or WARP_SPECIALIZED not in one.implementations]
-        names += [one.name for one in able]
+        wanted = {*named, *([WARP_SPECIALIZED] if specialized else [])}
+        names += [one.name for one in variants_of(kernel) if one.portable or wanted & set(one.implementations)]
     return hashlib.sha256("".join(kernel_hash(variant_named(name), mask) for name in names).encode()).hexdigest()[:16]
 
 
@@ -105,8 +106,11 @@ class _Hashes(Mapping[str, str]):
         kernel, *filed_as, mask = name.split(" ")
         if mask not in ROW_MASKS:  # of another mask there are no rows
             raise KeyError(name)
-        if kernel == BACKWARD and tuple(filed_as) in _BACKWARDS:
-            return backward_hash(*filed_as, mask)
+        if kernel == BACKWARD and len(filed_as) == 2:
+            strategy, (implementation, *named) = filed_as[0], filed_as[1].split("+")
+            known = {name for one in STRATEGIES.get(strategy, ()) for name in implementations(one)}
+            if (strategy, implementation) in _BACKWARDS and set(named) <= known:
+                return backward_hash(strategy, implementation, mask, tuple(named))
         for variant in variants_of(kernel):
             if _name_of(variant, mask) == name:
                 return kernel_hash(variant, mask)

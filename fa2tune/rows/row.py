@@ -15,7 +15,7 @@ from typing import Any
 
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, FUSED
-from fa2tune.spec.variant import DESCRIPTOR, POINTER, PORTABLE, WARP_SPECIALIZED
+from fa2tune.spec.variant import DESCRIPTOR, IMPLEMENTATIONS, POINTER, PORTABLE, WARP_SPECIALIZED
 
 #: How a row was obtained, best evidence first: measured on its GPU, on another of the same silicon, on one of another
 #: architecture that ran the code of this one (sm_80 code on an sm_90 GPU), or by the model.
@@ -104,7 +104,8 @@ class Row:
     @property
     def source(self) -> str:
         """What fingerprint.kernel_hashes calls the hash of the source that it rests on."""
-        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy)
+        named = self_named(self.config.values()) if self.key.kernel == BACKWARD else ()
+        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy, named)
 
     @cached_property
     def config_hash(self) -> str:
@@ -148,11 +149,17 @@ def backward_implementation(specialized: bool) -> str:
     return WARP_SPECIALIZED if specialized else PORTABLE
 
 
-def hashed_as(kernel: str, implementation: str, mask: str, strategy: str = "") -> str:
+def self_named(implementations: Iterable[Any]) -> tuple[str, ...]:
+    """Of the implementations of a whole backward's kernels, those that name themselves, in order."""
+    return tuple(sorted({str(name) for name in implementations} - set(IMPLEMENTATIONS)))
+
+
+def hashed_as(kernel: str, implementation: str, mask: str, strategy: str = "", named: Iterable[str] = ()) -> str:
     """What fingerprint.kernel_hashes calls the hash of the source that a row of this implementation rests on: the kernel's; for
-    a whole backward, that of the kernels of its strategy."""
+    a whole backward, that of the portable and warp-specialised kernels of its strategy, and of those ``named``: "bwd fused
+    portable+sm80 full"."""
     if kernel == BACKWARD:
-        return f"{kernel} {strategy} {implementation} {mask}"
+        return f"{kernel} {strategy} {'+'.join([implementation, *named])} {mask}"
     if implementation in ("", POINTER, DESCRIPTOR):
         return f"{kernel} {mask}"
     return f"{kernel} {implementation} {mask}"

@@ -56,10 +56,12 @@ HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bw
         ("kernels.portable.fwd", "seqlen_k - seqlen_q", "seqlen_q - seqlen_k", {"portable/fwd"}, None),
         # one mask's hooks, and which sides it bounds
         ("kernels.masks.causal", "columns <= rows + offset)", "columns < rows + offset)", PORTABLE, {"causal"}),
-        ("kernels.masks.band", "left=True, right=True", "left=True, right=False", PORTABLE | HOPPER, {"band"}),
-        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]", {"sm90/fwd", "sm90/bwd_dq"},
-         {"causal"}),
-        ("kernels.masks.causal", "keys - offset - row", "keys - offset", {"sm90/bwd_fused", "sm90/bwd_dkdv"}, {"causal"}),
+        ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
+         PORTABLE | HOPPER | {"sm80/fwd", "sm80/bwd_fused"}, {"band"}),
+        ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
+         {"sm90/fwd", "sm90/bwd_dq", "sm80/fwd", "sm80/bwd_fused"}, {"causal"}),
+        ("kernels.masks.causal", "keys - offset - row", "keys - offset",
+         {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm80/bwd_fused"}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),

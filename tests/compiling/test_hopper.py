@@ -35,7 +35,9 @@ import sanitize
 
 H200 = gpus.named("h200")
 bf16 = partial(Specialization, "bf16")
-VARIANTS = [variant for kernel in KERNELS for variant in registry.variants_of(kernel) if not variant.portable]
+VARIANTS = [
+    variant for kernel in KERNELS for variant in registry.variants_of(kernel) if WARP_SPECIALIZED in variant.implementations
+]  # fmt: skip
 NAMED = {variant.name: variant for variant in VARIANTS}
 GROUP_WARPS = 4  #: registers are handed to warps four at a time
 #: Four float32 of a thread added to device memory at once.

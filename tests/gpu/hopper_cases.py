@@ -36,7 +36,7 @@ def specialized(kernels: Sequence[str] = KERNELS) -> list[Variant]:
     gpu = dispatch.gpu_of(0)
     return [
         variant for kernel in kernels for variant in registry.variants_of(kernel)
-        if not variant.portable and variant.min_arch <= gpu.arch <= variant.max_arch
+        if WARP_SPECIALIZED in variant.implementations and variant.min_arch <= gpu.arch <= variant.max_arch
     ]  # fmt: skip
 
 

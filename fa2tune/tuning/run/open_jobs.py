@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fa2tune.compiling import registry
+from fa2tune.compiling import limits, registry
 from fa2tune.rows import pruned
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.spec.key import TuningKey
@@ -98,6 +98,20 @@ def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
         for variant in registry.variants_of(kernel)
         if variant.portable or ((variant.modelled or not predicted) and variant.runs_on(arch))
     ]
+
+
+def unmodelled(plan: Plan) -> list[str]:
+    """Kernels that the GPU could run and that are not searched, since times are predicted and the model does not know them."""
+    if plan.target.obtained != PREDICTED:
+        return []
+    gpu, specs = plan.target.gpu, plan.specializations()
+
+    def runs(variant: Variant) -> bool:
+        configs = ((spec, variant.space.default(spec, gpu.arch)) for spec in specs)
+        return any(limits.before_compile(variant, spec, config, gpu) is None for spec, config in configs)
+
+    others = (one for kernel in plan.kernels for one in registry.variants_of(kernel) if not one.portable)
+    return [one.short_name for one in others if not one.modelled and runs(one)]
 
 
 def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: Plan) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from fa2tune.tuning.run.compiles import Compiles
 from fa2tune.tuning.run.filing import Filing
 from fa2tune.tuning.run.held_jobs import HeldJobs
 from fa2tune.tuning.run.launches import Launches
+from fa2tune.tuning.run.open_jobs import unmodelled
 from fa2tune.tuning.run.progress import Progress
 from fa2tune.tuning.search.failures import FailureRecord, FailureScope
 from fa2tune.tuning.select import completeness
@@ -81,6 +82,11 @@ class Run:
         """Until every key is settled, the time budget is used up, or Ctrl-C."""
         report = self.log.report
         self.log.watcher.planned(self.plan, [*self.held.jobs.values()])
+        if unknown := unmodelled(self.plan):
+            gpu = self.plan.target.gpu.name
+            self.log.watcher.line(
+                f"not searched, as no model predicts them: {', '.join(unknown)}; a {gpu} would time them"
+            )
         with ExitStack() as end:  # in the reverse order, each whatever becomes of the others
             end.callback(self.leases.leave)
             end.callback(self._tell_left)

@@ -11,7 +11,7 @@ from fa2tune.compiling import fingerprint
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.measuring.samples import Race, gain_over, quantile
-from fa2tune.rows.row import WORKLOAD, Row, backward_implementation
+from fa2tune.rows.row import WORKLOAD, Row, backward_implementation, self_named
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, FUSED, ITEMSIZE, STRATEGIES, Config, Problem
 from fa2tune.tuning.request.provenance import Provenance
@@ -27,7 +27,9 @@ def _base(
 ) -> Row:
     workload = key.workload()
     if key.kernel == BACKWARD:
-        hashes: dict[str, Any] = {"kernel_hash": fingerprint.backward_hash(strategy, implementation, key.mask)}
+        hashes: dict[str, Any] = {
+            "kernel_hash": fingerprint.backward_hash(strategy, implementation, key.mask, self_named(config.values()))
+        }
     else:
         kernel = variant_of(key.kernel, config)
         hashes = {

@@ -9,7 +9,7 @@ from typing import Any
 from fa2tune.compiling import fingerprint
 from fa2tune.measuring.samples import Race
 from fa2tune.measuring.worker import Job
-from fa2tune.rows.row import Row
+from fa2tune.rows.row import Row, self_named
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
 from fa2tune.spec.variant import PORTABLE, implementation_of
@@ -55,7 +55,13 @@ class WholeBackward:
                 filed: {kernel: row.config for kernel, row in rows.items()} for filed, rows in variants.items()
             }
             token = repr([
-                (fingerprint.backward_hash(*filed, self.spec.mask), *filed, sorted(map(point, found.values())))
+                (
+                    fingerprint.backward_hash(
+                        *filed, self.spec.mask, self_named(map(implementation_of, found.values()))
+                    ),
+                    *filed,
+                    sorted(map(point, found.values())),
+                )
                 for filed, found in configs_of.items()
             ])  # fmt: skip
             study = self.portable["bwd_dq"].studies[key.with_(kernel="bwd_dq")]

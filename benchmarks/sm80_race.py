@@ -1,0 +1,264 @@
+"""Races the kernels of kernels/sm80 as sm_80 code on a Hopper GPU against SDPA's FlashAttention-2, which is mma.sync code, too.
+
+    python benchmarks/sm80_race.py --headdim 64,128 --configs 6 --out race.json
+
+The sm_80 PTX that Triton makes is assembled by ptxas for this GPU: the same instructions, barriers and traffic as on an A100.
+What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks where Hopper takes some 6.2,
+and other GPUs have 99 KiB of shared memory a block (--gpu a10 keeps to such a limit, and to no other property of that GPU).
+Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config and so many legal ones drawn at
+random, each compared with SDPA's result, then timed in turns. Figures: SDPA's time divided by this one, median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from sm80_on_hopper import ARCH, assembled
+
+from fa2tune import gpus
+from fa2tune.cli._options import comma_separated
+from fa2tune.compiling import compiler, registry
+from fa2tune.launching import cuda, launch, passes
+from fa2tune.launching.image import Image
+from fa2tune.rows.describe import describe
+from fa2tune.spec.mask import Mask, row_mask_named
+from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Specialization
+from fa2tune.spec.variant import Variant
+from fa2tune.tuning.search.candidates import legal
+
+KERNELS = {"fwd": "sm80/fwd", "bwd": "sm80/bwd_fused"}
+#: Largest difference from SDPA's result, as a share of its largest magnitude: both round P and dS to bf16.
+TOLERANCE = 0.03
+#: Variant's name, specialization, what a binary depends on.
+Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem, and the configs that are raced on it."""
+
+    pass_: str
+    head_dim: int
+    mask: Mask
+    length: int
+    configs: Sequence[Config]
+
+
+def _asked(variant: Variant, spec: Specialization, config: Config) -> Asked:
+    return variant.name, spec, tuple(sorted(compiler.binary_config(variant, config).items()))
+
+
+def _image(asked: Asked) -> Image | str:
+    """In a process of the pool: a kernel for this GPU, or why there is none."""
+    name, spec, config = asked
+    variant = registry.variant_named(name)
+    try:
+        compiled = compiler.compile_kernel(variant, spec, dict(config), ARCH)
+        compiled.kernel = assembled(variant, spec, config)
+        return launch.image_of(compiled)
+    except compiler.CompileError as error:
+        return str(error)
+
+
+def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
+    """What compiles of them, on so many cores; the rest is named."""
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(wanted, pool.map(_image, wanted), strict=True))
+    for asked, image in found.items():
+        if isinstance(image, str):
+            click.echo(f"left out: {asked[0]} {dict(asked[2])}: {image}", err=True)
+    return {asked: image for asked, image in found.items() if isinstance(image, Image)}
+
+
+def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
+    """Stands in for ``launch.load``. CompileError: a kernel is not among the images."""
+    loaded: dict[tuple[Asked, int], cuda.Function] = {}
+
+    def load(
+        variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int, _measured: str = ""
+    ) -> cuda.Function:  # fmt: skip
+        asked = (variant.name, spec, config)
+        if asked not in known:
+            raise compiler.CompileError(f"{variant.name} was not assembled for this GPU: {dict(config)}")
+        if (asked, device_index) not in loaded:
+            kinds = launch.kinds(variant, spec, dict(config))
+            loaded[asked, device_index] = cuda.Function(known[asked], kinds, device_index, "sm_80 PTX")
+        return loaded[asked, device_index]
+
+    return load
+
+
+def cells(
+    wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int
+) -> Iterator[Cell]:  # fmt: skip
+    """Every combination, with the default and ``count`` other legal configs, the same at every length."""
+    card = gpus.named(gpu)
+    for pass_ in wanted:
+        variant = registry.variant_named(KERNELS[pass_])
+        for dim in dims:
+            for mask in masks:
+                spec = Specialization("bf16", dim, dim, mask)
+                default = dict(variant.space.default(spec, card.arch))
+                others = [config for config in legal(variant, spec, card).configs if config != default]
+                drawn = random.Random(f"{seed} {pass_} {dim} {mask}").sample(others, min(count, len(others)))
+                for length in lengths:
+                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *drawn])
+
+
+def _binaries(cell: Cell) -> Iterator[Asked]:
+    kernel = registry.variant_named(KERNELS[cell.pass_]).serves
+    spec = Specialization("bf16", cell.head_dim, cell.head_dim, cell.mask.name)
+    for config in cell.configs:
+        for variant, its_config in passes.runs(kernel, spec, config, ARCH):
+            yield _asked(variant, spec, its_config)
+
+
+def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """(SDPA, and every config that is right, as calls; how far each config is from SDPA)."""
+    import torch
+
+    aten = torch.ops.aten
+    heads, scale, causal = WORKLOAD_HIDDEN // cell.head_dim, cell.head_dim**-0.5, cell.mask.name == "causal"
+    shape = (WORKLOAD_TOKENS // cell.length, heads, cell.length, cell.head_dim)
+    q, k, v, do = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    forward = aten._scaled_dot_product_flash_attention
+    o, lse, *rest = forward(q, k, v, 0.0, causal, False, scale=scale)
+    sums_q, sums_k, longest_q, longest_k, seed, offset = rest[:6]
+
+    def peer() -> Any:
+        if cell.pass_ == "fwd":
+            return forward(q, k, v, 0.0, causal, False, scale=scale)[:1]
+        return aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, sums_q, sums_k, longest_q, longest_k, 0.0, causal, seed, offset, scale=scale
+        )[:3]
+
+    def own(config: Config) -> Callable[[], Any]:
+        if cell.pass_ == "fwd":
+            forwards = passes.ForwardPlan(passes.describe(q, k, v, cell.mask, scale), q, k, v, scale, config)
+            return lambda: forwards(q, k, v)[:1]
+        problem = passes.describe(q, k, v, cell.mask, scale, o=o, do=do)
+        backwards = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, FUSED, {"bwd_fused": config})
+        return lambda: backwards(do, None, q, k, v, o, lse)
+
+    found, off, wanted = {"SDPA FlashAttention-2": peer}, {}, peer()
+    for config in cell.configs:
+        try:
+            method = own(config)
+            pairs = zip(method(), wanted, strict=True)
+        except (compiler.CompileError, cuda.CudaError) as error:
+            click.echo(f"left out: {describe(config)}: {error}", err=True)
+            continue
+        off[describe(config)] = max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
+        if off[describe(config)] < TOLERANCE:
+            found[describe(config)] = method
+        else:
+            click.echo(
+                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe(config)}", err=True
+            )
+    return found, off
+
+
+def race(cell: Cell, rounds: int) -> dict[str, Any]:
+    """Times in turns. Milliseconds: of each method's calls in a row, as many as take about a millisecond."""
+    import torch
+
+    methods, off = _methods(cell)
+    flops = (4.0 if cell.pass_ == "fwd" else 10.0) * cell.length * WORKLOAD_TOKENS * WORKLOAD_HIDDEN
+    flops *= 0.5 if cell.mask.name == "causal" else 1.0
+    calls = max(1, round(1e-3 / (flops / 3e14)))
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    order, dice = list(methods), random.Random(0)
+    for number in range(rounds + 1):
+        dice.shuffle(order)
+        marks = []
+        for name in order:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(calls):
+                methods[name]()
+            end.record()
+            marks.append((name, start, end))
+        torch.cuda.synchronize()
+        for name, start, end in marks if number else ():  # the first warms up
+            times[name].append(start.elapsed_time(end) / calls)
+    peer = times["SDPA FlashAttention-2"]
+    return {
+        "pass": cell.pass_, "head_dim": cell.head_dim, "mask": cell.mask.name, "length": cell.length,
+        "methods": {
+            name: {
+                "ms": statistics.median(own), "tflops": flops / statistics.median(own) / 1e9,
+                "ratio": statistics.median(a / b for a, b in zip(peer, own, strict=True)), "off": off.get(name, 0.0),
+            }
+            for name, own in times.items()
+        },
+    }  # fmt: skip
+
+
+def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line a cell, with the fastest config, and one a pass: the least and the geometric mean."""
+    ratios: dict[str, list[float]] = {}
+    for one in results:
+        own = {name: found["ratio"] for name, found in one["methods"].items() if name != "SDPA FlashAttention-2"}
+        if own:
+            name = max(own, key=own.__getitem__)
+            ratios.setdefault(one["pass"], []).append(own[name])
+            figures = one["methods"][name]
+            yield (
+                f"{one['pass']} {one['head_dim']:3} {one['mask']:6} {one['length']:5}: {own[name]:.3f} x "
+                f"({figures['tflops']:.0f} TFLOP/s)  {name}"
+            )
+    for pass_, found in ratios.items():
+        mean = math.exp(statistics.mean(map(math.log, found)))
+        yield f"{pass_}: at least {min(found):.3f} x, geometric mean {mean:.3f} x over {len(found)} cells"
+
+
+@click.command(help=__doc__)
+@click.option("--pass", "wanted", callback=comma_separated(str), default="fwd,bwd", show_default=True)
+@click.option("--headdim", callback=comma_separated(int), default="64,128", show_default=True)
+@click.option("--mask", "masks", callback=comma_separated(str), default="full,causal", show_default=True)
+@click.option("--seqlen", callback=comma_separated(int), default="512,2048,8192,16384", show_default=True)
+@click.option(
+    "--configs", default=4, show_default=True, help="In addition to the default, per pass, head dim and mask."
+)
+@click.option("--gpu", default="a100", show_default=True, help="Whose limits and defaults count.")
+@click.option("--rounds", default=10, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+def main(
+    wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, gpu: str, rounds: int,
+    seed: int, cores: int, out: Path | None,
+) -> None:  # fmt: skip
+    for pass_ in wanted:
+        if pass_ not in KERNELS:
+            raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
+    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed))
+    here = gpus.present()
+    if here is None or here.arch != 90:
+        raise click.ClickException("needs a GPU of compute capability 9.0")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TRITON_CACHE_DIR", folder)
+        launch.load = loader(images(list(dict.fromkeys(asked for cell in found for asked in _binaries(cell))), cores))  # type: ignore[assignment]
+        results = []
+        for cell in found:
+            results.append(race(cell, rounds))
+            if out is not None:
+                out.write_text(json.dumps({"gpu": here.name, "limits": gpu, "cells": results}, indent=1) + "\n")
+    for line in best(results):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What the kernels of kernels/sm80/ share: layouts of mma.sync, asynchronous copies, tile order. Device side."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+LN2 = gl.constexpr(0.6931471805599453)
+#: Start of the running row maximum, as in kernels/lib/common.py.
+LOWEST = gl.constexpr(-3.0e38)
+#: Bits of float32 numbers, as PTX writes them.
+ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
+
+
+@gluon.constexpr_function
+def mma_layout(down, across):
+    """Accumulator of mma.sync: warps ``down`` the rows, 16 each, and ``across`` the columns, 8 each."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[down, across], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def operand_a(mma):
+    return gl.DotOperandLayout(0, mma, 2)
+
+
+@gluon.constexpr_function
+def operand_b(mma):
+    return gl.DotOperandLayout(1, mma, 2)
+
+
+@gluon.constexpr_function
+def copy_layout(columns, warps):
+    """Tiles from and to global memory: 16 bytes a thread, next to each other along a row."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // columns, columns // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout(columns):
+    """Tiles of 2-byte elements, swizzled so that ldmatrix meets no bank twice, whichever way it reads."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // columns), min(8, columns // 8), [1, 0])
+
+
+@gluon.jit
+def tile_and_head(tiles, heads, heads_per_wave, LAST_FIRST: gl.constexpr):
+    """(tile, head) of this program, as tile_and_head of kernels/lib/common.py has it."""
+    pid = gl.program_id(0)
+    band = pid // (tiles * heads_per_wave)
+    first = band * heads_per_wave
+    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
+    inside = pid - band * (tiles * heads_per_wave)
+    tile = inside // width
+    head = first + inside % width
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, head
+
+
+@gluon.constexpr_function
+def rows_at_once(rows, columns, warps):
+    """Rows of a tile that all warps copy at once, 16 bytes a thread."""
+    return min(rows, warps * 32 * 8 // columns)
+
+
+@gluon.constexpr_function
+def parts_layout(columns, warps):
+    """copy_layout of a tile as [parts, rows at once, columns]."""
+    return gl.BlockedLayout([1, 1, 8], [1, 32 * 8 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def in_place(stride):
+    """stride, which the compiler takes for another number every time: what follows from it is computed where it is used, an
+    instruction each. Known to be the same in every trip, addresses of all parts would be kept in registers, and spilled."""
+    if stride.dtype == gl.int32:
+        stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
+    return stride
+
+
+@gluon.jit
+def ask(
+    smem, base, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    MASK_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Starts copying rows [row, row + ROWS) of the head at ``base`` to shared memory [ROWS, COLUMNS]: 16 bytes at a time, past
+    L1. Columns from DIM on and, with MASK_ROWS, rows from rows_end on become zero."""
+    layout: gl.constexpr = copy_layout(COLUMNS, WARPS)
+    PART: gl.constexpr = rows_at_once(ROWS, COLUMNS, WARPS)
+    parts: gl.constexpr = parts_layout(COLUMNS, WARPS)
+    of_rows: gl.constexpr = gl.SliceLayout(0, parts)
+    r = gl.arange(0, PART, layout=gl.SliceLayout(1, of_rows))
+    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, of_rows))
+    part = gl.arange(0, ROWS // PART, layout=gl.SliceLayout(1, gl.SliceLayout(2, parts)))
+    # 64-bit for where the tile starts, 32-bit inside it (the host passes 64-bit strides where that would overflow)
+    start = base + row.to(gl.int64) * stride
+    own = r[:, None] * stride + d[None, :]
+    pointers = (start + own)[None, :, :] + ((part * PART).to(gl.int64) * in_place(stride).to(gl.int64))[:, None, None]
+    pointers = gl.convert_layout(pointers.reshape([ROWS, COLUMNS]), layout, assert_trivial=True)
+    pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, 8]), [16, 16])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    if MASK_ROWS and DIM != COLUMNS:
+        mask = (row + rows < rows_end)[:, None] & (columns < DIM)[None, :]
+        async_copy.async_copy_global_to_shared(smem, pointers, mask)
+    elif MASK_ROWS:
+        async_copy.async_copy_global_to_shared(smem, pointers, (row + rows < rows_end)[:, None])
+    elif DIM != COLUMNS:
+        async_copy.async_copy_global_to_shared(smem, pointers, (columns < DIM)[None, :])
+    else:
+        async_copy.async_copy_global_to_shared(smem, pointers)
+
+
+@gluon.jit
+def put(
+    base, tile, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
+):
+    """tile [ROWS, COLUMNS] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns below DIM."""
+    layout: gl.constexpr = copy_layout(COLUMNS, WARPS)
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    pointers = base + row.to(gl.int64) * stride + (r[:, None] * stride + d[None, :])
+    mask = (row + r < rows_end)[:, None]
+    if DIM != COLUMNS:
+        mask = mask & (d < DIM)[None, :]
+    gl.store(pointers, gl.convert_layout(tile.to(base.dtype.element_ty), layout), mask=mask)
+
+
+@gluon.jit
+def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
+    """acc [M, N] + a [M, K] b^T of b [N, K], both in shared memory, of which columns from DIM on are zeros: these products are
+    left out."""
+    for c in gl.static_range((DIM + STEP - 1) // STEP):
+        x = a.slice(c * STEP, STEP, 1).load(operand_a(MMA))
+        y = b.slice(c * STEP, STEP, 1).permute([1, 0]).load(operand_b(MMA))
+        acc = mma_v2(x, y, acc)
+    return acc
+
+
+@gluon.jit
+def at_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
+    """acc [M, N] + a^T b of a [ROWS, M] and b [ROWS, N] in shared memory."""
+    for c in gl.static_range(ROWS // STEP):
+        x = a.slice(c * STEP, STEP, 0).permute([1, 0]).load(operand_a(MMA))
+        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
+        acc = mma_v2(x, y, acc)
+    return acc
+
+
+@gluon.jit
+def a_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
+    """acc [M, N] + a [M, ROWS] b [ROWS, N], both in shared memory."""
+    for c in gl.static_range(ROWS // STEP):
+        x = a.slice(c * STEP, STEP, 1).load(operand_a(MMA))
+        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
+        acc = mma_v2(x, y, acc)
+    return acc
+
+
+@gluon.constexpr_function
+def _hiding(bits):
+    """PTX for a number where one integer is not above another, else that of these bits."""
+    return f"{{ .reg .pred p; setp.le.s32 p, $2, $3; selp.f32 $0, $1, {bits}, p; }}"
+
+
+@gluon.jit
+def hidden_behind(x, columns, last, ELSE: gl.constexpr):
+    """x where columns <= last, elsewhere the float32 whose bits ELSE has in PTX. Each comparison stands next to its choice: as
+    gl.where has it, ptxas works out all comparisons ahead of the products, more than there are predicates, packs them into
+    registers bit by bit and takes them apart again, five instructions a score."""
+    return gl.inline_asm_elementwise(
+        _hiding(ELSE), "=f,f,r,r", [x, columns, last], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def sum_parts(x):
+    """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
+    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)

@@ -1,0 +1,42 @@
+"""What the search spaces of kernels/sm80/ share."""
+
+from fa2tune.spec.problem import Config, Specialization, padded_head_dim
+from fa2tune.spec.variant import Constraint
+
+NAME = "sm80"  #: the implementation that these kernels' configs name
+THREADS = 32  #: of a warp
+#: Bytes of shared memory a block may have, by compute capability; others have 99 KiB or are not served
+SHARED_BYTES = {80: 163 * 1024, 87: 163 * 1024, 90: 227 * 1024}
+LEAST_SHARED_BYTES = 99 * 1024
+
+
+def shared_limit(arch: int) -> int:
+    return SHARED_BYTES.get(arch, LEAST_SHARED_BYTES)
+
+
+def block_dims(spec: Specialization) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V, O and dO."""
+    return padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+
+
+SIXTEEN_BIT = Constraint(
+    "sixteen_bit",
+    "these kernels multiply bf16 and fp16 only; float32 is left to the portable kernel",
+    lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
+)
+COPIES_ARE_ALIGNED = Constraint(
+    "copies_are_aligned",
+    "an asynchronous copy past L1 moves 16 bytes, from a multiple of 16; other tensors are left to the portable kernel",
+    lambda config, spec, arch: spec.aligned,
+)
+WITHOUT_WGMMA = Constraint(
+    "without_wgmma",
+    "compute capability 9.0 to 11.0 multiplies at its full rate by other instructions (wgmma, tcgen05), which the "
+    "warp-specialised and portable kernels use; by mma.sync it reaches some 60 % or less",
+    lambda config, spec, arch: not 90 <= arch < 120,
+)
+
+
+def register_cap_leaves(needed: int, config: Config) -> bool:
+    """Whether a cap leaves as many registers a thread as the values need that live through the loop, and some to work with."""
+    return config["maxnreg"] == 0 or needed + 40 <= config["maxnreg"]

@@ -1,0 +1,92 @@
+"""Search space of kernels/sm80/fwd.py."""
+
+from fa2tune.search_spaces.lib.ampere import (
+    COPIES_ARE_ALIGNED,
+    NAME,
+    SIXTEEN_BIT,
+    THREADS,
+    WITHOUT_WGMMA,
+    block_dims,
+    register_cap_leaves,
+    shared_limit,
+)
+from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import Constraint, SearchSpace
+
+STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
+
+#: (BLOCK_M, BLOCK_N, num_warps) by padded head dim, at least 64: the best of docs/experiments.md at 64 and 128; at 256 what
+#: fits.
+BEST = {64: (128, 64, 4), 128: (128, 64, 4), 256: (128, 32, 8)}
+#: The same for 99 KiB of shared memory a block.
+BEST_SMALL = {64: (128, 64, 4), 128: (128, 64, 4), 256: (64, 32, 4)}
+
+
+def buffers(config: Config) -> int:
+    """Of K and of V."""
+    return 1 if config["SCHEDULE"] == "fa2" else 2
+
+
+def shared_bytes(config: Config, spec: Specialization) -> int:
+    """What a program takes."""
+    d, dv = block_dims(spec)
+    through_k = config["BLOCK_M"] * dv  # O leaves by memory that is free by then
+    return int(2 * max(config["BLOCK_M"] * d + buffers(config) * config["BLOCK_N"] * (d + dv), through_k))
+
+
+def live_registers(config: Config, spec: Specialization) -> int:
+    """Of a thread through the loop: output, scores (of two blocks, if ahead), and Q where it stays."""
+    d, dv = block_dims(spec)
+    scores = config["BLOCK_N"] * (2 if config["SCHEDULE"] == "ahead" else 1)
+    held = config["BLOCK_M"] * (dv + scores + (d // 2 if config["Q_IN_REGISTERS"] else 0))
+    return int(held // (config["num_warps"] * THREADS))
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    """Where the search starts."""
+    widest = max(64, *block_dims(spec))
+    small = shared_limit(arch) < 160 * 1024
+    block_m, block_n, warps = (BEST_SMALL if small else BEST)[widest]
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": "fa2", "Q_IN_REGISTERS": False, "HEADS_PER_WAVE": 16,
+        "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
+    }  # fmt: skip
+
+
+SPACE = SearchSpace(
+    name="fwd_sm80",
+    dimensions={
+        "IMPLEMENTATION": (NAME,),
+        "BLOCK_M": (64, 128),
+        "BLOCK_N": (32, 64, 128),
+        # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block overlapped with the softmax before it
+        "SCHEDULE": ("fa2", "double", "ahead"),
+        "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
+        "HEADS_PER_WAVE": (1, 4, 16),
+        "num_warps": (4, 8),
+        "maxnreg": (0, 128, 168),  # 128: four blocks of four warps share a multiprocessor, 168: three
+    },
+    constraints=(
+        WITHOUT_WGMMA,
+        SIXTEEN_BIT,
+        COPIES_ARE_ALIGNED,
+        REGISTER_CAP_BINDS,
+        rows_per_warp("BLOCK_M"),
+        Constraint(
+            "registers_hold_loop",
+            "output, scores and Q, where it stays, live through the loop; beyond 224 of the 255 registers of a thread (or with "
+            "fewer than 40 left under a cap) what a product reads is spilled in every trip",
+            lambda config, spec, arch: (
+                live_registers(config, spec) <= 224 and register_cap_leaves(live_registers(config, spec), config)
+            ),
+        ),
+        Constraint(
+            "tiles_fit_shared_memory",
+            "the tiles of Q, K and V exceed the shared memory of a block: 163 KiB on compute capability 8.0 and 8.7, 99 KiB on "
+            "8.6, 8.9 and 12.0",
+            lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),
+        ),
+    ),
+    default=default,
+)

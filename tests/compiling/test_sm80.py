@@ -1,0 +1,221 @@
+"""The kernels for GPUs without wgmma compile for their architectures with no GPU present, within the limits, to the
+instructions they are made of. Their numerics need a GPU: tests/gpu/test_sm80.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from benchmark_scripts import script
+
+from fa2tune import gpus
+from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
+from fa2tune.rows import pruned
+from fa2tune.rows.row import Row, hashed_as
+from fa2tune.search_spaces.lib import ampere
+from fa2tune.search_spaces.sm80 import bwd_fused, fwd
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Problem, Specialization
+from fa2tune.tuning.request.plan import TuneRequest, make_plan
+from fa2tune.tuning.run import open_jobs
+
+FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("sm80/bwd_fused")
+BOTH = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
+#: One GPU of each compute capability that these kernels are for.
+SERVED = ("a100", "a10", "orin-agx-64gb", "l4", "rtx-4090", "rtx-5090", "rtx-pro-6000")
+
+
+def spec_of(dim: int, mask: str = "full", **more: Any) -> Specialization:
+    return replace(Specialization("bf16", dim, dim, mask), **more)
+
+
+def refusal(variant: Any, gpu: str, spec: Specialization, **changes: Any) -> str:
+    card = gpus.named(gpu)
+    config = {**variant.space.default(spec, card.arch), **changes}
+    found = limits.before_compile(variant, spec, config, card)
+    return found.name if found else ""
+
+
+def test_the_registry_finds_them_next_to_the_others() -> None:
+    assert (
+        registry.implementations("fwd")["sm80"] is FORWARD and registry.implementations("bwd_fused")["sm80"] is BACKWARD
+    )
+    for variant in (FORWARD, BACKWARD):
+        assert registry.portable_of(variant.serves).name == f"portable/{variant.serves}"
+        config = variant.space.default(spec_of(64), 80)
+        assert registry.variant_of(variant.serves, config) is variant
+        assert registry.misfit(variant.serves, "sm80", config) is None
+    assert BACKWARD.before == ("sm80/bwd_prepare",) and BACKWARD.after == ("sm80/bwd_finish",)
+
+
+@BOTH
+@pytest.mark.parametrize("gpu", SERVED)
+def test_defaults_are_legal_where_they_serve(variant: Any, gpu: str) -> None:
+    for dim in (16, 32, 64, 72, 96, 128, 192, 256):
+        for mask in ("full", "causal"):
+            assert refusal(variant, gpu, spec_of(dim, mask)) == ""
+    for dims in ((128, 64), (64, 128), (192, 128), (72, 40), (16, 256), (256, 16)):
+        assert refusal(variant, gpu, Specialization("fp16", *dims, "causal")) == ""
+
+
+@BOTH
+def test_what_they_cannot_do_is_refused_by_name(variant: Any) -> None:
+    for gpu in ("h100", "h200", "gh200", "b200"):
+        assert refusal(variant, gpu, spec_of(128)) == "without_wgmma"
+    assert refusal(variant, "a100", spec_of(128, aligned=False)) == "copies_are_aligned"
+    assert refusal(variant, "a100", spec_of(64, dtype="fp32")) == "sixteen_bit"
+    assert refusal(variant, "a100", spec_of(64, score="softcap")) == "score"
+    assert set(pruned.WORDS) >= {constraint.name for constraint in variant.space.constraints}
+
+
+@BOTH
+def test_windows_and_chunks_are_served(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mask in ("band", "chunked"):
+        assert refusal(variant, "a100", spec_of(64, mask)) == ""
+    monkeypatch.setattr(registry, "hooks_of", lambda mask: {"key_range", "query_range", "keep", "sees"})
+    assert refusal(variant, "a100", spec_of(64, "band")) == "mask"
+
+
+def test_small_shared_memory_refuses_what_the_a100_takes() -> None:
+    spec = spec_of(128)
+    large = BACKWARD.space.default(spec, 80)
+    assert bwd_fused.shared_bytes(large, spec) > 99 * 1024
+    assert BACKWARD.space.broken(large, spec, 80) is None
+    for arch in (86, 89, 120):
+        broken = BACKWARD.space.broken(large, spec, arch)
+        assert broken is not None and broken.name == "tiles_fit_shared_memory"
+
+
+def test_limits_are_those_of_the_catalogue() -> None:
+    for gpu in SERVED:
+        card = gpus.named(gpu)
+        assert ampere.shared_limit(card.arch) == card.shared_per_block
+
+
+def test_a_prediction_names_what_it_leaves_out() -> None:
+    plan = make_plan(TuneRequest(gpu="a100", head_dims=(64,), dtypes=("bf16",)))
+    assert open_jobs.unmodelled(plan) == ["sm80/fwd", "sm80/bwd_fused"]
+    assert not FORWARD.modelled and not BACKWARD.modelled
+    hopper = make_plan(TuneRequest(gpu="h100", head_dims=(64,), dtypes=("bf16",)))
+    assert not any("sm80" in name for name in open_jobs.unmodelled(hopper))
+
+
+def test_a_whole_backward_is_stale_only_with_the_kernels_it_names() -> None:
+    """Rows without such a kernel do not mind that there is one."""
+    key = TuningKey("NVIDIA A100", 108, 80, "bwd", "bf16", "ieee", 64, 64, "causal", 512)
+    portable = Row(key, "portable", {"bwd_fused": "pointer"}, "measured", "target", strategy="fused")
+    named = replace(portable, config={"bwd_fused": "sm80"})
+    assert portable.source == "bwd fused portable causal" == hashed_as("bwd", "portable", "causal", "fused")
+    assert named.source == "bwd fused portable+sm80 causal"
+    hashes = fingerprint.kernel_hashes()
+    assert hashes[named.source] == fingerprint.backward_hash("fused", "portable", "causal", ("sm80",))
+    assert hashes[named.source] != hashes[portable.source]
+    assert hashes.get("bwd fused portable+none causal") is None and hashes.get("bwd split portable+sm80 causal") is None
+
+
+# ---- machine code
+
+
+def built(variant: Any, spec: Specialization, arch: int, **changes: Any) -> tuple[Any, str]:
+    """The binary, and its listing."""
+    binary = compiler.build(variant, spec, {**variant.space.default(spec, arch), **changes}, arch)
+    command = [compiler.tool("cuobjdump"), "-sass", binary.cubin_path]
+    return binary, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+FORMS = [
+    (FORWARD, 64, "causal", 80, {}),
+    (FORWARD, 128, "full", 86, {}),
+    (FORWARD, 96, "causal", 89, {}),
+    (FORWARD, 64, "band", 80, {"SCHEDULE": "double"}),
+    (FORWARD, 128, "causal", 80, {"SCHEDULE": "ahead", "BLOCK_N": 32}),
+    (FORWARD, 256, "full", 120, {}),
+    (BACKWARD, 64, "causal", 86, {}),
+    (BACKWARD, 128, "full", 80, {}),
+    (BACKWARD, 128, "causal", 89, {}),
+    (BACKWARD, 256, "causal", 120, {}),
+    (BACKWARD, 64, "band", 80, {}),
+    (BACKWARD, 128, "chunked", 86, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "dim", "mask", "arch", "changes"), FORMS, ids=lambda value: getattr(value, "name", None)
+)
+def test_machine_code_is_what_it_is_made_of(
+    variant: Any, dim: int, mask: str, arch: int, changes: dict[str, Any]
+) -> None:
+    spec = spec_of(dim, mask)
+    binary, listing = built(variant, spec, arch, **changes)
+    gpu = gpus.named({80: "a100", 86: "a10", 89: "l4", 120: "rtx-5090"}[arch])
+    assert limits.before_compile(variant, spec, binary.config, gpu) is None
+    assert limits.after_compile(binary, gpu) is None and binary.spills <= 96
+    space = fwd if variant is FORWARD else bwd_fused
+    assert binary.shared_bytes == space.shared_bytes(binary.config, spec)
+    # tiles come by 16 bytes, past L1, and by nothing else
+    copies = re.findall(r"\bLDGSTS\S*", listing)
+    assert copies and set(copies) == {"LDGSTS.E.BYPASS.128"}
+    assert not re.search(r"\bLDG\.E(\.U16|\.128)\b", listing)
+    products = set(re.findall(r"\bHMMA\S*", listing))
+    assert products == {"HMMA.16816.F32.BF16"}
+    sums = re.findall(r"\bRED\S*", listing)
+    assert bool(sums) == (variant is BACKWARD)
+    # blocks under the mask, and clear ones
+    loops = sass.counts(binary.cubin_path)
+    assert len(loops) >= 2 and all(loop.mma == "HMMA" and loop.copies and loop.mufu for loop in loops)
+    assert min(loop.issue for loop in loops) < max(loop.issue for loop in loops)
+
+
+def test_no_loop_of_the_forward_at_64_spills() -> None:
+    for mask in ("full", "causal"):
+        binary, _ = built(FORWARD, spec_of(64, mask), 80)
+        assert {loop.local_bytes for loop in sass.counts(binary.cubin_path)} == {0}
+
+
+def test_products_with_padding_are_left_out() -> None:
+    """Of head dim 96, padded to 128, Q K^T has six steps of 16 columns and not eight."""
+    counted = {}
+    for dim in (96, 128):
+        _, listing = built(FORWARD, spec_of(dim), 80)
+        counted[dim] = len(re.findall(r"\bHMMA", listing))
+    loops = 2  # masked and clear
+    config = FORWARD.space.default(spec_of(96), 80)
+    of_a_step = config["BLOCK_M"] // 16 * config["BLOCK_N"] // 8 // config["num_warps"]
+    assert counted[128] - counted[96] == loops * 2 * of_a_step
+
+
+def test_workspaces_hold_whole_blocks() -> None:
+    problem = Problem("bf16", 2, 4, 2, 203, 333, 72, 40, CAUSAL)
+    config = BACKWARD.space.default(problem.specialization, 80)
+    assert BACKWARD.workspaces(problem, config) == {
+        "peaks": ((2, 4, 256), "fp32"), "deltas": ((2, 4, 256), "fp32"), "sums": ((2, 4, 256, 128), "fp32"),
+    }  # fmt: skip
+    assert BACKWARD.scalars(problem, config, False) == {"rows_padded": 256}
+    assert BACKWARD.programs(problem, config, 108) == -(-333 // config["BLOCK_N"]) * 2 * 2
+
+
+def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
+    race = script("sm80_race")
+    found = list(race.cells(("fwd", "bwd"), (64,), ("causal",), (512, 2048), 3, "a10", 0))
+    assert [(cell.pass_, cell.length) for cell in found] == [("fwd", 512), ("fwd", 2048), ("bwd", 512), ("bwd", 2048)]
+    for cell in found:
+        variant = FORWARD if cell.pass_ == "fwd" else BACKWARD
+        assert len(cell.configs) == 4 and cell.configs[0] == variant.space.default(spec_of(64, "causal"), 86)
+        for config in cell.configs:
+            assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
+    asked = {name for name, _, _ in race._binaries(found[-1])}
+    assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
+
+    def cell(length: int, **ratios: float) -> dict[str, Any]:
+        methods = {
+            name: {"ratio": ratio, "tflops": 300.0} for name, ratio in {"SDPA FlashAttention-2": 1.0, **ratios}.items()
+        }
+        return {"pass": "fwd", "head_dim": 64, "mask": "full", "length": length, "methods": methods}
+
+    lines = list(race.best([cell(512, a=1.1, b=1.2), cell(2048, a=0.9)]))
+    assert [line.split(": ")[1].split(" x")[0] for line in lines[:2]] == ["1.200", "0.900"]
+    assert lines[2] == "fwd: at least 0.900 x, geometric mean 1.039 x over 2 cells"

@@ -1,0 +1,133 @@
+"""The kernels for GPUs without wgmma, on any GPU that has mma.sync and cp.async: by the error rule, with NaN in what was not
+written. Gluon has no interpreter, so these are their only tests of numerics. Configs are those of the GPU's own architecture,
+and where that has better kernels, so that the search spaces refuse these, those of an A100."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hopper_cases import as_they_are, check, inside_a_wider_one, sequence_first
+
+from fa2tune.compiling import registry
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import Variant
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="no GPU with mma.sync and cp.async",
+)
+FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("sm80/bwd_fused")
+both = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
+masks = pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
+windows = pytest.mark.parametrize("mask", [Mask("band", 100, 30), Mask("band", 0, 0), Mask("chunked", 96)], ids=str)
+#: Odd, fewer and more keys than queries (under a causal mask: rows that see none), one query, whole tiles
+LENGTHS = ((203, 333), (333, 203), (1, 77), (512, 512))
+
+
+def posed(*lengths: int, dims: tuple[int, int] = (64, 64), mask: Mask = FULL, dtype: str = "bf16",
+          heads: tuple[int, int] = (4, 2)) -> Problem:  # fmt: skip
+    return Problem(dtype, 2, *heads, *lengths, *dims, mask)
+
+
+def config_of(variant: Variant, problem: Problem, **changes: Any) -> dict[str, Any]:
+    major, minor = torch.cuda.get_device_capability()
+    arch = 10 * major + minor
+    spec = problem.specialization
+    if 90 <= arch < 120:
+        arch = 80
+    config = {**variant.space.default(spec, arch), **changes}
+    broken = variant.space.broken(config, spec, arch)
+    if broken is not None:
+        pytest.skip(broken.why)
+    return config
+
+
+def checked(variant: Variant, problem: Problem, changes: dict[str, Any], **more: Any) -> None:
+    check(variant, config_of(variant, problem, **changes), problem, **more)
+
+
+@both
+@masks
+@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (72, 40), (64, 128)])
+def test_head_dims_and_lengths(variant: Variant, mask: Mask, dims: tuple[int, int]) -> None:
+    for lengths in LENGTHS:
+        checked(variant, posed(*lengths, dims=dims, mask=mask), {})
+
+
+@masks
+@pytest.mark.parametrize("in_registers", [False, True])
+@pytest.mark.parametrize("schedule", ["fa2", "double", "ahead"])
+def test_schedules_of_the_forward(schedule: str, in_registers: bool, mask: Mask) -> None:
+    changes = {"SCHEDULE": schedule, "Q_IN_REGISTERS": in_registers, "BLOCK_N": 32}
+    for lengths in (*LENGTHS, (577, 1001), (160, 96)):  # even and odd numbers of key blocks
+        checked(FORWARD, posed(*lengths, mask=mask), changes)
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 128])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_tiles_that_see_no_key_of_a_block(block_m: int, block_n: int) -> None:
+    """Key blocks narrower than a query block: under a causal mask rows see none of a block that others see."""
+    for lengths in ((256, 256), (256, 320), (320, 256)):
+        checked(FORWARD, posed(*lengths, mask=CAUSAL), {"BLOCK_M": block_m, "BLOCK_N": block_n})
+
+
+@pytest.mark.parametrize("schedule", ["fa2", "double", "ahead"])
+@windows
+def test_windows_and_chunks_forward(mask: Mask, schedule: str) -> None:
+    for lengths in (*LENGTHS, (700, 700)):
+        checked(FORWARD, posed(*lengths, mask=mask), {"SCHEDULE": schedule})
+
+
+@pytest.mark.parametrize("dim", [64, 128])  # P through registers, and through shared memory
+@windows
+def test_windows_and_chunks_backward(mask: Mask, dim: int) -> None:
+    for lengths in (*LENGTHS, (700, 700), (40, 2000), (2000, 40)):
+        checked(BACKWARD, posed(*lengths, dims=(dim, dim), mask=mask), {})
+
+
+@masks
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
+        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)),
+    ],
+    ids=lambda form: f"{form[0]}{form[1]}",
+)  # fmt: skip
+def test_forms_of_the_backward(form: tuple[Any, ...], buffers: int, mask: Mask) -> None:
+    through, block_m, block_n, warps, split = form
+    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "BUFFERS": buffers}
+    changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
+    for lengths in LENGTHS:
+        checked(BACKWARD, posed(*lengths, mask=mask), changes)
+
+
+@both
+@pytest.mark.parametrize("heads", [(8, 1), (6, 3), (3, 3)])
+def test_grouped_heads(variant: Variant, heads: tuple[int, int]) -> None:
+    checked(variant, posed(203, 333, mask=CAUSAL, heads=heads), {"HEADS_PER_WAVE": 4})
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("inputs", [{}, {"scale": 10.0}, {"outlier": True}, {"softmax_scale": -0.2}, {"softmax_scale": 3.0}],
+                         ids=str)  # fmt: skip
+def test_inputs_of_every_kind(variant: Variant, dtype: str, inputs: dict[str, Any]) -> None:
+    checked(variant, posed(203, 333, mask=CAUSAL, dtype=dtype), {}, **inputs)
+
+
+@both
+@pytest.mark.parametrize("view", [as_they_are, sequence_first, inside_a_wider_one])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_strides(variant: Variant, dim: int, view: Any) -> None:
+    checked(variant, posed(203, 333, dims=(dim, dim)), {}, view=view)
+
+
+@both
+def test_lse_has_a_gradient_or_none(variant: Variant) -> None:
+    for with_dlse in (False, True):
+        checked(variant, posed(333, 203, mask=CAUSAL), {}, with_dlse=with_dlse)
