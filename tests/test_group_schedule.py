@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, group_schedule, serving
@@ -14,6 +17,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import STRATEGIES, Problem
 
 H200 = gpus.named("h200")
+RECORD = json.loads((Path(__file__).parent.parent / "benchmarks/calls/group_parts.json").read_text())
 
 
 def posed(batch, heads_q, heads_kv, seqlen, dim, mask=CAUSAL):
@@ -81,6 +85,32 @@ def test_few_key_heads_are_split(shape, parts, deterministic):
 )
 def test_full_cards_and_equal_head_counts_are_not(shape):
     assert chosen(posed(*shape))[0] == {}
+
+
+@pytest.mark.parametrize("case", RECORD["parts"], ids=lambda one: f"{one['shape']} {one['deterministic']}")
+def test_the_choice_is_near_the_best_that_was_measured(case):
+    found, configs = chosen(posed(*case["shape"]), case["deterministic"])
+    kernel = next(name for name in configs if name in group_parts.SPLIT_KERNELS)
+    us = case["us"]
+    assert us[str(found.get(kernel, 1))] <= 1.05 * min(us.values())
+
+
+def test_of_equal_predictions_the_most_parts_are_chosen(monkeypatch):
+    asked = posed(1, 8, 1, 8192, 128)
+    times = {1: 100.0, 2: 50.0, 4: 50.4, 8: 51.0}
+    monkeypatch.setattr(group_schedule, "predicted_us", lambda *given: times[given[-1]])
+    assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 4
+    times |= {1: 51.0}
+    assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 1, "faster by less than MARGIN"
+
+
+def test_the_measuring_script_times_what_is_recorded():
+    recorded = [(tuple(one["shape"]), one["deterministic"]) for one in RECORD["parts"]]
+    measured = script("group_parts")
+    assert list(measured.CALLS) == recorded
+    assert {(one["seqlen"], one["kind"]) for one in RECORD["copies"]} == {
+        (length, kind) for length in measured.LENGTHS for kind in measured.KINDS
+    }
 
 
 def test_no_split_needs_wider_strides():

@@ -159,7 +159,7 @@ def refusal(
         variant = variant_of(row.key.kernel, row.config)
         config = variant.space.completed(row.config)
         if uses_descriptors(variant, config) and not problem.tma:
-            return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or rows have a stride of 0"
+            return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)
         return refused.why if refused else None
 
