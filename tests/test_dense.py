@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark_scripts import BENCHMARKS
 from fa2tune import gpus
 from fa2tune.calling import dense, dispatch, serving
 from fa2tune.spec.mask import CAUSAL
@@ -18,7 +18,7 @@ H200, A100 = gpus.named("h200"), gpus.named("a100")
 LARGE = Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL, aligned=False, tma=False)
 SMALL = replace(LARGE, seqlen_q=128, seqlen_k=128)
 NAMES = ("q", "k", "v")
-RECORDED = json.loads((Path(__file__).parent.parent / "benchmarks/calls/group_parts.json").read_text())["copies"]
+RECORDED = json.loads((BENCHMARKS / "calls/group_parts.json").read_text())["copies"]
 
 
 def test_which_tensors_no_descriptor_can_address():

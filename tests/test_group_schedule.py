@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from benchmark_scripts import script
+from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, group_schedule, serving
@@ -17,7 +16,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import STRATEGIES, Problem
 
 H200 = gpus.named("h200")
-RECORD = json.loads((Path(__file__).parent.parent / "benchmarks/calls/group_parts.json").read_text())
+RECORD = json.loads((BENCHMARKS / "calls/group_parts.json").read_text())
 
 
 def posed(batch, heads_q, heads_kv, seqlen, dim, mask=CAUSAL):
