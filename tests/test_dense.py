@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from benchmark_scripts import BENCHMARKS
+
 from fa2tune import gpus
 from fa2tune.calling import dense, dispatch, serving
 from fa2tune.spec.mask import CAUSAL
