@@ -99,12 +99,35 @@ def test_figures_in_the_readme_are_those_of_its_table() -> None:
     newest = [float(row["x FlashAttention-4"]) for row in medians]
     assert f"{min(newest)} to {max(newest)} times FlashAttention-4" in said
     costs = lookup_cost.summary(lookup_cost.shipped()[1])
-    unaddressed, default = (
-        [f"{100 * costs[pass_, step].median:.0f} %" for pass_ in ("forward", "backward")]
-        for step in (lookup_cost.PORTABLE, lookup_cost.DEFAULT)
+    default = [f"{100 * costs[pass_, lookup_cost.DEFAULT].median:.0f} %" for pass_ in ("forward", "backward")]
+    assert "Without a tuned config calls take {} and {} longer (forward, backward; medians)".format(*default) in said
+
+
+def test_figures_of_few_key_heads_and_copies_are_those_of_the_record() -> None:
+    """Gains that the changelog and the page of the experiment name; tables of the page, in whole microseconds."""
+    record = json.loads((ROOT / "benchmarks/calls/group_parts.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/experiments/group-parts.md").read_text(encoding="utf-8")
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    few = [one for one in record["parts"] if one["shape"][2] <= 2]
+    plain, exact = (
+        [one["us"]["1"] / min(one["us"].values()) for one in few if one["deterministic"] == kind]
+        for kind in (False, True)
     )
-    assert "{} longer forward, {} backward".format(*unaddressed) in said
-    assert "calls without a tuned config {} and {}".format(*default) in said
+    copies = [
+        one[pass_]["as they are"] / one[pass_]["copied"]
+        for one in record["copies"] if one["kind"] != "expanded" for pass_ in ("fwd", "bwd")
+    ]  # fmt: skip
+    for text in (page, log):
+        assert f"{min(plain):.1f} to {max(plain):.1f} times as fast with one or two key heads" in text
+        assert f"deterministic {min(exact):.1f} to {max(exact):.1f}" in text
+        assert f"{min(copies):.1f} to {max(copies):.1f} times as fast" in text
+    for one in record["parts"]:
+        assert ", ".join(f"{parts}: {us:.0f}" for parts, us in one["us"].items()) in page, one["shape"]
+    for length in {one["seqlen"] for one in record["copies"]}:
+        for pass_, name in (("fwd", "forward"), ("bwd", "backward")):
+            alike = [one[pass_] for one in record["copies"] if one["seqlen"] == length]
+            cells = " | ".join(f"{us['as they are']:.0f} / {us['copied']:.0f}" for us in alike)
+            assert f"| {length} | {name} | {cells} |" in page
 
 
 def test_where_the_readme_says_a_peer_is_faster_it_is() -> None:

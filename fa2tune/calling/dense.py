@@ -1,5 +1,7 @@
 """Tensors that TMA cannot address: copied first, where the copy is expected to take less time than the warp-specialised kernels
-save. They are not fit for it where a base or a stride is no multiple of 16 bytes, or a stride is 0 (expanded tensors).
+save. They are not fit for it where a base or a stride is no multiple of 16 bytes, or rows have a stride of 0.
+
+The constants are fitted to 24 measured cases on an H200, docs/experiments/group-parts.md.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from fa2tune.launching.launch import addressing, strides_of
 from fa2tune.launching.passes import empty_ordered
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, Problem
 
-#: By how much longer calls take by pointer, as a share of the warp-specialised kernels' time. In vectors of 16 bytes (only a
-#: stride of 0 keeps TMA out): medians on an H200, docs/lookup.md. Element by element: 4.4 times as long as copies and the
-#: warp-specialised kernel in the one call that was measured, so this is less than what was seen.
-BY_VECTORS, BY_ELEMENTS = {"fwd": 0.5, BACKWARD: 0.7}, 2.5
-#: Share of the peak rate that the warp-specialised kernels reach where the GPU is full: of fewer tiles they take longer and
-#: save more, so this errs towards no copy.
+#: By how much longer calls take by pointer, as a share of what ``busy_us`` says: in vectors of 16 bytes (only a row stride of 0
+#: keeps TMA out), and element by element.
+BY_VECTORS, BY_ELEMENTS = {"fwd": 0.5, BACKWARD: 0.7}, 6.0
+#: Share of the peak rate that the warp-specialised kernels reach.
 RATE = 0.65
+#: Query rows of a tile.
+TILE = 128
 #: Share of the memory's bandwidth that a copy of such tensors reaches, and microseconds of its launch.
-COPY_RATE, LAUNCH_US = 0.35, 5.0
-#: How many times the copy's time must be saved.
-MARGIN = 1.5
+COPY_RATE, LAUNCH_US = 0.4, 4.0
+#: Microseconds that the host takes for a pass without copies, and for each copy more: calls that end on the GPU before the
+#: host has launched the next one are not made faster.
+HOST_US, HOST_COPY_US = {"fwd": 13.0, BACKWARD: 80.0}, 8.0
 
 
 def unaddressable(tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -41,14 +44,22 @@ def _elements(problem: Problem, name: str) -> int:
     return problem.batch * math.prod(rows) * (problem.head_dim if name in ("q", "k") else problem.head_dim_v)
 
 
+def busy_us(problem: Problem, gpu: Gpu, pass_: str) -> float:
+    """Microseconds of a pass: all multiprocessors share its work, but the longest tile is one's alone."""
+    longest = min(1.0, TILE / problem.seqlen_q * min(2.0, problem.seqlen_k / max(1.0, problem.keys_seen)))
+    at_once = min(float(gpu.sm_count), problem.batch * problem.heads_q / longest)
+    return problem.flops(pass_) / (gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE * at_once / gpu.sm_count)
+
+
 def pays(problem: Problem, gpu: Gpu, pass_: str, names: Collection[str]) -> bool:
     """Whether copies of these tensors are expected to be worth it, where a warp-specialised kernel then serves. ``pass_``:
     "fwd" or "bwd"."""
     elements = sum(_elements(problem, name) for name in names)
     longer = BY_VECTORS[pass_] if problem.aligned else BY_ELEMENTS
-    saved = longer * problem.flops(pass_) / (gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE)
     copied = 2 * elements * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * COPY_RATE)
-    return saved > MARGIN * (copied + len(names) * LAUNCH_US)
+    busy = busy_us(problem, gpu, pass_)
+    waits = (1 + longer) * busy > HOST_US[pass_] + len(names) * HOST_COPY_US
+    return waits and longer * busy > copied + len(names) * LAUNCH_US
 
 
 def addressable(problem: Problem) -> Problem:

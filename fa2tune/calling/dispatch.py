@@ -168,7 +168,7 @@ def refusal(
         variant = variant_of(row.key.kernel, row.config)
         config = _fitted(problem, row).config
         if uses_descriptors(variant, config) and not problem.tma and not problem.extent.ragged:
-            return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a stride is 0"
+            return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)
         return refused.why if refused else None
 

@@ -30,6 +30,8 @@ HOPPER_RATE, PORTABLE_RATE, COPY_RATE = 0.6, 0.35, 0.7
 LAUNCH_US = 3.0
 #: A split must be predicted to be faster by this share.
 MARGIN = 0.03
+#: Predictions this near to the least count as equal: of these the most parts, as shorter tiles even out what is not counted.
+TIE = 0.01
 #: Tiles given out one by one at most; of more the mean and half of the last tile stand for the busiest.
 MOST_TILES = 4096
 
@@ -78,8 +80,9 @@ def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts:
     time = operations / (rate * 1e6 / gpu.sm_count)
     if parts == 1:
         return time
-    # K and V are written before and read by the kernel beside its products; it so writes dK and dV, which are read after
-    copied = group_parts.copies(problem, [(variant, config)])
+    # K and V, where they are copied, are written before and read by the kernel beside its products; it so writes dK and dV,
+    # which are read after
+    copied = group_parts.copies(problem)
     dims = problem.head_dim + problem.head_dim_v
     size = heads * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
     moved = (3 if copied else 1.5) * size
@@ -91,8 +94,8 @@ def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:
     if problem.group == 1 or problem.extent.ragged or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     times = {parts: predicted_us(problem, kernel, config, gpu, parts) for parts in group_parts.allowed(problem)}
-    best = min(times, key=lambda parts: (times[parts], parts))
-    return best if times[best] < (1 - MARGIN) * times[1] else 1
+    least = min(times.values())
+    return max(parts for parts in times if times[parts] <= (1 + TIE) * least) if least < (1 - MARGIN) * times[1] else 1
 
 
 def parts(problem: Problem, configs: Mapping[str, Config], gpu: Gpu) -> dict[str, int]:

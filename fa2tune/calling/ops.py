@@ -72,7 +72,7 @@ def attention(
             (grouped-query and multi-query attention): query head h reads key head h // (heads_q // heads_kv).
         v: (batch, heads_kv, seqlen_k, head_dim_v). Head dims are multiples of 8 from 16 to 256. Any strides, as long as
             the last dimension is contiguous. Tensors that TMA cannot address (a base or stride that is no multiple of 16 bytes,
-            a stride of 0) are copied where that is expected to save time: ``explain`` says which.
+            or expanded rows) are copied where that is expected to save time: ``explain`` says which.
         causal: query i sees keys 0 .. i + seqlen_k - seqlen_q (aligned bottom-right). A query that sees no key gives a
             zero output, lse -inf and zero gradients.
         softmax_scale: up to 2e38 in magnitude; default 1 / sqrt(head_dim).

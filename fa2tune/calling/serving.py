@@ -361,7 +361,7 @@ def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured:
     kernels = passes.runs(kernel, problem.specialization, config, gpu.arch)
     needed = [(*one, problem) for one in kernels]
     if parts > 1:
-        needed += group_parts.needed(problem, kernels, gpu.arch)
+        needed += group_parts.needed(problem, gpu.arch)
     for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
         image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)

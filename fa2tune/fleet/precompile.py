@@ -46,7 +46,7 @@ class Wanted:
 
     head_dims: tuple[tuple[int, int], ...] = ()  #: (of Q and K, of V); none: those that rows are filed under
     dtypes: tuple[str, ...] = ()  #: none: as rows are filed, or both of 16 bits where there is none
-    #: also for tensors that no descriptor can address: expanded ones, and bases or strides that are no multiples of 16 bytes
+    #: also for tensors that no descriptor can address: expanded rows, and bases or strides that are no multiples of 16 bytes
     views: bool = False
     windows: bool = False  #: also for sliding windows
 

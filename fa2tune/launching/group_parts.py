@@ -1,7 +1,7 @@
 """A backward whose query groups are split into parts, each of which the kernels that make dK and dV take for a key head of its
 own: more programs where there are few key heads.
 
-K and V are written once per part before (kernels/portable/bwd_spread.py), unless a stride of 0 is enough. The parts' dK and dV,
+K and V are written once per part before (kernels/portable/bwd_spread.py), unless there is one key head. The parts' dK and dV,
 in the call's dtype, are summed in float32 in a fixed order after (kernels/portable/bwd_gather.py). The kernels themselves see a
 call with more key heads, so their machine code is that of any call.
 """
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fa2tune.compiling.compiler import Launches, uses_descriptors
+from fa2tune.compiling.compiler import Launches
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching.launch import Strides
 from fa2tune.spec.mask import FULL
@@ -67,17 +67,17 @@ def _sizes(problem: Problem, name: str) -> tuple[int, ...]:
     return problem.batch, problem.heads_kv, problem.seqlen_k, dim
 
 
-def copies(problem: Problem, kernels: Launches) -> bool:
-    """Whether K and V are written once per part: not where all parts are of the one key head and every kernel loads by
-    pointer, so that a head stride of 0 finds it. (With more key heads no stride does.)"""
-    return problem.heads_kv > 1 or any(uses_descriptors(variant, config) for variant, config in kernels)
+def copies(problem: Problem) -> bool:
+    """Whether K and V are written once per part: not where all parts are of the one key head, which a head stride of 0 finds,
+    by pointer and by TMA. (With more key heads no stride does.)"""
+    return problem.heads_kv > 1
 
 
-def workspaces(problem: Problem, parts: int, kernels: Launches) -> Workspaces:
-    """Memory for the parts; ``kernels``: as ``launches`` has them."""
+def workspaces(problem: Problem, parts: int) -> Workspaces:
+    """Memory for the parts."""
     if parts == 1:
         return {}
-    names = PARTS_OF if copies(problem, kernels) else ("dk", "dv")
+    names = PARTS_OF if copies(problem) else ("dk", "dv")
     return {PARTS_OF[name]: (_sizes(split(problem, parts), name), "") for name in names}
 
 
@@ -101,9 +101,9 @@ def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]
     return [(one, one.space.default(plain.specialization, arch), plain) for one in found]
 
 
-def needed(problem: Problem, kernels: Launches, arch: int) -> list[tuple[Variant, Config, Problem]]:
+def needed(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """Those of ``helpers`` that run where groups are split."""
-    return helpers(problem, arch)[0 if copies(problem, kernels) else 1 :]
+    return helpers(problem, arch)[0 if copies(problem) else 1 :]
 
 
 def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, arch: int) -> Iterator[Bound]:
@@ -113,7 +113,7 @@ def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, ar
         for variant, config in kernels:
             yield Bound(variant, config, problem, given, {})
         return
-    ours, copied = split(problem, parts), copies(problem, kernels)
+    ours, copied = split(problem, parts), copies(problem)
     (spread, its_config, plain), after = helpers(problem, arch)
     if copied:
         yield Bound(spread, its_config, split(plain, parts), given, {})

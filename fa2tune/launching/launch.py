@@ -116,14 +116,15 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[bool, bool, bool]:
     """(aligned, wide, described) of the tensors a kernel reads: whether base and strides are multiples of 16 bytes, whether
-    offsets need 64 bits, whether a descriptor can address them (no stride of zero)."""
+    offsets need 64 bits, whether a descriptor can address them. Batches and heads may have a stride of 0 (expanded tensors):
+    cuTensorMapEncodeTiled takes it, and a tile lies within one head. Rows may not: no tile of such rows was tried."""
     aligned, wide, described = True, False, True
     for name, tensor in tensors.items():
         unit = 16 // tensor.element_size()
         b, h, m = strides[name]
         aligned &= tensor.data_ptr() % 16 == 0 and not (b % unit or h % unit or m % unit)
         wide |= max(b, h, m) >= 1 << 31 or m >= 1 << 22  # a block of 256 rows or more
-        described &= min(b, h, m) > 0
+        described &= m > 0
     return aligned, wide, described and aligned
 
 

@@ -159,7 +159,7 @@ class Kernels:
             count = group_parts.checked(problem, kernel, parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
             kernels = runs(kernel, problem.specialization, config, arch)
-            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count, kernels)}
+            asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own

@@ -89,7 +89,7 @@ class Problem:
     wide: bool = False
     negate: bool = False
     score: Score = NONE
-    tma: bool = True  #: descriptors can address every tensor read: aligned, and no stride of 0 (an expanded tensor)
+    tma: bool = True  #: descriptors can address every tensor read: aligned, and no row stride of 0
     extent: Extent = WHOLE  #: of a ragged call batch is 1, and the lengths are those of all its sequences together
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from benchmark_scripts import BENCHMARKS
 
 from fa2tune import gpus
 from fa2tune.calling import dense, dispatch, serving
@@ -14,8 +16,9 @@ from fa2tune.spec.problem import BACKWARD, Problem
 
 H200, A100 = gpus.named("h200"), gpus.named("a100")
 LARGE = Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL, aligned=False, tma=False)
-SMALL = replace(LARGE, seqlen_q=256, seqlen_k=256)
+SMALL = replace(LARGE, seqlen_q=128, seqlen_k=128)
 NAMES = ("q", "k", "v")
+RECORDED = json.loads((BENCHMARKS / "calls/group_parts.json").read_text())["copies"]
 
 
 def test_which_tensors_no_descriptor_can_address():
@@ -24,7 +27,9 @@ def test_which_tensors_no_descriptor_can_address():
     odd = storage[1:].view(2, 4, 32, 64)  # base off by 2 bytes
     wide = torch.zeros(2, 4, 32, 67, dtype=torch.bfloat16)[..., :64]  # rows of 134 bytes
     given = {"q": plain, "k": odd, "v": wide, "o": plain[:1].expand(2, 4, 32, 64), "do": plain.transpose(1, 2)}
-    assert dense.unaddressable(given) == ("k", "v", "o")
+    assert dense.unaddressable(given) == ("k", "v")
+    given = {"q": plain[:, :1].expand(2, 4, 32, 64), "k": plain[:, :, :1].expand(2, 4, 32, 64)}
+    assert dense.unaddressable(given) == ("k",), "batches and heads may be expanded, rows may not"
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
@@ -37,7 +42,7 @@ def test_large_calls_are_copied_and_small_ones_are_not(pass_):
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
-def test_a_stride_of_zero_alone_costs_less_without_a_copy(pass_):
+def test_a_row_stride_of_zero_alone_costs_less_without_a_copy(pass_):
     """Its loads stay vectors: the copy has to be cheaper to pay."""
     expanded = replace(LARGE, aligned=True)
     lengths = [2**n for n in range(8, 15)]
@@ -46,6 +51,34 @@ def test_a_stride_of_zero_alone_costs_less_without_a_copy(pass_):
         for one in (LARGE, expanded)
     )
     assert sum(odd) > sum(still) > 0
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda one: f"{one['kind']} {one['seqlen']}")
+@pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
+def test_what_was_faster_on_an_h200_is_chosen(case, pass_):
+    """Expanded heads were timed on the portable kernels, as rows with a stride of 0 are served."""
+    asked = replace(LARGE, seqlen_q=case["seqlen"], seqlen_k=case["seqlen"], aligned=case["kind"] == "expanded")
+    us = case[pass_]
+    copied = dispatch.copied(asked, H200, case["names"], pass_)
+    assert us["copied" if copied else "as they are"] <= 1.01 * min(us.values())
+
+
+@pytest.mark.parametrize(("pass_", "length"), [("fwd", 256), (BACKWARD, 256), (BACKWARD, 128)])
+def test_calls_that_wait_for_the_host_are_not_copied(pass_, length):
+    """Expected to take under 30 us forward and 70 backward by pointer: the host takes as long, and longer with copies."""
+    asked = replace(LARGE, seqlen_q=length, seqlen_k=length)
+    assert (1 + dense.BY_ELEMENTS) * dense.busy_us(asked, H200, pass_) < {"fwd": 30, BACKWARD: 70}[pass_]
+    assert not dense.pays(asked, H200, pass_, NAMES)
+
+
+def test_the_longest_tile_is_one_multiprocessors():
+    """2 x 16 heads of 512 under a causal mask: 128 tiles, the longest twice the mean; of 8k all are busy."""
+    short, long = (replace(LARGE, seqlen_q=n, seqlen_k=n) for n in (512, 8192))
+    full = H200.peak("bf16", "ieee") * 1e6 * dense.RATE
+    assert dense.busy_us(short, H200, "fwd") == pytest.approx(short.flops("fwd") / full * 132 / 64, rel=0.01)
+    assert dense.busy_us(long, H200, "fwd") == pytest.approx(long.flops("fwd") / full)
+    one = replace(short, batch=1, heads_q=1, heads_kv=1, seqlen_q=1)
+    assert dense.busy_us(one, H200, "fwd") == pytest.approx(one.flops("fwd") / full * 132)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])

@@ -90,18 +90,29 @@ def test_without_a_split_nothing_is_added(launched):
     assert all(one.problem == ASKED for one, _ in launched)
 
 
-@pytest.mark.parametrize(("loads", "spreads"), [("pointer", False), ("descriptor", True)])
-def test_one_key_head_is_not_copied_where_a_stride_of_zero_finds_it(launched, loads, spreads):
-    asked = replace(ASKED, heads_kv=1)
+@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_one_key_head_is_found_by_a_stride_of_zero(launched, loads, heads_kv):
+    asked, spreads = replace(ASKED, heads_kv=heads_kv), heads_kv > 1
     config = {**variant_named("portable/bwd_dkdv").space.default(asked.specialization, 90), "LOADS": loads}
-    tensors, made = kernels(config, 4, ("bwd_dkdv",), asked)
+    tensors, made = kernels(config, 3, ("bwd_dkdv",), asked)
     assert [one.variant.name for one, _ in launched] == [
         *(["portable/bwd_spread"] if spreads else []), "portable/bwd_dkdv", "portable/bwd_gather"
     ]  # fmt: skip
     main, places = launched[-2]
     assert (places["k"] == list(tensors).index("k")) != spreads
     assert (main.strides["k"][1] == 0) != spreads and main.strides["k"][2] == 128
-    assert main.problem.heads_kv == 4 and made.size >= (4 if spreads else 2) * 2 * 4 * 500 * 128 * 2
+    assert main.problem.heads_kv == 3 * heads_kv
+    assert made.size >= (4 if spreads else 2) * 2 * 3 * heads_kv * 500 * 128 * 2
+
+
+def test_the_hopper_kernels_find_one_key_head_so_too(launched):
+    asked = replace(ASKED, heads_kv=1)
+    tensors, _ = kernels(fused(BESIDE=False, FINISH_BESIDE=False), 4, asked=asked)
+    assert "portable/bwd_spread" not in [one.variant.name for one, _ in launched]
+    main, places = launched[1]
+    assert main.variant.name == "sm90/bwd_fused" and places["v"] == list(tensors).index("v")
+    assert main.strides["v"] == (500 * 128, 0, 128) and main.problem.heads_kv == 4
 
 
 @pytest.mark.parametrize("parts", [0, 4, 12])

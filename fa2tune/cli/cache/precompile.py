@@ -53,7 +53,7 @@ def _head_dims(ctx: click.Context, param: click.Parameter, given: tuple[str, ...
     help="Head dims, or of Q and K / of V: 64,192/128.  [default: those of the rows]",
 )  # fmt: skip
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="[default: those of the rows]")
-@click.option("--views", is_flag=True, help="Also for tensors that are expanded, or not aligned to 16 bytes.")
+@click.option("--views", is_flag=True, help="Also for tensors whose rows are expanded, or not aligned to 16 bytes.")
 @click.option("--windows", is_flag=True, help="Also for sliding windows (window=) of any size.")
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling at a time.  [default: one per core]")
 @click.option("--dry-run", is_flag=True, help="Only print what would be compiled.")
@@ -96,7 +96,7 @@ def precompile(
     echo("  for every length, layout, batch and number of heads, up to 2^31 elements a tensor")
     echo("  for softmax_scale >= 0")
     echo(
-        f"  for {'any tensors' if views else 'tensors aligned to 16 bytes and not expanded (--views: for others, too)'}"
+        f"  for {'any tensors' if views else 'tensors aligned to 16 bytes, rows not expanded (--views: for others, too)'}"
     )
     echo(f"  for {'sliding windows, too' if windows else 'calls without a window (--windows: with one, too)'}")
     if there := len(todo) - len(lacking):
