@@ -292,7 +292,7 @@ def produce(
 def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
     Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
-    The ones need not be kept for whoever waits: constants, which ptxas leaves alone until then (tests/test_hopper.py)."""
+    The ones need not be kept for whoever waits: constants, which ptxas leaves alone until then (tests/compiling/test_hopper.py)."""
     ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
     terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])
     return warpgroup_mma(ones, terms.permute((1, 0)), product, is_async=True)
