@@ -1,6 +1,7 @@
 """What both forms of kernels/sm90/bwd_fused.py share: a program's tiles, the warp that loads, barriers, P, dQ."""
 # ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
+from triton import __version__
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
@@ -107,6 +108,8 @@ def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
 
 #: Triton 3.9 has it in public.
 _PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
+#: Between 3.6 and 3.9 what is made of a tile has to be as large as the tile: a row of blocks, of which the first is taken.
+_AS_LARGE = gl.constexpr(not _PUBLIC.value and not __version__.startswith("3.6."))
 
 
 @gluon.jit
@@ -114,6 +117,11 @@ def as_block_of(stage, descriptor):
     """The start of a shared tile, as a block of the tensor behind the descriptor."""
     if _PUBLIC:
         return stage.reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
+    elif _AS_LARGE:
+        bits: gl.constexpr = stage.numel * stage.dtype.primitive_bitwidth
+        blocks: gl.constexpr = bits // (descriptor.block_type.numel * descriptor.dtype.primitive_bitwidth)
+        row: gl.constexpr = [blocks] + descriptor.block_shape
+        return stage._reinterpret(descriptor.dtype, row, descriptor.layout).index(0)
     else:
         return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
 
