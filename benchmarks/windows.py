@@ -1,6 +1,6 @@
 """Times a window against its share of the tiles that a causal mask visits.
 
-    python benchmarks/windows.py [--shape 1x16/16x16384x128:1024 ...] [--seconds 0.3]
+    python benchmarks/windows.py [--shape 1x16/16x16384x128:1024 ...] [--seconds 0.3] [--out benchmarks/calls/windows.json]
 
 A shape is batch x query heads / key heads x length x head dim : keys of the window, itself included. Causal, bf16. Of each
 shape the forward and the backward are timed, with the configs that serve the window: portable, and where there is a
@@ -11,11 +11,14 @@ to back, nothing flushed; the median of the rounds counts. Needs a GPU.
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -166,13 +169,22 @@ def line(entry: Mapping[str, Any]) -> str:
 @click.command(help=__doc__)
 @click.option("--shape", "shapes", multiple=True, default=SHAPES, metavar="BxHQ/HKVxLENGTHxDIM:KEYS")
 @click.option("--seconds", type=float, default=0.3, show_default=True, help="Of launches of each.")
-def main(shapes: tuple[str, ...], seconds: float) -> None:
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+def main(shapes: tuple[str, ...], seconds: float, out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
+    here, entries = dispatch.toolchain(), []
     click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
     for shape in shapes:
         for entry in measured(shape, seconds):
             click.echo(line(entry))
+            entries.append({**entry, "configs": {kernel: dict(config) for kernel, config in entry["configs"].items()}})
+    if out is not None:
+        facts = {
+            "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
+            "date": time.strftime("%Y-%m-%d"), "entries": entries,
+        }  # fmt: skip
+        out.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
