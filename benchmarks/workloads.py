@@ -2,7 +2,7 @@
 
     python benchmarks/workloads.py --out w.json                                   # the named calls; resumes from the file
     python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls that nobody has looked at
-    python benchmarks/workloads.py --table w.json                                 # what is in a file, as Markdown
+    python benchmarks/workloads.py --table w.json [--page docs/benchmarks.md]     # what is in a file, as Markdown
 
 Every kernel is timed as replays of a CUDA graph, so that host time does not hide it; short calls stand several times in a
 graph. Peers take turns in random order, 7 rounds of bursts of 12 ms. The ratio of a call is the median over rounds of the
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import marked
 
 from fa2tune.bench.comparison import reference, tile_error
 from fa2tune.rows import whole
@@ -403,6 +404,22 @@ def summary(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                 )
 
 
+def setting(record: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured where."""
+    here = record["environment"]
+    yield (
+        f"{here['gpu']}, driver {here['driver']}, torch {here['torch']}, Triton {here['triton']}, cuDNN {here['cudnn']}, "
+        f"FlashAttention-4 {here['flash-attn-4'] or 'not here'}, {record['date']}, bfloat16, CUDA graphs."
+    )
+    if record["seed"]:
+        yield f"Drawn with the seed {record['seed']}."
+
+
+def lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """The summary as a list."""
+    yield from (f"- {line}" for line in summary(record["calls"]))
+
+
 def table(record: Mapping[str, Any]) -> Iterator[str]:
     yield "| call | forward, x best peer | TFLOP/s | backward, x best peer | TFLOP/s |"
     yield "|---|---|---|---|---|"
@@ -437,13 +454,16 @@ def _environment() -> dict[str, str]:
 @click.option("--only", default="", help="Calls whose name has this text.")
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
+@marked.page_option
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Path | None, shown: Path | None) -> None:
+def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
+         page: Path | None) -> None:  # fmt: skip
     if shown is not None:
         record = json.loads(shown.read_text("utf-8"))
-        click.echo("\n".join([*table(record), "", *summary(record["calls"])]))
+        part = "workloads_random" if record["seed"] else "workloads"
+        marked.publish(page, part, "workloads", "\n".join([*setting(record), "", *table(record), "", *lines(record)]))
         return
     asked = list(PEERS) if peers is None else [SUBJECT, *peers.split(",")]
     for name in asked:

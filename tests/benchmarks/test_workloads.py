@@ -128,7 +128,7 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(workloads, "named", lambda: problems)
     monkeypatch.setattr(workloads, "measure", measure)
     monkeypatch.setattr(workloads, "_warm", lambda: None)
-    environment = {"gpu": "H200"}
+    environment = {**dict.fromkeys(("driver", "torch", "triton", "cudnn", "flash-attn-4"), "1"), "gpu": "H200"}
     monkeypatch.setattr(workloads, "_environment", lambda: environment)
     path = tmp_path / "w.json"
     run = lambda *more: CliRunner().invoke(workloads.main, ["--out", str(path), *more])  # noqa: E731
@@ -139,7 +139,12 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert said in done.output and "fwd, at most 16 queries: 0 of 1" in done.output
     assert "bwd: 0 of 1 at or above the best peer, geometric mean 0.010, least 0.0 (a)" in done.output
     shown = CliRunner().invoke(workloads.main, ["--table", str(path)]).output.splitlines()
-    assert shown[2:4] == ["| a | 1.25 (fa4) | 5 | 0.00 (fa4) | 5 |", "| b | 0.06 (fa4) | 5 |  |  |"]
+    assert shown[0].startswith("H200, driver 1, torch 1, Triton 1, cuDNN 1, FlashAttention-4 1, 20")
+    assert shown[4:6] == ["| a | 1.25 (fa4) | 5 | 0.00 (fa4) | 5 |", "| b | 0.06 (fa4) | 5 |  |  |"]
+    page = tmp_path / "page.md"
+    page.write_text("x\n{}\nold\n{}\ny\n".format(*workloads.marked.markers("workloads", "workloads")))
+    CliRunner().invoke(workloads.main, ["--table", str(path), "--page", str(page)])
+    assert "| a | 1.25 (fa4) |" in page.read_text() and "old" not in page.read_text()
     assert json.loads(path.read_text())["calls"]["a"]["mask"] == "full"
     environment["gpu"] = "H100"
     refused = run()
