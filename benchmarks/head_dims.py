@@ -59,8 +59,8 @@ FORWARD = "sm90/fwd"
 
 
 def posed(shape: tuple[int, ...], causal: bool) -> Problem:
-    batch, heads_q, heads_kv, seqlen, *dims = shape
-    return Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, *dims, CAUSAL if causal else FULL)
+    batch, heads_q, heads_kv, seqlen, dim, dim_v = shape
+    return Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim_v, CAUSAL if causal else FULL)
 
 
 def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Config]:
