@@ -13,6 +13,7 @@ import click
 import pytest
 from benchmark_scripts import BENCHMARKS, script
 
+from fa2tune.compiling import registry
 from fa2tune.fleet import lookup_cost
 
 ROOT = Path(__file__).parent.parent
@@ -135,7 +136,8 @@ def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
     """The table of the page, and what the config of today's rules gains; the changelog names the least and most of that."""
     record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/head_dims.json.gz").read_bytes()))
     page = (ROOT / "docs/experiments/head-dims.md").read_text(encoding="utf-8")
-    chosen = {80: "parts Q_STAGES=2", 96: "parts Q_STAGES=2", 160: "parts BLOCK_N=128 STAGES=2 O_THROUGH=q"}
+    measured, variant = script("head_dims"), registry.variant_named("sm90/fwd")
+    assert [(tuple(call["shape"]), call["causal"]) for call in record["calls"]] == list(measured.CALLS)
     gains = []
     for call in record["calls"]:
         batch, heads, groups, length, dim, dim_v = call["shape"]
@@ -149,8 +151,10 @@ def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
             f"{us['padded'] / changed[name]:.2f}: {name.replace(' ', ', ')}", f"{100 * spread:.0f} %",
         )  # fmt: skip
         assert f"| {' | '.join(cells)} |" in page
-        ours = "parts BLOCK_N=128 STAGES=2 O_THROUGH=halves" if dim != dim_v else chosen.get(dim, "parts")
-        gains.append(us["padded"] / us[ours if call["causal"] or dim == 160 else "parts"])
+        padded, *in_parts = call["raced"]
+        spec = measured.posed(tuple(call["shape"]), call["causal"]).specialization
+        ours = variant.fitted(spec, padded["config"])
+        gains += [us["padded"] / one["us"] for one in in_parts if one["config"] == ours]
     assert f"{min(gains):.2f} to {max(gains):.2f} times as fast" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     of_today = (
         "96 {:.2f}, 80 {:.2f}, 192 {:.2f}, 192 / 128 {:.2f}, 160 {:.2f}, 72 {:.2f}, 40 {:.2f}, 80 at 257 tokens {:.2f}"
