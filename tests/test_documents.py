@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import click
 import pytest
 from benchmark_scripts import BENCHMARKS, script
 
+from fa2tune.compiling import registry
 from fa2tune.fleet import lookup_cost
 
 ROOT = Path(__file__).parent.parent
@@ -128,6 +130,36 @@ def test_figures_of_few_key_heads_and_copies_are_those_of_the_record() -> None:
             alike = [one[pass_] for one in record["copies"] if one["seqlen"] == length]
             cells = " | ".join(f"{us['as they are']:.0f} / {us['copied']:.0f}" for us in alike)
             assert f"| {length} | {name} | {cells} |" in page
+
+
+def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
+    """The table of the page, and what the config of today's rules gains; the changelog names the least and most of that."""
+    record = json.loads(gzip.decompress((ROOT / "benchmarks/calls/head_dims.json.gz").read_bytes()))
+    page = (ROOT / "docs/experiments/head-dims.md").read_text(encoding="utf-8")
+    measured, variant = script("head_dims"), registry.variant_named("sm90/fwd")
+    assert [(tuple(call["shape"]), call["causal"]) for call in record["calls"]] == list(measured.CALLS)
+    gains = []
+    for call in record["calls"]:
+        batch, heads, groups, length, dim, dim_v = call["shape"]
+        us = {one["name"]: one["us"] for one in call["raced"]}
+        changed = {name.partition(" ")[2]: value for name, value in us.items() if name.startswith("parts ")}
+        name = min(changed, key=lambda name: changed[name])
+        spread = max((max(one["bursts"]) - min(one["bursts"])) / one["us"] for one in call["raced"])
+        cells = (
+            f"{dim} / {dim_v}" if dim != dim_v else f"{dim}", f"{batch} x {heads} / {groups} x {length}",
+            "causal" if call["causal"] else "full", f"{us['padded']:.1f}", f"{us['padded'] / us['parts']:.2f}",
+            f"{us['padded'] / changed[name]:.2f}: {name.replace(' ', ', ')}", f"{100 * spread:.0f} %",
+        )  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
+        padded, *in_parts = call["raced"]
+        spec = measured.posed(tuple(call["shape"]), call["causal"]).specialization
+        ours = variant.fitted(spec, padded["config"])
+        gains += [us["padded"] / one["us"] for one in in_parts if one["config"] == ours]
+    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    of_today = (
+        "96 {:.2f}, 80 {:.2f}, 192 {:.2f}, 192 / 128 {:.2f}, 160 {:.2f}, 72 {:.2f}, 40 {:.2f}, 80 at 257 tokens {:.2f}"
+    )
+    assert of_today.format(*gains) in " ".join(page.split())
 
 
 def test_where_the_readme_says_a_peer_is_faster_it_is() -> None:

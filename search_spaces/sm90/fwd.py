@@ -1,5 +1,7 @@
 """Search space of kernels/sm90/fwd.py."""
 
+from collections.abc import Iterator
+
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace, added
@@ -10,6 +12,7 @@ PROGRAMS = {0: 1, 128: 2, 80: 3}
 #: Bytes of shared memory of a multiprocessor, of which each program costs 1 KiB beside its own.
 SHARED_BYTES_SM = 228 * 1024
 PRODUCER_REGISTERS = 24  #: a thread, the fewest there are
+SPARE_REGISTERS = 32  #: of a consumer thread, beside its tiles: with fewer ptxas spills
 #: RESCALE "never" takes the bound of a row's scores in place of their maximum, where it lies at most so many powers of two
 #: above the highest of the row's first block. P is then smaller by as many. bf16 and float32 have 126 below 1: what is lost is
 #: a key whose P is 2^-62 of the largest. fp16 has 14, and 10 more of falling precision, but P may reach 2^HEADROOM_FP16: keys
@@ -89,29 +92,50 @@ def default(spec: Specialization, arch: int) -> Config:
         "maxnreg": 0,
         "num_warps": 4,
     }
-    fitting = (
-        {**best, "O_THROUGH": o, "STAGES": stages}
-        for o in ("own", "halves")
-        for stages in (3, 2)
-        if _shared_bytes(best, spec, stages, o) <= _shared_limit(best)
-    )
-    return next(fitting)
+    return fitted(spec, {**best, "O_THROUGH": "own", "STAGES": 2})
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O and the stages
-    that tiles of fewer columns leave."""
-    config = {**config, "IN_PARTS": in_parts(spec)}
-    limit = _shared_limit(config)
-    o = next(
-        (
-            o for o in ("own", config["O_THROUGH"], "halves")
-            if _o_has_the_shape(spec, {**config, "O_THROUGH": o}) and _shared_bytes(config, spec, 2, o) <= limit
-        ),
-        config["O_THROUGH"],
-    )  # fmt: skip
-    stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, count, o) <= limit)
+    """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O, the stages and
+    what ``_roomier`` names that tiles of fewer columns leave."""
+    config = _roomier(spec, {**config, "IN_PARTS": in_parts(spec)})
+    o = next(_ways_of_o(spec, config, 2), config["O_THROUGH"])
+    stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, 3, o) <= _shared_limit(config))
     return {**config, "O_THROUGH": o, "STAGES": stages}
+
+
+def _roomier(spec: Specialization, config: Config) -> Config:
+    """With 128 keys a block, else with a second Q beside three stages, where parts have room for it and padded columns have
+    not: what padded columns have room for, the row was measured against. On an H200 blocks of 128 keys for 64 took 192 with a
+    V of 128 from 1.03 to 1.23 of padded, and 160 from 1.14 to 1.20; a second Q, causal, took 96 from 0.96 to 1.02 and 80 from
+    1.05 to 1.07. Beside two stages only it gains 160 nothing. See docs/experiments/head-dims.md.
+    RESCALE stays, although "never" took 192 from 1.13 to 1.22 at 24576 query rows a key head: at 80 and 96 it is slower, and
+    its pass over the keys is dear in short problems."""
+    if config["IN_PARTS"] == "none" or programs(config) > 1:
+        return config
+    padded = {"IN_PARTS": "none"}
+    longer = {**config, "BLOCK_N": 128}
+    if (
+        config["BLOCK_N"] == 64
+        and _live_registers(longer, spec) <= registers(longer) - SPARE_REGISTERS
+        and any(_ways_of_o(spec, longer, 2))
+        and not any(_ways_of_o(spec, {**longer, **padded}, 2))
+    ):
+        return longer
+    ahead = {**config, "Q_STAGES": 2}
+    gained = "own" in _ways_of_o(spec, ahead, 3) and "own" not in _ways_of_o(spec, {**ahead, **padded}, 3)
+    return ahead if gained else config
+
+
+def _ways_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[str]:
+    """What O may go through beside so many stages, the best first: its own memory, then as the config has it."""
+    ways = dict.fromkeys(("own", config["O_THROUGH"], "halves", "q"))
+    return (
+        o for o in ways
+        if _o_has_the_shape(spec, {**config, "O_THROUGH": o})
+        and (o != "q" or config["Q_STAGES"] == 1)
+        and _shared_bytes(config, spec, stages, o) <= _shared_limit(config)
+    )  # fmt: skip
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -204,7 +228,7 @@ SPACE = SearchSpace(
             "registers_hold_tiles",
             "scores, output, probabilities of the block before (and Q) are in registers at the same time; with fewer than 32 "
             "left ptxas spills and serialises the products (C7512)",
-            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - 32,
+            lambda config, spec, arch: _live_registers(config, spec) <= registers(config) - SPARE_REGISTERS,
         ),
         Constraint(
             "launch_registers_hold_a_product",

@@ -154,12 +154,13 @@ def test_the_page_states_the_recorded_losses():
 
 
 def test_a_row_of_128_serves_96_in_parts_and_a_row_of_96_as_it_was_tuned():
-    """Tiles of fewer columns leave room for a third stage. What was tuned at 96 itself is not changed."""
+    """Tiles of fewer columns leave room for a third stage and a second Q. What was tuned at 96 itself is not changed."""
     tuned = next(row for row in rows(128, "causal") if row.key.bucket == 4096)
-    assert "IN_PARTS" not in tuned.config and tuned.config["STAGES"] == 2
+    assert "IN_PARTS" not in tuned.config and (tuned.config["STAGES"], tuned.config["Q_STAGES"]) == (2, 1)
     own = replace(tuned, key=tuned.key.with_(head_dim=96, head_dim_v=96))
     everything = lookup.Toolchain("", "", {})
-    for row, config in ((tuned, {"IN_PARTS": "both", "STAGES": 3}), (own, {"IN_PARTS": "none", "STAGES": 2})):
+    in_parts = {"IN_PARTS": "both", "STAGES": 3, "Q_STAGES": 2}
+    for row, config in ((tuned, in_parts), (own, {"IN_PARTS": "none"})):
         layer = reader.Layer("named", Path("a.sqlite"), (row,))
         for dim in (96, 88):
             asked = Problem("bf16", 4, 16, 16, 4096, 4096, dim, dim, CAUSAL)

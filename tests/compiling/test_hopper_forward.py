@@ -219,12 +219,28 @@ def test_a_row_of_the_padded_head_dims_is_legal_in_parts(dims: tuple[int, int], 
         assert VARIANT.fitted(whole, config) == config
         found = VARIANT.fitted(asked, config)
         assert limits.before_compile(VARIANT, asked, found, h200) is None, (config, found)
-        assert (
-            {"IN_PARTS"}
-            <= {name for name in config if config[name] != found[name]}
-            <= {"IN_PARTS", "STAGES", "O_THROUGH"}
-        )
-        assert found["STAGES"] >= config["STAGES"]
+        changed = {name for name in config if config[name] != found[name]}
+        assert {"IN_PARTS"} <= changed <= {"IN_PARTS", "STAGES", "O_THROUGH", "BLOCK_N", "Q_STAGES"}
+        assert found["STAGES"] * found["BLOCK_N"] >= config["STAGES"] * config["BLOCK_N"]
+        assert found["Q_STAGES"] >= config["Q_STAGES"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "chosen"),
+    [
+        ((192, 128), (128, 2, 1, "halves")), ((160, 160), (128, 2, 1, "q")), ((144, 144), (128, 2, 1, "own")),
+        ((192, 192), (64, 2, 1, "own")), ((96, 96), (128, 3, 2, "own")), ((80, 80), (128, 3, 2, "own")),
+        ((40, 40), (128, 3, 1, "own")), ((128, 128), (128, 2, 1, "own")), ((256, 256), (64, 2, 1, "halves")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_take_the_room_that_padded_columns_lack(dims: tuple[int, int], chosen: tuple[int, int, int, str]) -> None:
+    """128 keys a block, else a second Q beside three stages; 40, padded to 64, had room for it, so Q_STAGES stays."""
+    config = VARIANT.space.default(Specialization("bf16", *dims, "causal"), 90)
+    assert tuple(config[name] for name in ("BLOCK_N", "STAGES", "Q_STAGES", "O_THROUGH")) == chosen
+    shared = {**config, "BLOCK_M": 64, "BLOCK_N": 64, "maxnreg": 128, "STAGES": 2, "Q_STAGES": 1, "O_THROUGH": "own"}
+    found = VARIANT.fitted(Specialization("bf16", *dims, "causal"), shared)
+    assert (found["BLOCK_N"], found["Q_STAGES"]) == (64, 1)  # another program has the rest of the room
 
 
 def test_what_the_parts_of_head_dims_are() -> None:
