@@ -473,7 +473,8 @@ def backward(
             names = copied(problem, gpu_of(device_index), found, BACKWARD, deterministic)
         if names:
             tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
-            problem = describe(mask=mask, softmax_scale=softmax_scale, score=score, **tensors)
+            new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
+            problem = describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
 
         def on(strategy: str) -> Make[Any]:
             def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:

@@ -15,7 +15,17 @@ import torch
 from fa2tune.compiling.compiler import Launches, around, passed
 from fa2tune.compiling.registry import variant_named, variant_of
 from fa2tune.launching import group_parts
-from fa2tune.launching.launch import TORCH_DTYPES, Workspace, addressing, arch_of, bind, chain, starts_early, strides_of
+from fa2tune.launching.launch import (
+    TORCH_DTYPES,
+    Place,
+    Workspace,
+    addressing,
+    arch_of,
+    bind,
+    chain,
+    starts_early,
+    strides_of,
+)
 from fa2tune.spec.extent import OFFSETS, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
@@ -163,7 +173,7 @@ class Kernels:
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
-            places = {**workspaces, **given}
+            places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             for one in group_parts.launches(problem, count, kernels, strides, arch):
                 memory = passed(one.variant, one.problem.specialization, one.config)

@@ -120,7 +120,7 @@ def as_block_of(stage, descriptor):
     elif _AS_LARGE:
         bits: gl.constexpr = stage.numel * stage.dtype.primitive_bitwidth
         blocks: gl.constexpr = bits // (descriptor.block_type.numel * descriptor.dtype.primitive_bitwidth)
-        row: gl.constexpr = [blocks] + descriptor.block_shape
+        row: gl.constexpr = [blocks] + descriptor.block_shape  # noqa: RUF005  # Gluon has no stars
         return stage._reinterpret(descriptor.dtype, row, descriptor.layout).index(0)
     else:
         return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
@@ -300,7 +300,7 @@ def produce(
 def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
     Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
-    The ones need not be kept for whoever waits: constants, which ptxas leaves alone until then (tests/compiling/test_hopper.py)."""
+    The ones are constants, which ptxas leaves alone until the wait (tests/compiling/test_hopper.py)."""
     ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
     terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])
     return warpgroup_mma(ones, terms.permute((1, 0)), product, is_async=True)
