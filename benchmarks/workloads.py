@@ -347,7 +347,7 @@ def measure(problem: Problem, peers: Mapping[str, Peer], device: str = "cuda") -
     do = new(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     want, stream, missing = expected(problem, q, k, v, do), torch.cuda.Stream(), dict[str, str]()
     graphs: dict[str, dict[str, Any]] = {"fwd": {}, "bwd": {}}
-    kept = []  # what a graph reads must outlive it
+    kept: list[Any] = []  # what a graph reads must outlive it: a peer's offsets, too
     for name, peer in peers.items():
         try:
             attention = peer.make(problem)
@@ -356,6 +356,7 @@ def measure(problem: Problem, peers: Mapping[str, Peer], device: str = "cuda") -
                 problem_with_it = wrong({"o": call()}, want, problem.group)
                 if problem_with_it is None:
                     graphs["fwd"][name] = graphed(call, stream)
+                    kept.append(call)
             if problem_with_it is None and peer.backward and problem.seqlen_q > FEW_QUERIES:
                 leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
                 with torch.cuda.stream(stream):
