@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from fa2tune.compiling import fingerprint
 from fa2tune.rows.row import MEASURED, PREDICTED, Row
 from fa2tune.spec.key import TuningKey
 
@@ -40,3 +42,15 @@ WHOLE = replace(FULL, key=replace(KEY, kernel="bwd"), strategy="split", implemen
 def row(key: dict[str, Any] | None = None, **changes: Any) -> Row:
     """FULL with other fields; ``key`` holds those of its key."""
     return replace(FULL, key=replace(KEY, **(key or {})), **changes)
+
+
+#: The Triton that every shipped row has a counterpart of; of others there are some.
+TUNED_WITH = "3.6.0"
+
+
+def stale_here(parts: Iterable[str]) -> bool:
+    """Whether shipped rows are stale, given what each names that differs today. That may be Triton, where it is another one
+    than all were tuned with; never the kernel source."""
+    differing = {part.partition(" ")[0] for part in parts}
+    assert differing <= (set() if fingerprint.triton_version() == TUNED_WITH else {"triton"}), differing
+    return bool(differing)

@@ -281,7 +281,10 @@ def planned(wheel: Path, folder: Path, torch: str, triton: str, *wanted: str) ->
         installed.mkdir()
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--no-index", wheel, *wanted]
-    return subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
+    # nor what this machine's pip is told: places of wheels, constraints
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env["PIP_CONFIG_FILE"] = os.devnull
+    return subprocess.run([str(part) for part in command], cwd=folder, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,10 @@ class _Hashes(Mapping[str, str]):
 
     @staticmethod
     def _make(name: str) -> str:
-        kernel, *filed_as, mask = name.split(" ")
+        without_mask, _, mask = name.rpartition(" ")
         if mask not in ROW_MASKS:  # of another mask there are no rows
             raise KeyError(name)
+        kernel, *filed_as = without_mask.split(" ")
         if kernel == BACKWARD and len(filed_as) == 2:
             strategy, (implementation, *named) = filed_as[0], filed_as[1].split("+")
             known = {name for one in STRATEGIES.get(strategy, ()) for name in implementations(one)}
