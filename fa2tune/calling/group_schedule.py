@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Mapping
 from functools import lru_cache
 
+from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -91,7 +92,7 @@ def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts:
 
 def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
-    if problem.group == 1 or problem.extent.ragged or kernel not in group_parts.SPLIT_KERNELS:
+    if is_empty(problem) or problem.extent.ragged or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     times = {parts: predicted_us(problem, kernel, config, gpu, parts) for parts in group_parts.allowed(problem)}
     least = min(times.values())

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, suited
 from fa2tune.spec.mask import CAUSAL
@@ -157,7 +158,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     without a measured time; where ``served`` has none it stays.
     """
     own = suited(problem, served.config)
-    if not problem.mask.measured:  # no model of it yet
+    if is_empty(problem) or not problem.mask.measured:  # no model of the mask yet
         return served, own
     if sm_count == served.key.sm_count and _tuned_on(served, problem):
         return served, own

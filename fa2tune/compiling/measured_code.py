@@ -45,8 +45,8 @@ def held(row: Row) -> bool:
         variant = registry.variant_of(row.key.kernel, row.config)
     except (KeyError, ValueError):  # of kernels that are not here
         return False
-    found = _entries(row, variant.short_name, row.kernel_hash)
-    return any(_part(entry.about.get("config"), row.config) for entry in found)
+    found, config = _entries(row, variant.short_name, row.kernel_hash), variant.space.completed(row.config)
+    return any(_part(entry.about.get("config"), config) for entry in found)
 
 
 def _entries(row: Row, kernel: str, source: str) -> list[Entry]:

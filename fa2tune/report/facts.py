@@ -239,6 +239,7 @@ _LIMITS = {
     "architecture": "the kernel needs a higher compute capability",
     "mask": "the kernel does not compute this mask",
     "score": "the kernel does not compute this score term",
+    "extent": "the kernel does not compute packed sequences",
     "threads_per_block": "more threads than a block may have",
     "mma_shape": "a side smaller than a tensor core's product",
     "shared_memory_of_tiles": "the streamed tiles alone take more shared memory than a block may have",

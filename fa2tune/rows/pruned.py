@@ -52,6 +52,7 @@ WORDS: Mapping[str, str] = {
     "instruction_cache": "loop exceeds the instruction cache",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",
+    "extent": "packed sequences, which this kernel does not compute",
     "mma_shape": "block smaller than a tensor-core product",
     "shared_memory_of_tiles": "streamed tiles exceed shared memory",
     "threads_per_block": "too many threads per block",

@@ -125,3 +125,14 @@ def test_explain_says_what_is_copied():
     assert "copied" not in str(small) and small.kernels[0].config["LOADS"] == "pointer"
     some = serving.explain_problem(LARGE, H200, ("fwd",), present=False, strided=("k",))
     assert "TMA cannot address k: copied before the forward, which" in str(some)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize(
+    "empty", [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}, {"heads_q": 0, "heads_kv": 0}], ids=str
+)
+def test_a_call_without_a_pair_is_explained(empty: dict[str, int], tma: bool) -> None:
+    sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 64, "seqlen_k": 64, **empty}
+    problem = Problem("bf16", **sizes, head_dim=64, head_dim_v=64, mask=CAUSAL, aligned=tma, tma=tma)
+    found = serving.explain_problem(problem, gpus.named("h200"), present=False)
+    assert found.kernels and not dense.pays(problem, gpus.named("h200"), "fwd", ("q",))
