@@ -203,7 +203,7 @@ def variants_of(kernel: str) -> tuple[Variant, ...]:
 
 
 def variant_of(kernel: str, config: Config) -> Variant:
-    """The Variant that a config of a kernel is of. ValueError: this house has none."""
+    """The Variant that a config of a kernel is of. ValueError: this version has none."""
     implementation, known = implementation_of(config), implementations(kernel)
     if implementation not in known:
         raise ValueError(f"kernel {kernel}: got a {implementation!r:.40} config, known are {', '.join(known)}")

@@ -54,7 +54,7 @@ class CaptureMiss(RuntimeError):
 
 
 def image_of(compiled: Any) -> Image:
-    """What Triton compiled, without Triton. CompileError: this house cannot launch it."""
+    """What Triton compiled, without Triton. CompileError: this version cannot launch it."""
     known = compiled.metadata
     maps = []
     for wanted in getattr(known, "tensordesc_meta", None) or ():

@@ -18,9 +18,9 @@ THREADS = gl.constexpr(128)
 #: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
 PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
 
-#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
-#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
-K_EMPTY = gl.constexpr(7)  #: nobody reads the stage of K: one a stage
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. A warp that
+#: only arrives goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+K_EMPTY = gl.constexpr(7)  #: no warp reads the stage of K: one a stage
 V_EMPTY = gl.constexpr(10)  #: nor of V
 TURN = gl.constexpr(13)  #: a group may issue its products: one a group
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
@@ -169,7 +169,7 @@ def produce(
             load_parts(v, b, h_kv, row, v_ready.index(stage), v_smem, stage)
         done += n_blocks
     if NUMBERED:
-        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: nobody is left at a barrier
+        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: no warp is left at a barrier
             _await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
             _await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
 

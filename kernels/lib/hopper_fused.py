@@ -17,20 +17,20 @@ from fa2tune.search_spaces.sm90 import bwd_fused as space
 GROUPS = gl.constexpr(space.GROUPS)
 #: Keys of a consumer group: the rows of one wgmma.
 KEYS = gl.constexpr(space.KEYS)
-#: Query rows that sm90/bwd_beside prepares at once, and tells by one flag.
+#: Query rows that sm90/bwd_beside prepares at once, and signals by one flag.
 CHUNK = gl.constexpr(space.CHUNK)
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
 #: Columns of the terms of lse and delta in shared memory: one step of a wgmma.
 TERM_COLUMNS = gl.constexpr(space.TERM_COLUMNS)
 
-#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. Who only comes to
-#: one goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
+#: Numbered barriers, where warps of several partitions meet; Triton takes the first ones, one a partition. A warp that
+#: only arrives goes on at once, where an arrival at an mbarrier first waits for all warps of the partition.
 PIECE_READY = gl.constexpr(8)  #: a block's dQ lies in shared memory: one barrier a group
 PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
-EMPTY = gl.constexpr(13)  #: nobody reads the stage of Q and dO: one a stage
-V_EMPTY = gl.constexpr(15)  #: nobody reads V any more (joined groups with K of two tiles)
+EMPTY = gl.constexpr(13)  #: no warp reads the stage of Q and dO: one a stage
+V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups with K of two tiles)
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
 _COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
@@ -65,7 +65,7 @@ def come_if(condition, number, THREADS: gl.constexpr):
 def make_barriers(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, K_STAGES: gl.constexpr, DQ_BEHIND: gl.constexpr
 ):
-    """mbarriers, initialised: (k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready). None that nobody waits on: its
+    """mbarriers, initialised: (k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready). None that no warp waits on: its
     memory would be given to what the partitions capture (docs/hopper.md)."""
     v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
@@ -212,7 +212,7 @@ _ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 @gluon.jit
 def await_prepared(flags, head, rows_padded):
-    """Until sm90/bwd_beside has told that all rows of a query head, counted over the batch, are prepared."""
+    """Until sm90/bwd_beside has signalled that all rows of a query head, counted over the batch, are prepared."""
     count = rows_padded // CHUNK
     flags += head * count
     for i in range(0, count, 32):
@@ -286,9 +286,9 @@ def produce(
         if DYNAMIC:
             taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
         lap += 1
-    if BESIDE:  # who comes after this kernel comes after the one beside it too
+    if BESIDE:  # a kernel that follows this one follows the overlapped one too
         do_once(_ALL_PREPARED)
-    if not DQ_BEHIND:  # nobody is left at a barrier
+    if not DQ_BEHIND:  # no warp is left at a barrier
         for turn in range(gl.maximum(base, STAGES), base + STAGES):
             meet(EMPTY + turn % STAGES, 288)
         if K_STAGES > 1:
@@ -299,7 +299,7 @@ def produce(
 @gluon.jit
 def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
     """product [ROWS, M], under way, and one more step of it, which adds to each column the terms [M, TERM_COLUMNS] of a query.
-    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and in everybody's way.
+    Loaded from shared memory by each thread, lse and delta were a tenth to a fifth of all traffic, and delayed the rest.
     The ones are constants, which ptxas leaves alone until the wait (tests/compiling/test_hopper.py)."""
     ones = gl.full([ROWS, TERM_COLUMNS], 1.0, gl.bfloat16, gl.DotOperandLayout(0, layout, 2))
     terms = terms_smem.index(stage).reshape([BLOCK_M, TERM_COLUMNS])

@@ -1,4 +1,4 @@
-"""The fused Hopper backward's two groups as one partition of eight warps: the joined form of kernels/sm90/bwd_fused.py."""
+"""The fused Hopper backward's two groups as one partition of eight warps: concatenated form of kernels/sm90/bwd_fused.py."""
 # ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon

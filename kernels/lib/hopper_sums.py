@@ -19,7 +19,7 @@ from fa2tune.kernels.lib.hopper_fused import (
 )
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
-#: Tiles that may be done before they are counted, and one: who takes is never more than two ahead of who counts.
+#: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
 DONE = gl.constexpr(4)
 
 
@@ -116,7 +116,7 @@ def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.c
 _START_FINISH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 #: This warp's stores and reductions by TMA are done, not only read.
 _ALL_ADDED = gl.constexpr("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
-#: Behind a fence: what this thread has seen done, by whomever, is there for whoever sees the count.
+#: Behind a fence: what this thread has seen done, by any thread, is visible to each that sees the count.
 _COUNT = gl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $2, 0; @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;}"
 )

@@ -19,7 +19,7 @@ def fwd_norms_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """k [B, Hkv, Sk, D] -> norms [B, Hkv, PARTS] float32: the largest |k| of each part of a head's keys. A key that holds a NaN
-    counts for nothing: whoever sees it gets NaN whatever the bound."""
+    counts for nothing: a query that sees it gets NaN whatever the bound."""
     head = tl.program_id(0) // PARTS
     heads_kv = heads_q // group
     k = head_base(k, head // heads_kv, head % heads_kv, stride_kb, stride_kh, "pointer")

@@ -1,8 +1,8 @@
-"""What sm90/bwd_prepare.py does before the fused Hopper backward, done beside it: a few programs go through the rows in the
-order in which the main kernel takes its heads, and tell by a flag a chunk what is prepared.
+"""What sm90/bwd_prepare.py does before the fused Hopper backward, overlapped with it: a few programs go through the rows in
+the order in which the main kernel takes its heads, and signal by a flag a chunk what is prepared.
 
-Main starts early (griddepcontrol): once every program here has started and cleared its flags, so nobody is waited for that
-could not run. Alone, all multiprocessors wait for memory; beside main, a few do."""
+Main starts early (griddepcontrol): once every program here has started and cleared its flags, so no program is waited for
+that could not run. Alone, all multiprocessors wait for memory; overlapped with main, a few do."""
 # ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon
@@ -23,8 +23,8 @@ ZERO_ROWS = gl.constexpr(bwd_beside_hopper.ZERO_ROWS)
 PARTS = gl.constexpr(bwd_fused_hopper.CHUNK // bwd_beside_hopper.ZERO_ROWS)
 #: Chunks that one fence is for: no more than lanes, each of which sets a flag.
 BATCH = gl.constexpr(bwd_beside_hopper.BATCH)
-#: Chunks whose terms may be written before their flags: no fewer than a batch, or who writes them and who tells would wait for
-#: each other.
+#: Chunks whose terms may be written before their flags: no fewer than a batch, or the warp that writes them and the one that
+#: sets flags would wait for each other.
 SLOTS = gl.constexpr(bwd_beside_hopper.SLOTS)
 
 _CLEARED = gl.constexpr("fence.acq_rel.gpu; mov.b32 $0, 0;")
@@ -35,7 +35,7 @@ _STORED_BEFORE = gl.constexpr(
     " mov.b32 $0, 0;"
 )
 _STORED = gl.constexpr("cp.async.bulk.wait_group 0; mov.b32 $0, 0;")
-#: Behind a fence: what these threads have seen stored, by whomever, is there for whoever sees the flag.
+#: Behind a fence: what these threads have seen stored, by any thread, is visible to each that sees the flag.
 _TELL = gl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $2, 0; @p fence.acq_rel.gpu; @p st.relaxed.gpu.global.b32 [$1], 1; mov.b32 $0, 0;}"
 )

@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward over key tiles for Hopper: dK and dV, one half of the deterministic road. A warp feeds Q and dO by
+"""FlashAttention-2 backward over key tiles for Hopper: dK and dV, half of the deterministic strategy. A warp feeds Q and dO by
 TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
 the first makes P and hands it on."""
 
@@ -130,7 +130,7 @@ def _dv_over_queries(
         stage = turn % STAGES
         mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
         acc_next = warpgroup_mma(operand, do_smem.index(stage).reshape([BLOCK_M, BLOCK_DV]), acc, is_async=True)
-        # S^T of the next block; the last one multiplies whatever lies in the ring, and nobody reads the product
+        # S^T of the next block; the last one multiplies whatever lies in the ring, a product that is not read
         ahead = later % STAGES
         q_tile = q_smem.index(ahead).reshape([BLOCK_M, BLOCK_D])
         mbarrier.wait(q_ready.index(ahead), (later // STAGES) & 1, pred=later < total)
@@ -164,7 +164,7 @@ def _consume_dv(
     )
     mbarrier.wait(k_ready, 0, pred=total > 0)
     k_tile = k_smem.index(0).reshape([BLOCK_N, BLOCK_D])
-    # the first S^T; with no block at all, of whatever lies there, and nobody reads it
+    # the first S^T; with no block at all, of whatever lies there, and not read
     q_tile = q_smem.index(0).reshape([BLOCK_M, BLOCK_D])
     mbarrier.wait(q_ready.index(0), 0, pred=total > 0)
     s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -227,7 +227,7 @@ def _dk_over_queries(
         stage = turn % STAGES
         mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)  # over already: P was made of it
         acc_next = warpgroup_mma(ds, q_smem.index(stage).reshape([BLOCK_M, BLOCK_D]), acc, is_async=True)
-        # dP^T of the next block; the last one multiplies whatever lies in the ring, and nobody reads the product
+        # dP^T of the next block; the last one multiplies whatever lies in the ring, a product that is not read
         ahead = later % STAGES
         do_tile = do_smem.index(ahead).reshape([BLOCK_M, BLOCK_DV])
         mbarrier.wait(do_ready.index(ahead), (later // STAGES) & 1, pred=later < total)

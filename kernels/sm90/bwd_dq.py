@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward over query tiles for Hopper: dQ without atomics, one half of the deterministic road. One warp
+"""FlashAttention-2 backward over query tiles for Hopper: dQ without atomics, half of the deterministic strategy. One warp
 feeds Q, dO, K and V by TMA; each group of four warps owns 64 query rows. It also makes delta = rowsum(dO * O) - dlse, which
 the other half reads."""
 

@@ -1,8 +1,8 @@
-"""After the fused Hopper backward, or beside its last tiles: dq = softmax_scale * the float32 sums, in dq's dtype and memory
-order.
+"""After the fused Hopper backward, or overlapped with its last tiles: dq = softmax_scale * the float32 sums, in dq's dtype and
+memory order.
 
-Beside it, programs start where rows were prepared (sm90/bwd_beside.py), once all programs of the main kernel have started
-(griddepcontrol), so nobody is waited for that could not run; each waits until all tiles have added to dQ of its head.
+Overlapped, programs start where rows were prepared (sm90/bwd_beside.py), once all programs of the main kernel have started
+(griddepcontrol), so no program is waited for that could not run; each waits until all tiles have added to dQ of its head.
 
 Bound by memory, so it has no search space: one fixed config."""
 
@@ -56,7 +56,7 @@ def bwd_finish_hopper_kernel(
     tile = tl.reshape(tl.permute(tile, (0, 2, 1, 3)), [BLOCK_R, SUM_COLUMNS])
     store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, SUM_COLUMNS)
     if FINISH_BESIDE:
-        if tl.program_id(0) == tl.num_programs(0) - 1:  # who comes after this kernel comes after main too
+        if tl.program_id(0) == tl.num_programs(0) - 1:  # a kernel that follows this one follows main too
             _do_once(_MAIN_IS_OVER)
 
 

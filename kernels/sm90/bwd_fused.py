@@ -125,7 +125,7 @@ def _over_queries(
         if SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = warpgroup_mma_wait(3, deps=[dv_next, p_operand])
-            # the last block multiplies whatever lies in the ring, and nobody reads the product
+            # the last block multiplies whatever lies in the ring, a product that is not read
             following = turn + 1
             mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < limit)
             ahead = q_smem.index(following % STAGES).reshape([BLOCK_M, BLOCK_D])

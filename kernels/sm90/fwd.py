@@ -418,7 +418,7 @@ def fwd_hopper_kernel(
                 STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if NUMBERED:
-        # Nobody waits at these then. Without a use behind the partitions Triton would give their memory to what it hands these,
+        # No warp waits at these. Without a use behind the partitions Triton would give their memory to what it hands these,
         # while an mbarrier never invalidated may be written back over it later (docs/hopper.md). To have none of them cost
         # four times the spills at head dim 64, causal, while P was carried as 16-bit values; not raced since.
         for i in gl.static_range(STAGES):

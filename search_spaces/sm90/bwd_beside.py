@@ -5,7 +5,7 @@ from fa2tune.spec.variant import SearchSpace
 WARPS = 8  #: that work out delta
 ZERO_ROWS = 64  #: of the sums that one TMA sets to zero
 SLOTS = 16  #: chunks whose terms may be written before their flags
-BATCH = 4  #: chunks that are told of behind one fence
+BATCH = 4  #: chunks that are signalled behind one fence
 #: Chunks of O and dO each that are on their way, by the sums' columns: what shared memory holds beside the zeros. What the
 #: fused kernel does not serve (more columns) needs none.
 STAGES = {64: 5, 128: 3, 256: 1}

@@ -10,7 +10,7 @@ GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
-CHUNK = 128  #: query rows of which kernels/sm90/bwd_beside.py tells at once
+CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
@@ -43,7 +43,7 @@ def joined(config: Config) -> bool:
 
 
 def derived(spec: Specialization, config: Config) -> dict[str, Any]:
-    """What the kernel and its descriptors are told beside the config."""
+    """What the kernel and its descriptors get besides the config."""
     block_m, d = config["BLOCK_M"], columns(spec)
     one = joined(config)
     return {
@@ -78,8 +78,8 @@ def helpers(problem: Problem, config: Config, sm_count: int) -> int:
 
 
 def share_of_helpers(problem: Problem) -> tuple[int, int]:
-    """As (so many of so many), in keys. The main kernel works on whole tiles of them. Who goes on preparing is reckoned from
-    this, too (kernels/sm90/bwd_beside.py)."""
+    """As (so many of so many), in keys. The main kernel works on whole tiles of them. Which programs go on preparing follows
+    from this, too (kernels/sm90/bwd_beside.py)."""
     return HELPERS_WORTH, keys_worked(problem) + HELPERS_WORTH
 
 
@@ -137,10 +137,10 @@ SPACE = SearchSpace(
             True,
         ),  # tiles two by two, the n-th of a head and the n-th last: even shares under a causal mask
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
-        "BESIDE": (False, True),  # lse, delta and zeros prepared beside the first tiles, or before
-        "FINISH_BESIDE": (False, True),  # and dQ made of its sums beside the last ones, or after
+        "BESIDE": (False, True),  # lse, delta and zeros prepared overlapped with the first tiles, or before
+        "FINISH_BESIDE": (False, True),  # and dQ made of its sums overlapped with the last ones, or after
         "HEADS_PER_WAVE": (1, 4, 8, 32),
-        "num_warps": (4, 8),  # the two groups apart, a partition each; or joined in one
+        "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },
     constraints=(
         SIXTEEN_BIT,
