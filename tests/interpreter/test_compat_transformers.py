@@ -153,7 +153,7 @@ def test_a_mask_as_long_as_a_static_cache():
 def test_a_mask_as_long_as_a_static_cache_is_refused_while_a_graph_is_made(monkeypatch, length):
     monkeypatch.setattr(compat.documents, "capturing", lambda: True)
     tokens = None if length is None else torch.ones(1, length, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="fa2tune: attention_mask: got (None|a mask of (16|20) tokens)"):
+    with pytest.raises(NotImplementedError, match=r"fa2tune: attention_mask: got (None|a mask of (16|20) tokens)"):
         compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=tokens)
     assert compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=torch.ones(1, 5)).shape == (1, 5)
 
@@ -181,6 +181,20 @@ def test_padding_in_the_middle_and_rows_of_nothing_but_padding():
     assert weights is None
     torch.testing.assert_close(out[0, tokens[0]], right[0, tokens[0]])
     assert not out[1].any() and not out[0, ~tokens[0]].any()
+
+
+def test_padding_in_the_middle_is_refused_where_a_window_would_count_it():
+    """Mistral's window reaches 4 keys back: past three of padding it would reach 7."""
+    holes = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0, 0]])
+    one, tokens = model("mistral", "fa2tune"), ids()[:, :9]
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"attention_mask: got padding between .* \(4, 0\)"):
+        one(input_ids=tokens, attention_mask=holes, use_cache=False)
+    compared("mistral", tokens[1:], attention_mask=holes[1:])
+    compared("mistral", tokens[:1, 2:7], attention_mask=holes[:1, 2:7])  # the window hides nothing of 5 positions
+    compared("llama", tokens[:1], attention_mask=holes[:1])
+    q = torch.randn(1, 2, 9, 16)
+    with pytest.raises(NotImplementedError, match=r"attention_mask: got padding between .* \(2, 2\)"):
+        compat.forward(torch.nn.Module(), q, q, q, holes[:1].bool(), sliding_window=3, is_causal=False)
 
 
 def test_a_cross_attention_attends_from_every_query():
