@@ -23,7 +23,7 @@ from fa2tune.calling import arguments, dense, group_schedule, schedule
 from fa2tune.calling.defaults import default_config, portable_default, specialized_default
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
-from fa2tune.calling.saved import check_saved
+from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
 from fa2tune.compiling import binaries, limits, measured_code
 from fa2tune.compiling.compiler import uses_descriptors
@@ -444,7 +444,7 @@ def backward(
     key = (  # nothing of it is taken from the forward: hooks on saved tensors may change all of it
         q.shape, k.shape, v.shape, o.shape, lse.shape, q.stride(), k.stride(), v.stride(), o.stride(), lse.stride(), steps,
         None if dlse is None else dlse.stride(), dtype, k.dtype, v.dtype, o.dtype, lse.dtype, do.dtype,
-        q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(),
+        q.get_device(), k.get_device(), v.get_device(), o.get_device(), lse.get_device(), offsets and of_offsets(offsets),
         (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | do.data_ptr()) & 15,
         mask.name, mask.values, score.name, score.values, softmax_scale, deterministic, extent,
         float32_precision() if dtype is torch.float32 else "",
@@ -456,7 +456,7 @@ def backward(
         )  # a forward from the memo has not checked it
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
-        check_saved(q, k, v, o, lse, do)
+        check_saved(q, k, v, o, lse, do, extent, offsets)
         saved = q, k, v, o, lse
         in_rows = tuple(t if t.stride(-1) == 1 and t is not lse else t.contiguous() for t in saved)
         if any(new is not old for new, old in zip(in_rows, saved, strict=True)):

@@ -83,6 +83,26 @@ def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return order, back, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
 
+def _refuse_holes(call: str, tokens: torch.Tensor, window: tuple[int | None, int | None] | None) -> None:
+    """NotImplementedError: padding between tokens of a row, which are counted without it, and a window that hides keys of the
+    row. Not checked while a graph is made: the mask must be read, once for a tensor."""
+    if window is None or torch.compiler.is_compiling() or capturing():
+        return
+    if not any(side and side < tokens.shape[1] - 1 for side in window):  # a side of 0 is the query's own position
+        return
+
+    def holes() -> bool:
+        begins = tokens.clone()
+        begins[:, 1:] &= ~tokens[:, :-1]
+        return bool((begins.sum(1) > 1).any())
+
+    if _remembered(tokens, "holes", holes):
+        raise NotImplementedError(
+            f"{call}: attention_mask: got padding between the tokens of a row with the window {window}, allowed is padding in "
+            "front of them and behind them: a window counts positions, and fa2tune leaves padding out"
+        )
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """(batch, length, heads, dim) as (batch * length, heads, dim)."""
     return tensor.reshape(-1, *tensor.shape[2:])
@@ -104,6 +124,8 @@ def by_numbers(
     """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the
     documents of tokens -> out. Keys behind the last of ``numbers`` are not there.
 
+    NotImplementedError: padding between the tokens of a row, with a window.
+
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
     batch, rows = q.shape[:2]
@@ -116,6 +138,7 @@ def by_numbers(
             )
         offsets = _remembered(numbers, "offsets", lambda: torch.ops.fa2tune.document_offsets(numbers))
         return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
+    _refuse_holes(call, numbers, options["window"])
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
     if not options["causal"] and options["window"] is None:

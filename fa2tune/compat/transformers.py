@@ -130,7 +130,7 @@ def mask(
 
     Raises:
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
-            an attention_mask while a graph is made.
+            an attention_mask, or with one as long as the cache, while a graph is made.
     """
     packed = None
     chunk = getattr(rest.get("config"), "attention_chunk_size", None)
@@ -145,14 +145,16 @@ def mask(
         return packed.to(torch.int32)
     blind = torch.compiler.is_compiling() or documents.capturing()
     tokens = attention_mask
-    if tokens is None:
-        if not isinstance(q_offset, int):
-            if blind:
-                raise NotImplementedError(
-                    f"{NAME}: attention_mask: got None with a cache of a fixed size while a graph is made, allowed is a mask "
-                    "of the tokens so far, (batch, length)"
-                )
+    if not isinstance(q_offset, int):  # of a cache of a fixed size
+        if not blind:
             q_offset = int(q_offset)
+        elif tokens is None or tokens.shape[-1] >= kv_offset + kv_length:
+            got = "None" if tokens is None else f"a mask of {tokens.shape[-1]} tokens, as many as the cache has,"
+            raise NotImplementedError(
+                f"{NAME}: attention_mask: got {got} with a cache of a fixed size while a graph is made, allowed is a mask "
+                "of the tokens so far, (batch, length)"
+            )
+    if tokens is None:
         seen = q_offset + q_length - kv_offset
         return None if seen >= kv_length else torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     seen = q_offset + q_length if isinstance(q_offset, int) else tokens.shape[-1]

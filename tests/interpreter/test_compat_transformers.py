@@ -127,6 +127,37 @@ def test_generate_from_padded_prompts(cache):
         assert torch.equal(model("llama", "fa2tune").eval().generate(ids(), **options), right)
 
 
+def decoded(implementation, tokens, seen, steps):
+    """Logits of a prompt and of a token at a time behind it, in a static cache as long as the mask ``seen``."""
+    one = model("llama", implementation).eval()
+    cache = transformers.StaticCache(config=one.config, max_cache_len=seen.shape[1])
+    parts = tokens[:, :-steps], *tokens[:, -steps:].split(1, dim=1)
+    return [one(input_ids=part, attention_mask=seen, past_key_values=cache).logits for part in parts]
+
+
+def test_a_mask_as_long_as_a_static_cache():
+    """It says nothing of how many tokens there are so far: 1 for each token to come, and padding on the left."""
+    seen = torch.ones(2, TOKENS + 8, dtype=torch.long)
+    seen[0, :3] = 0
+    with torch.inference_mode():
+        for filled in (1, 0):
+            seen[:, TOKENS:] = filled
+            found, right = (decoded(which, ids(), seen, 3) for which in ("fa2tune", "eager"))
+            tokens = seen[:, : TOKENS - 3].bool()
+            torch.testing.assert_close(found[0][tokens], right[0][tokens], atol=2e-6, rtol=1e-5)
+            for one, other in zip(found[1:], right[1:], strict=True):
+                torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [None, 16, 20])
+def test_a_mask_as_long_as_a_static_cache_is_refused_while_a_graph_is_made(monkeypatch, length):
+    monkeypatch.setattr(compat.documents, "capturing", lambda: True)
+    tokens = None if length is None else torch.ones(1, length, dtype=torch.bool)
+    with pytest.raises(NotImplementedError, match=r"fa2tune: attention_mask: got (None|a mask of (16|20) tokens)"):
+        compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=tokens)
+    assert compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=torch.ones(1, 5)).shape == (1, 5)
+
+
 @pytest.mark.parametrize("inputs", [{"attention_mask": padding("right")[:1]}, {"position_ids": restarts()}], ids=str)
 def test_torch_compile_without_graph_breaks(inputs):
     tokens = ids(1)
@@ -150,6 +181,20 @@ def test_padding_in_the_middle_and_rows_of_nothing_but_padding():
     assert weights is None
     torch.testing.assert_close(out[0, tokens[0]], right[0, tokens[0]])
     assert not out[1].any() and not out[0, ~tokens[0]].any()
+
+
+def test_padding_in_the_middle_is_refused_where_a_window_would_count_it():
+    """Mistral's window reaches 4 keys back: past three of padding it would reach 7."""
+    holes = torch.tensor([[1, 1, 1, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0, 0]])
+    one, tokens = model("mistral", "fa2tune"), ids()[:, :9]
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"attention_mask: got padding between .* \(4, 0\)"):
+        one(input_ids=tokens, attention_mask=holes, use_cache=False)
+    compared("mistral", tokens[1:], attention_mask=holes[1:])
+    compared("mistral", tokens[:1, 2:7], attention_mask=holes[:1, 2:7])  # the window hides nothing of 5 positions
+    compared("llama", tokens[:1], attention_mask=holes[:1])
+    q = torch.randn(1, 2, 9, 16)
+    with pytest.raises(NotImplementedError, match=r"attention_mask: got padding between .* \(2, 2\)"):
+        compat.forward(torch.nn.Module(), q, q, q, holes[:1].bool(), sliding_window=3, is_causal=False)
 
 
 def test_a_cross_attention_attends_from_every_query():

@@ -265,3 +265,29 @@ def test_the_problem_of_a_packed_call():
     found = passes.describe(*views, mask_of(True), 1.0, extent=Extent(RAGGED, 3))
     assert isinstance(found, Problem) and not found.tma and found.specialization.extent == RAGGED
     assert (found.query_tiles(64), found.key_tiles(64)) == (100 // 64 + 4, 200 // 64 + 4)
+
+
+@pytest.mark.parametrize("which", range(2))
+@pytest.mark.parametrize(
+    ("unpack", "error", "words"),
+    [
+        (torch.Tensor.long, TypeError, "of dtype torch.int64, the forward had torch.int32"),
+        (lambda t: t.to("meta"), ValueError, "on meta, q is on cpu"),
+        (lambda t: t[:-1], ValueError, r"of shape \(2,\), the forward had \(3,\)"),
+        (lambda t: t.repeat_interleave(2)[::2], ValueError, r"with strides \(2,\), must be contiguous"),
+    ],
+    ids=["dtype", "device", "shape", "strides"],
+)
+def test_offsets_that_hooks_have_changed_are_refused(unpack, error, words, which):
+    """The kernels would read memory that is not theirs. There is a plan of unchanged ones."""
+    tensors, starts = packed(lengths=((5, 9), (3, 4)))
+    fa2tune.attention_varlen(*tensors, *starts).sum().backward()
+    seen = itertools.count()
+
+    def changed(tensor):
+        return unpack(tensor) if tensor.dim() == 1 and next(seen) == which else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, changed):
+        o = fa2tune.attention_varlen(*tensors, *starts)
+    with pytest.raises(error, match=rf"attention_varlen's backward: got cu_seqlens_{'qk'[which]} {words}"):
+        o.sum().backward()
