@@ -1,7 +1,8 @@
 """Batches with padding or packed documents as packed sequences of their own lengths.
 
 Padding costs no wait for the GPU: tokens are sorted to the front in their order, and ``attention_varlen`` leaves the rows
-behind the last sequence alone. How many documents a batch holds is not known without reading it, so packing waits once a batch.
+behind the last sequence alone. How many documents a batch holds is not known without reading it, so packing waits once a batch;
+so does padding with a window, which must not lie between tokens.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def by_offsets(
 ) -> torch.Tensor:  # fmt: skip
     """(batch, length, heads, dim) tensors whose tokens, all rows one after the other, are those of the sequences -> out."""
     offsets = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
-    out, _ = terms.packed(call, _flat(q), _flat(k), _flat(v), *offsets, max_seqlen_q, max_seqlen_k, **options)
+    out, _ = terms.packed(
+        call, _flat(q), _flat(k), _flat(v), *offsets, max_seqlen_q, max_seqlen_k, return_lse=False, **options
+    )
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
@@ -143,13 +146,15 @@ def by_numbers(
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
     if not options["causal"] and options["window"] is None:
         starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
-        out, _ = terms.packed(call, _flat(q), keys, values, starts_q, starts_k, rows, length, **options)
+        out, _ = terms.packed(
+            call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options
+        )
         return out.view(batch, rows, *out.shape[1:])
     if rows > length:
         raise ValueError(f"{call}: attention_mask: got {length} keys for {rows} queries, must be as many or more")
     last = _remembered(numbers, ("queries", rows), lambda: _compacted(numbers[:, length - rows :]))
     order, back, starts_q = last
     out, _ = terms.packed(
-        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, **options
-    )
+        call, _permuted(_flat(q), order, back), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options
+    )  # fmt: skip
     return _permuted(out, back, order).view(batch, rows, *out.shape[1:])

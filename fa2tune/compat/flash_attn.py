@@ -19,7 +19,7 @@ Window = tuple[int, int] | torch.Tensor
 MaxSeqlen = int | torch.Tensor | None
 
 
-def _result(out: torch.Tensor, lse: torch.Tensor, return_attn_probs: bool) -> Result:
+def _result(out: torch.Tensor, lse: Any, return_attn_probs: bool) -> Result:
     if not return_attn_probs:
         return out
     return out, torch.where(lse == -torch.inf, torch.inf, lse), out.new_empty(0)
@@ -55,7 +55,8 @@ def _dense(
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     seqlen_k = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else None
     options = _options(call, causal, window_size, softcap, seqlen_k)
-    out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, **options)
+    out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic,
+                           return_lse=bool(return_attn_probs), **options)  # fmt: skip
     return _result(out, lse, return_attn_probs)
 
 
@@ -103,7 +104,7 @@ def _packed(
     options = _options(call, causal, window_size, softcap, terms.length(longest[1]))
     q, k, v = tensors
     out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
-                            **options)  # fmt: skip
+                            return_lse=bool(return_attn_probs), **options)  # fmt: skip
     return _result(out, lse, return_attn_probs)
 
 

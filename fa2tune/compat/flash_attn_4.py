@@ -52,7 +52,7 @@ def flash_attn_func(
         full_block_idx=full_block_idx, mask_block_cnt=mask_block_cnt, mask_block_idx=mask_block_idx, block_size=block_size,
     )  # fmt: skip
     return terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, causal=causal,
-                       window=_window(call, window_size), softcap=softcap)  # fmt: skip
+                       window=_window(call, window_size), softcap=softcap, return_lse=True)  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -80,7 +80,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "deterministic": deterministic, "causal": causal,
-        "window": _window(call, window_size), "softcap": softcap,
+        "window": _window(call, window_size), "softcap": softcap, "return_lse": True,
     }  # fmt: skip
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return terms.dense(call, q, k, v, **options)

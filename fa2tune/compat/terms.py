@@ -120,30 +120,36 @@ def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | N
     return {"softmax_scale": scale, "deterministic": True if deterministic else None}
 
 
+def _result(result: Any, dim: int, return_lse: bool) -> tuple[torch.Tensor, Any]:
+    """(out, lse or None) without the columns that were added."""
+    out, lse = result if return_lse else (result, None)
+    return out if out.shape[-1] == dim else out[..., :dim], lse
+
+
 def dense(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None,
-    deterministic: bool | None, **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
+    deterministic: bool | None, return_lse: bool, **options: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """(out, lse or None) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
     _check(call, {"q": q, "k": k, "v": v}, 4)
     common = _asked(q, softmax_scale, deterministic)
-    out, lse = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=True, **common, **options)
-    return out[..., : v.shape[-1]], lse
+    result = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=return_lse, **common, **options)
+    return _result(result, v.shape[-1], return_lse)
 
 
 def packed(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, *, softmax_scale: float | None,
-    deterministic: bool | None, **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out, lse) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
+    deterministic: bool | None, return_lse: bool, **options: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """(out, lse or None) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
     _check(call, {"q": q, "k": k, "v": v}, 3)
     common = _asked(q, softmax_scale, deterministic)
-    out, lse = attention_varlen(
-        fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=True,
-        **common, **options,
+    result = attention_varlen(
+        fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        return_lse=return_lse, **common, **options,
     )  # fmt: skip
-    return out[..., : v.shape[-1]], lse
+    return _result(result, v.shape[-1], return_lse)
 
 
 def length(value: Any) -> int | None:

@@ -30,8 +30,9 @@ def varlen_attn(
     """
     call = "varlen_attn"
     terms.refuse_absent(call, seqused_k=seqused_k, block_table=block_table, num_splits=num_splits)
+    return_lse = return_aux is not None and bool(return_aux.lse)
     out, lse = terms.packed(
         call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
-        causal=is_causal, window=terms.sides(call, window_size, terms.length(max_k)),
+        causal=is_causal, window=terms.sides(call, window_size, terms.length(max_k)), return_lse=return_lse,
     )  # fmt: skip
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+    return (out, lse) if return_lse else out

@@ -211,7 +211,7 @@ def forward(
         offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
     elif attention_mask is None:
-        out, _ = terms.dense(NAME, q, k, v, **options)
+        out, _ = terms.dense(NAME, q, k, v, return_lse=False, **options)
     else:
         out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
     return out, None

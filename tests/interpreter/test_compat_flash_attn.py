@@ -160,13 +160,40 @@ def test_wrong_tensors_are_named():
 
 def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        terms, "attention", lambda *_, **options: asked.append(options["deterministic"]) or (_[0], None)
-    )
+    monkeypatch.setattr(terms, "attention", lambda *_, **options: asked.append(options["deterministic"]) or _[0])
     q, k, v = tensors()
     flash_attn.flash_attn_func(q, k, v, deterministic=True)
     flash_attn.flash_attn_func(q, k, v)
     assert asked == [True, None]
+
+
+@pytest.mark.parametrize("dim", [16, 12])
+def test_lse_is_asked_for_where_it_is_returned_and_only_padded_outputs_are_cut(monkeypatch, dim):
+    asked, outputs = [], []
+
+    def spied(call):
+        def spy(*arguments, return_lse, **options):
+            asked.append(return_lse)
+            result = call(*arguments, return_lse=return_lse, **options)
+            outputs.append(result[0] if return_lse else result)
+            return result
+
+        return spy
+
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(terms, name, spied(getattr(terms, name)))
+    q, k, v = tensors(dim=dim)
+    starts = [torch.tensor([0, len(t[0])], dtype=torch.int32) for t in (q, k)]
+    sequences = q[0], k[0], v[0], *starts, 9, 12
+    aux = SimpleNamespace(lse=True)
+    found = [
+        flash_attn.flash_attn_func(q, k, v), flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)[0],
+        flash_attn.flash_attn_varlen_func(*sequences), flash_attn_4.flash_attn_func(q, k, v)[0],
+        torch_varlen.varlen_attn(*sequences), torch_varlen.varlen_attn(*sequences, return_aux=aux)[0],
+    ]  # fmt: skip
+    assert asked == [False, True, False, True, False, True]
+    assert [out is one for out, one in zip(found, outputs, strict=True)] == [dim == 16] * 6
+    assert {out.shape[-1] for out in found} == {dim}
 
 
 def test_a_last_dimension_that_is_not_contiguous_is_copied():
