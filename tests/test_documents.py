@@ -7,7 +7,9 @@ import importlib.util
 import json
 import os
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -39,6 +41,7 @@ def test_markers_must_be_there_once_and_in_order(page: str, tmp_path: Path) -> N
 PAGES = (
     ("README.md", "readme_table", "medians"),
     ("docs/benchmarks.md", "specialized_table", "rows"),
+    ("docs/benchmarks.md", "workloads", "workloads"),
     ("docs/lookup.md", "lookup_cost", "lookup"),
     ("docs/search.md", "pruning", "pruning"),
     ("docs/serve.md", "models_table", "models"),
@@ -62,6 +65,9 @@ def test_tables_in_the_documents_are_what_the_scripts_write(page: str, name: str
         source.main.callback(paths=tuple((ROOT / "tests/fixtures/models").glob("*.json")), page=copy)
     elif name == "pruning":
         source.main.callback(paths=(*sorted(TABLES.glob("*.gz")), *sorted((TABLES / "blind").glob("*.gz"))), page=copy)
+    elif name == "workloads":
+        arguments = ["--table", str(ROOT / "docs/bench/h200_workloads.json"), "--page", str(copy)]
+        source.main.main(arguments, standalone_mode=False)
     elif name == "specialized_table":
         source.main.callback(cache=ROOT / "cache/h200.sqlite", page=copy)
     else:
@@ -207,3 +213,39 @@ def test_the_model_prunes_the_best_pointer_config_of_a_recorded_key() -> None:
     assert estimate > pruning.PRUNED_BEYOND and 1.0 < kept < 1.02 and lost > pruning.NEAR
     _, estimate, near, kept, lost = found["descriptor"]
     assert estimate < near < pruning.PRUNED_BEYOND and kept == 1.0 and lost > pruning.NEAR
+
+
+def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
+    calls = json.loads((ROOT / "docs/bench/h200_workloads.json").read_text(encoding="utf-8"))["calls"]
+    many = [call for call in calls.values() if call["seqlen_q"] > 16]
+    ahead = {pass_: sum(call[pass_]["ratio"] >= 0.99 for call in many) for pass_ in ("fwd", "bwd")}
+    means = {
+        pass_: statistics.geometric_mean(call[pass_]["ratio"] for call in many) for pass_ in ("fwd", "bwd")
+    }  # fmt: skip
+    assert f"Of {len(many)} [calls of models]" in README
+    assert f"{ahead['fwd']} forward and {ahead['bwd']} backward" in README
+    assert f"(geometric means {means['fwd']:.2f} and {means['bwd']:.2f})" in README
+    few = [call["fwd"]["ratio"] for call in calls.values() if call["seqlen_q"] <= 16]
+    assert f"Decoding {min(few):.2f} to {max(few):.2f}" in README
+
+
+def test_pages_have_the_recorded_times_of_windows_packed_calls_and_mma_sync_kernels() -> None:
+    def record(name: str) -> Any:
+        return json.loads((ROOT / f"benchmarks/calls/{name}.json").read_text(encoding="utf-8"))
+
+    windows = (ROOT / "docs/experiments/windows.md").read_text(encoding="utf-8")
+    ratios = [entry["ratio"] for entry in record("windows")["entries"]]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the share" in windows
+    assert f"met by {sum(ratio <= 1.15 for ratio in ratios)} of {len(ratios)}" in windows
+    packed = (ROOT / "docs/experiments/varlen.md").read_text(encoding="utf-8")
+    for name, found in record("packed")["packings"].items():
+        assert f"| {name} | {found['tflops']['packed forward']} |" in packed
+    mma = (ROOT / "docs/experiments/mma-sync.md").read_text(encoding="utf-8")
+    names = {"fwd": "forward", "bwd": "backward"}
+    rows: dict[str, list[str]] = {}
+    for cell in record("sm80_race")["cells"]:
+        best = max(found["ratio"] for name, found in cell["methods"].items() if not name.startswith("SDPA"))
+        rows.setdefault(f"{names[cell['pass']]}, {cell['head_dim']}, {cell['mask']}", []).append(f"{best:.2f}")
+    assert len(rows) == 8
+    for row, cells in rows.items():
+        assert f"| {row} | {' | '.join(cells)} |" in mma
