@@ -223,7 +223,8 @@ def test_the_fastest_row_that_may_serve_does(user: Path) -> None:
     Store(user).put([SPECIALIZED, BY_POINTER, DESCRIBED])
     assert "config    warp_specialized" in explained("--pass", "fwd")
     assert "lead      1.200 times as fast as the portable winner" in explained("--pass", "fwd")
-    unaligned = explained("--pass", "fwd", "--unaligned")
+    assert "TMA can" in explained("--pass", "fwd", "--unaligned"), "copied, so that the fastest serves"
+    unaligned = explained("--pass", "fwd", "--unaligned", "--heads", 1, "--seqlen", 16, "--seqlen-k", 4096)
     assert "config    pointer" in unaligned
     assert "refused   warp_specialized" in unaligned and "not multiples of 16 bytes" in unaligned
     problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
@@ -293,7 +294,7 @@ def test_a_strategy_whose_kernels_cannot_serve_gives_way(user: Path) -> None:
     unaligned = Problem(**{**{f: getattr(PROBLEM, f) for f in PROBLEM.__slots__}, "aligned": False, "tma": False})
     strategy, kinds = dispatch.strategy_of(unaligned, H200, False)
     assert strategy == "split" and kinds == {"bwd_dq": False, "bwd_dkdv": False}
-    said = explained("--pass", "bwd", "--unaligned")
+    said = explained("--pass", "bwd", "--unaligned", "--heads", 1, "--seqlen", 16, "--seqlen-k", 4096)
     assert "no row of its warp-specialised bwd_fused can serve this problem" in said
     Store(user).put(bwd_rows(with_kernels=False))
     dispatch.reload()
