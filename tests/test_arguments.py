@@ -181,9 +181,15 @@ def test_dir_shows_the_public_names_before_and_after_they_are_used() -> None:
     probe += "assert before == dir(fa2tune), dir(fa2tune); print(*before)"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=root)
-    assert done.stdout.split() == ["Mask", "__version__", "attention", "explain", "is_supported", "manifest"], (
-        done.stderr
-    )
+    assert done.stdout.split() == [
+        "Mask",
+        "__version__",
+        "attention",
+        "attention_varlen",
+        "explain",
+        "is_supported",
+        "manifest",
+    ], done.stderr
 
 
 @pytest.mark.parametrize(
