@@ -30,8 +30,10 @@ INSTEAD = {
     "return_attn_probs": "return_lse=True (attention probabilities are never stored)", "input_layout": "layout=",
     "tensor_layout": "layout=", "window_size": "window=(left, right)",
     "sliding_window": "window=(sliding_window - 1, 0) (Transformers counts the query itself)",
-    "cu_seqlens": "cu_seqlens_q= of fa2tune.attention_varlen",
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "fa2tune.attention_varlen"),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        "fa2tune.attention_varlen, for packed sequences,",
+    ),
 }  # fmt: skip
 #: ... -> what it would need that is not implemented
 NOT_YET = {

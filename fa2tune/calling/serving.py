@@ -34,6 +34,8 @@ from fa2tune.spec.variant import implementation_of
 TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
     "tuned", "stale", "other gpu", "near", "predicted", "default",
 )  # fmt: skip
+#: What ``attention_varlen`` has and ``attention`` has not.
+PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
 DECODING = 16  #: at most so many queries: few programs run, as keys are not split among them
@@ -403,12 +405,10 @@ def explain(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: where ``attention`` does.
     """
-    _check_names(q, k, v, layout, extra, unknown)
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v))
-    q, k, v, extent = _checked(
-        q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), causal, softmax_scale, layout, deterministic, window,
-        mask, softcap,
-    )  # fmt: skip
+    q, k, v, extent = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
     if backward is None:
         backward = gradients
@@ -418,6 +418,13 @@ def explain(
     which = ("fwd", BACKWARD) if backward else ("fwd",)
     index, strided = q.get_device(), dense.unaddressable({"q": q, "k": k, "v": v})
     return explain_problem(problem, dispatch.gpu_of(index), which, exact, present=index >= 0, strided=strided)
+
+
+def _foreign(q: Any, packing: tuple[Any, ...]) -> dict[str, Any]:
+    """What a call of ``attention``, whose q has 4 dimensions, has not."""
+    if not isinstance(q, torch.Tensor) or q.dim() != 4:
+        return {}
+    return {name: value for name, value in zip(PACKING, packing, strict=True) if value is not None}
 
 
 def _checked(
@@ -463,9 +470,9 @@ def is_supported(
         TypeError: q, k or v is missing, a positional argument after v, or an argument that ``attention`` does not have (a
             misspelt one, or another library's): its own error.
     """
-    _check_names(q, k, v, layout, extra, unknown)
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     try:
-        packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         q, k, v, _ = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
         dispatch.gpu_of(q.get_device())
     except (TypeError, ValueError, NotImplementedError, RuntimeError):

@@ -207,7 +207,7 @@ def test_wrong_arguments_are_named():
     ):
         with pytest.raises(error, match=match):
             call(*arguments, **options)
-    with pytest.raises(TypeError, match=r"use fa2tune\.attention_varlen instead"):
+    with pytest.raises(TypeError, match=r"use fa2tune\.attention_varlen, for packed sequences, instead"):
         fa2tune.attention(q[None], k[None], v[None], cu_seqlens_q=starts)
     with pytest.raises(NotImplementedError, match="differentiating twice"):
         o = call(q, k, v, starts)
