@@ -192,7 +192,7 @@ def test_what_cannot_be_imported_is_absent_and_its_rows_are_refused(
     try:
         problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
         refused = dispatch.refusal(problem, gpus.named("h200"))(row(implementation=WARP_SPECIALIZED, config=config))
-        assert refused == "kernel fwd: got a 'warp_specialized' config, known are pointer, descriptor"
+        assert refused == "kernel fwd: got a 'warp_specialized' config, known are pointer, descriptor, sm80"
         hashes = fingerprint.kernel_hashes.__wrapped__()
         assert "fwd warp_specialized full" not in hashes and hashes["bwd_dq warp_specialized full"]
     finally:
@@ -324,6 +324,7 @@ def test_a_kernels_implementations_are_found_without_the_other_kernels() -> None
     imported = {
         name.removeprefix("fa2tune.kernels.") for name in done.stdout.split() if name.startswith("fa2tune.kernels.")
     }
-    assert imported - {"lib", "portable", "sm90"} == {
-        "lib.common", "lib.hopper", "lib.hopper_forward", "portable.fwd", "portable.fwd_norms", "sm90.fwd",
+    assert imported - {"lib", "portable", "sm80", "sm90"} == {
+        "lib.ampere", "lib.common", "lib.extent", "lib.hopper", "lib.hopper_forward", "lib.hopper_parts",
+        "portable.fwd", "portable.fwd_norms", "sm80.fwd", "sm90.fwd",
     }  # fmt: skip
