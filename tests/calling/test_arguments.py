@@ -34,7 +34,7 @@ SDPA = str(torch.nn.functional.scaled_dot_product_attention.__doc__).split("(", 
         ({"window_size": (128, 0)}, "got window_size=, use window=(left, right) instead"),
         ({"sliding_window": 128}, "use window=(sliding_window - 1, 0)"),
         ({"alibi_slopes": Q}, "ALiBi"),
-        ({"cu_seqlens_q": Q}, "use fa2tune.attention_varlen instead"),
+        ({"cu_seqlens_q": Q}, "packed sequences"),
         ({"enable_gqa": True}, "leave it out: k and v may have fewer heads than q without it"),
         (
             {"bias": 3},
