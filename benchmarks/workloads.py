@@ -1,7 +1,7 @@
 """Attention calls of real models, and random ones, beside the best peer of each: one GPU, one process, interleaved.
 
     python benchmarks/workloads.py --out w.json                                   # the named calls; resumes from the file
-    python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls that nobody has looked at
+    python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls drawn after the code was frozen
     python benchmarks/workloads.py --table w.json [--page docs/benchmarks.md]     # what is in a file, as Markdown
 
 Every kernel is timed as replays of a CUDA graph, so that host time does not hide it; short calls stand several times in a
