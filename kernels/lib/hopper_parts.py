@@ -54,6 +54,21 @@ def expect_parts(descriptors, barrier):
 
 
 @gluon.jit
+def expect_tiles(descriptors, barrier, TILES: gl.constexpr):
+    """The same of so many tiles."""
+    REST: gl.constexpr = descriptors[1].block_type.nbytes if len(descriptors) > 1 else 0
+    mbarrier.expect(barrier, TILES * (descriptors[0].block_type.nbytes + REST))
+
+
+@gluon.jit
+def expect_both(descriptors, others, barrier):
+    """The same of two tiles."""
+    ONE: gl.constexpr = descriptors[1].block_type.nbytes if len(descriptors) > 1 else 0
+    OTHER: gl.constexpr = others[1].block_type.nbytes if len(others) > 1 else 0
+    mbarrier.expect(barrier, descriptors[0].block_type.nbytes + others[0].block_type.nbytes + (ONE + OTHER))
+
+
+@gluon.jit
 def load_parts(descriptors, b, h, row, barrier, smem, slot):
     """A tile's parts, from row ``row`` on, into a slot."""
     tma_load(descriptors[0], [b, h, row, 0], barrier, smem[0].index(slot))
@@ -141,13 +156,47 @@ def products_done(acc):
 
 
 @gluon.jit
+def products_done_with(acc, operand, BEHIND: gl.constexpr):
+    """Waits until only the last ``BEHIND`` products may be under way: (the accumulators, the left factor in registers, which
+    stays alive until then)."""
+    if len(acc) == 1:
+        first, operand = warpgroup_mma_wait(BEHIND, deps=[acc[0], operand])
+        found = (first,)
+    else:
+        first, rest, operand = warpgroup_mma_wait(BEHIND, deps=[acc[0], acc[1], operand])
+        found = (first, rest)
+    return found, operand
+
+
+@gluon.constexpr_function
+def alike(smem, others):
+    """Whether two shared memories have the same parts."""
+    return [part.shape[-1] for part in smem] == [part.shape[-1] for part in others]
+
+
+@gluon.jit
+def scaled(tiles, factor):
+    """Each part times a number."""
+    found = (tiles[0] * factor,)
+    if len(tiles) > 1:
+        found = (found[0], tiles[1] * factor)
+    return found
+
+
+@gluon.jit
 def store_parts(tiles, descriptors, b, h, row, smem, slot):
     """Tiles [rows, columns], rounded, through shared memory that what was stored before has left by then; returns before they
     have left it."""
+    tma_store_wait(0)
+    put_parts(tiles, descriptors, b, h, row, smem, slot)
+
+
+@gluon.jit
+def put_parts(tiles, descriptors, b, h, row, smem, slot):
+    """The same through shared memory that nobody uses."""
     first = smem[0].index(slot)
     HEIGHT: gl.constexpr = smem[0].shape[-2]
     WIDTH: gl.constexpr = smem[0].shape[-1]
-    tma_store_wait(0)
     first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
     if len(tiles) == 1:
         fence_async_shared()
