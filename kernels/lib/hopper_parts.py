@@ -168,6 +168,23 @@ def products_done_with(acc, operand, BEHIND: gl.constexpr):
     return found, operand
 
 
+@gluon.jit
+def products_and_pieces_done(acc, operand, pieces, BEHIND: gl.constexpr):
+    """The same of products that were issued before those of ``pieces``: (the accumulators, the left factor, the pieces)."""
+    if len(acc) == 1:
+        first, operand, piece = warpgroup_mma_wait(BEHIND, deps=[acc[0], operand, pieces[0]])
+        found, done = (first,), (piece,)
+    elif len(pieces) == 1:
+        first, rest, operand, piece = warpgroup_mma_wait(BEHIND, deps=[acc[0], acc[1], operand, pieces[0]])
+        found, done = (first, rest), (piece,)
+    else:
+        first, rest, operand, piece, other = warpgroup_mma_wait(
+            BEHIND, deps=[acc[0], acc[1], operand, pieces[0], pieces[1]]
+        )
+        found, done = (first, rest), (piece, other)
+    return found, operand, done
+
+
 @gluon.constexpr_function
 def alike(smem, others):
     """Whether two shared memories have the same parts."""
@@ -194,16 +211,25 @@ def store_parts(tiles, descriptors, b, h, row, smem, slot):
 @gluon.jit
 def put_parts(tiles, descriptors, b, h, row, smem, slot):
     """The same through shared memory that nobody uses."""
-    first = smem[0].index(slot)
-    HEIGHT: gl.constexpr = smem[0].shape[-2]
-    WIDTH: gl.constexpr = smem[0].shape[-1]
+    if len(tiles) == 1:
+        put_in(tiles, descriptors, b, h, row, (smem[0].index(slot),))
+    else:
+        put_in(tiles, descriptors, b, h, row, (smem[0].index(slot), smem[1].index(slot)))
+
+
+@gluon.jit
+def put_in(tiles, descriptors, b, h, row, places):
+    """The same, each part through its own [1, 1, rows, columns]."""
+    first = places[0]
+    HEIGHT: gl.constexpr = first.shape[-2]
+    WIDTH: gl.constexpr = first.shape[-1]
     first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
     if len(tiles) == 1:
         fence_async_shared()
         tma_store(descriptors[0], [b, h, row, 0], first)
     else:
-        rest = smem[1].index(slot)
-        REST: gl.constexpr = smem[1].shape[-1]
+        rest = places[1]
+        REST: gl.constexpr = rest.shape[-1]
         rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
         fence_async_shared()
         tma_store(descriptors[0], [b, h, row, 0], first)
