@@ -415,7 +415,8 @@ VARIANT = Variant(
     early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
-        "FINISH_BESIDE": config["FINISH_BESIDE"]},
+        "FINISH_BESIDE": config["FINISH_BESIDE"],
+        **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {})},
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,

@@ -38,8 +38,8 @@ def has_parts(spec: Specialization) -> bool:
 
 
 def parts(spec: Specialization, config: Config) -> tuple[int, int]:
-    """Columns of the parts of every tile; the second is 0 where there is one part."""
-    return head_dim_parts(spec.head_dim) if config["IN_PARTS"] else (columns(spec), 0)
+    """Columns of the parts of every tile; the second is 0 where there is one part. Configs of older rows name no IN_PARTS."""
+    return head_dim_parts(spec.head_dim) if config.get("IN_PARTS") else (columns(spec), 0)
 
 
 def padded_rows(problem: Problem) -> int:
