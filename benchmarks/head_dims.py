@@ -45,14 +45,17 @@ CALLS = (
     ((2, 8, 8, 4096, 40, 40), False),
     ((32, 16, 16, 257, 80, 80), False),
 )
-#: The same for the backward, and longer ones, of which peers' times are known.
+#: The same for the backward, by the fused strategy where its kernel has room, and longer ones; then by the split strategy.
 BACKWARD_CALLS = (
-    *CALLS,
-    ((2, 8, 8, 4096, 48, 48), True),
-    ((2, 16, 16, 8192, 96, 96), False),
-    ((2, 20, 20, 8192, 80, 80), False),
-    ((4, 12, 12, 4096, 160, 160), True),
-    ((2, 10, 10, 8192, 192, 192), False),
+    *((*call, False) for call in CALLS),
+    ((2, 8, 8, 4096, 48, 48), True, False),
+    ((2, 16, 16, 8192, 96, 96), False, False),
+    ((2, 20, 20, 8192, 80, 80), False, False),
+    ((4, 12, 12, 4096, 160, 160), True, False),
+    ((2, 10, 10, 8192, 192, 192), False, False),
+    ((4, 32, 32, 2048, 96, 96), True, True),
+    ((2, 20, 20, 8192, 80, 80), False, True),
+    ((2, 8, 8, 4096, 40, 40), False, True),
 )
 _TWO_PROGRAMS = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False, "maxnreg": 128}
 _LONGER = {"BLOCK_N": 128, "STAGES": 2, "Q_STAGES": 1}
@@ -65,12 +68,12 @@ TRIED: tuple[Config, ...] = (
     _SHORTER, {**_SHORTER, "STAGES": 2}, _TWO_PROGRAMS, {**_TWO_PROGRAMS, "STAGES": 2, "O_THROUGH": "q"},
 )  # fmt: skip
 PADDED: tuple[Config, ...] = ({"RESCALE": "lazy"}, {"RESCALE": "never"})
-_BEHIND = {"ORDER": "behind", "EXPONENTIALS_FIRST": False}
+BACKWARD_PADDED: tuple[Config, ...] = ({"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32})
 BACKWARD_TRIED: tuple[Config, ...] = (
-    _BEHIND, {**_BEHIND, "EXPONENTIALS_FIRST": True}, {"ORDER": "together"}, {"ORDER": "ahead"},
-    {"BESIDE": True, "FINISH_BESIDE": False, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False},
-    {"HEADS_PER_WAVE": 1}, {"HEADS_PER_WAVE": 4}, {"HEADS_PER_WAVE": 16}, {"K_STAGES": 2, "V_STAGES": 1}, {"V_STAGES": 1},
-    {"P_STAGES": 2}, {"STAGES": 2, "P_STAGES": 2}, {"STAGES": 3, "P_STAGES": 1}, {"STAGES": 4, "P_STAGES": 2},
+    {"ORDER": "together", "EXPONENTIALS_FIRST": False}, {"ORDER": "behind", "EXPONENTIALS_FIRST": False},
+    {"HEADS_PER_WAVE": 4}, {"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32}, {"HEADS_PER_WAVE": 8, "ORDER": "behind"},
+    {"K_STAGES": 3, "V_STAGES": 2}, {"STAGES": 3, "P_STAGES": 1}, {"STAGES": 3, "P_STAGES": 2}, {"IN_PARTS": True},
+    {"IN_PARTS": True, "REDUCE": "vector"},
 )  # fmt: skip
 BURSTS, CALLS_A_BURST = 9, 3
 WARM_SECONDS = 0.25
@@ -89,19 +92,20 @@ def hopper(kernel: str) -> Variant:
     )
 
 
-def kernels_of(problem: Problem, pass_: str, gpu: gpus.Gpu) -> tuple[str, ...]:
-    """The Hopper kernels of a pass: of the backward those of the fused strategy, where its kernel has room for the columns."""
+def kernels_of(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> tuple[str, ...]:
+    """The Hopper kernels of a pass: of the backward those of the fused strategy, where its kernel has room for the columns and
+    split is not asked for."""
     if pass_ != BACKWARD:
         return (pass_,)
     fused, spec = hopper("bwd_fused"), problem.specialization
     fits = limits.before_compile(fused, spec, fused.space.default(spec, gpu.arch), gpu) is None
-    return STRATEGIES[FUSED if fits else SPLIT]
+    return STRATEGIES[FUSED if fits and not split else SPLIT]
 
 
-def candidates(problem: Problem, pass_: str, gpu: gpus.Gpu) -> dict[str, Configs]:
+def candidates(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> dict[str, Configs]:
     """Name -> configs, of those that are legal; "padded" first."""
     spec, wanted = problem.specialization, dict[str, Configs]({"padded": {}, "parts": {}})
-    for kernel in kernels_of(problem, pass_, gpu):
+    for kernel in kernels_of(problem, pass_, split, gpu):
         choice, variant = dispatch.choose(problem, kernel, gpu, True), hopper(kernel)
         if choice.answer is None:
             dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
@@ -111,8 +115,8 @@ def candidates(problem: Problem, pass_: str, gpu: gpus.Gpu) -> dict[str, Configs
         nothing = "none" if kernel == "fwd" else False
         wanted["padded"][kernel] = {**whole, "IN_PARTS": nothing}
         wanted["parts"][kernel] = dict(choice.config)
-    tried = BACKWARD_TRIED if pass_ == BACKWARD else TRIED
-    for base, changes in (("padded", tried if pass_ == BACKWARD else PADDED), ("parts", tried)):
+    padded, tried = (BACKWARD_PADDED, BACKWARD_TRIED) if pass_ == BACKWARD else (PADDED, TRIED)
+    for base, changes in (("padded", padded), ("parts", tried)):
         for change in changes:
             name = f"{base} " + " ".join(f"{name}={value}" for name, value in change.items())
             wanted[name] = {
@@ -200,16 +204,15 @@ def timed(problem: Problem, pass_: str, candidates: Mapping[str, Configs]) -> di
     return times
 
 
-def shown(problem: Problem, pass_: str, us: Mapping[str, float]) -> str:
+def shown(problem: Problem, pass_: str, strategy: str, us: Mapping[str, float]) -> str:
     """The padded row's time, and how much faster each other candidate is, the fastest first."""
     base = us["padded"]
     others = sorted((name for name in us if name != "padded"), key=lambda name: us[name])
     rates = ", ".join(f"{base / us[name]:.3f} {name}" for name in others[:6])
     mine = f"parts {base / us['parts']:.3f}; " if "parts" in us else ""
     dims = (problem.head_dim, problem.head_dim_v, problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q)
-    return (
-        f"{dims} {problem.mask.name}: padded {base} us, {problem.flops(pass_) / base * 1e-6:.0f} TFLOP/s; {mine}{rates}"
-    )
+    rate = f"{problem.flops(pass_) / base * 1e-6:.0f} TFLOP/s"
+    return f"{dims} {problem.mask.name} {strategy}: padded {base} us, {rate}; {mine}{rates}"
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -219,11 +222,14 @@ def shown(problem: Problem, pass_: str, us: Mapping[str, float]) -> str:
 def main(out: Path, pass_: str, dims: tuple[int, ...]) -> None:
     random.seed(1)
     gpu = dispatch.gpu_of(0)
-    calls = [one for one in (BACKWARD_CALLS if pass_ == BACKWARD else CALLS) if not dims or one[0][4] in dims]
-    wanted = {(shape, causal): candidates(posed(shape, causal), pass_, gpu) for shape, causal in calls}
+    calls = BACKWARD_CALLS if pass_ == BACKWARD else tuple((*call, False) for call in CALLS)
+    wanted = {
+        (shape, causal, split): candidates(posed(shape, causal), pass_, split, gpu)
+        for shape, causal, split in calls if not dims or shape[4] in dims
+    }  # fmt: skip
     jobs = list[tuple[str, Specialization, Config]]()
     for call, found in wanted.items():
-        spec = posed(*call).specialization
+        spec = posed(*call[:2]).specialization
         for configs in found.values():
             for kernel, config in configs.items():
                 one = kernel, spec, compiler.binary_config(hopper(kernel), config)
@@ -234,7 +240,7 @@ def main(out: Path, pass_: str, dims: tuple[int, ...]) -> None:
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": dispatch.toolchain().triton,
         "driver": dispatch.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
     }  # fmt: skip
-    for (shape, causal), found in wanted.items():
+    for (shape, causal, split), found in wanted.items():
         times = timed(posed(shape, causal), pass_, found)
         raced = [
             {
@@ -243,8 +249,9 @@ def main(out: Path, pass_: str, dims: tuple[int, ...]) -> None:
             }
             for name, configs in found.items()
         ]  # fmt: skip
-        facts["calls"].append({"shape": shape, "causal": causal, "raced": raced})
-        print(shown(posed(shape, causal), pass_, {one["name"]: one["us"] for one in raced}), flush=True)
+        facts["calls"].append({"shape": shape, "causal": causal, "raced": raced} | ({"split": True} if split else {}))
+        strategy = " + ".join(found["padded"])
+        print(shown(posed(shape, causal), pass_, strategy, {one["name"]: one["us"] for one in raced}), flush=True)
         torch.cuda.empty_cache()
     out.write_bytes(gzip.compress(json.dumps(facts, separators=(",", ":")).encode(), mtime=0))
 

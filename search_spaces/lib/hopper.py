@@ -17,6 +17,11 @@ def has_parts(spec: Specialization) -> bool:
     return any(head_dim_parts(dim)[1] for dim in (spec.head_dim, spec.head_dim_v))
 
 
+def parts_pay(spec: Specialization) -> bool:
+    """Whether parts are taken where nothing was measured: not of 64 columns, where they cost as much as they save."""
+    return max(block_dims(spec)) > 64 and has_parts(spec)
+
+
 def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
     """Columns of the parts of both head dims, if IN_PARTS; else of ``block_dims``, and REST_D and REST_DV are 0."""
     d, dv = ((dim, 0) for dim in block_dims(spec))

@@ -8,7 +8,7 @@ from fa2tune.search_spaces.lib.hopper import (
     TMA_ADDRESSES_TENSORS,
     block_dims,
     columns,
-    has_parts,
+    parts_pay,
 )
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace, added
@@ -30,13 +30,9 @@ def default(spec: Specialization, arch: int) -> Config:
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: in parts, with a third stage where tiles of
-    fewer columns leave room for it and padded ones do not."""
-    config = {**config, "IN_PARTS": has_parts(spec)}
-    more = {**config, "STAGES": 3}
-    if config["IN_PARTS"] and config["STAGES"] < 3 and _shared_bytes(more, spec) <= SHARED_BYTES:
-        return more
-    return config
+    """The config of a row of other head dims, padded as far as these, for these: in parts. A third stage, for which there is
+    then room, gained nothing (docs/experiments/head-dims.md)."""
+    return {**config, "IN_PARTS": parts_pay(spec)}
 
 
 def _live_registers(config: Config, spec: Specialization) -> int:

@@ -8,7 +8,7 @@ from fa2tune.search_spaces.lib.hopper import (
     TMA_ADDRESSES_TENSORS,
     block_dims,
     columns,
-    has_parts,
+    parts_pay,
 )
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace, added
@@ -31,19 +31,9 @@ def default(spec: Specialization, arch: int) -> Config:
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: in parts, with the stages that fit beside
-    tiles of fewer columns."""
-    if not has_parts(spec):
-        return {**config, "IN_PARTS": False}
-    for v_stages, k_stages in ((2, 3), (2, 2), (1, 3)):
-        found = {**config, "IN_PARTS": True, "K_STAGES": k_stages, "V_STAGES": v_stages}
-        if (
-            k_stages >= config["K_STAGES"]
-            and v_stages >= config["V_STAGES"]
-            and _shared_bytes(found, spec) <= SHARED_BYTES
-        ):
-            return found
-    return {**config, "IN_PARTS": True}
+    """The config of a row of other head dims, padded as far as these, for these: in parts. More stages, for which there is then
+    room, gained nothing (docs/experiments/head-dims.md)."""
+    return {**config, "IN_PARTS": parts_pay(spec)}
 
 
 def _live_registers(config: Config, spec: Specialization) -> int:

@@ -15,6 +15,7 @@ CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
 HELPERS_WORTH = 62  #: and, with FINISH_BESIDE, of preparing a row and finishing its dQ: 60 to 85 measured
+ARGUMENT_BYTES = 512  #: of shared memory, that the descriptors of second parts take on their way to the partitions
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
@@ -123,12 +124,11 @@ def default(spec: Specialization, arch: int) -> Config:
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: in parts, which groups apart add to from
-    registers."""
-    if not has_parts(spec):
+    """The config of a row of other head dims, padded as far as these, for these: in parts, whose groups are apart and add to dQ
+    from registers. Not of 64 columns, where parts cost as much as they save (docs/experiments/head-dims.md)."""
+    if not has_parts(spec) or columns(spec) == 64:
         return {**config, "IN_PARTS": False}
-    apart = {"ORDER": "behind", "BLOCK_M": 128 if columns(spec) == 64 else 64, "num_warps": 4} if joined(config) else {}
-    return {**config, **apart, "REDUCE": "vector", "IN_PARTS": True}
+    return {**config, "REDUCE": "vector", "IN_PARTS": True, "num_warps": 4}
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
@@ -138,7 +138,8 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
     rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
-    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
+    more = ARGUMENT_BYTES if config.get("IN_PARTS") else 0
+    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES + more
 
 
 SPACE = SearchSpace(
