@@ -20,7 +20,7 @@ from fa2tune.spec.mask import Mask, mask_of
 from fa2tune.spec.problem import BACKWARD, DTYPES, SPLIT, Problem
 
 if TYPE_CHECKING:
-    from fa2tune.calling.serving import Explanation, Served
+    from fa2tune.calling.explanation import Explanation, Served
     from fa2tune.rows.lookup import Toolchain
 
 
@@ -80,7 +80,7 @@ def explain(
         mask_of(mask == "causal", window, other).fitted(seqlen, seqlen_k or seqlen), precision,
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
-    from fa2tune.calling import dispatch, serving
+    from fa2tune.calling import choosing, serving
 
     which = ("fwd", BACKWARD) if pass_ is None else (pass_,)
     present = gpu is None or is_here(target)
@@ -96,7 +96,7 @@ def explain(
             click.echo()
             if served.kernel == BACKWARD and deterministic:
                 click.echo(f"{SPLIT} is the deterministic strategy")
-            for line in _ladder(served, dispatch.toolchain()):
+            for line in _ladder(served, choosing.toolchain()):
                 _tables.say(line, EVIDENCE_INDENT)
 
 

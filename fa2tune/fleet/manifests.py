@@ -96,9 +96,9 @@ def manifest() -> Manifest:
         assert len(set(hashes)) == 1, hashes
 
     Files that change later do not change what the process serves, nor its manifest."""
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    return of(dispatch.layers(), dispatch.toolchain(), trusted_binaries())
+    return of(choosing.layers(), choosing.toolchain(), trusted_binaries())
 
 
 def trusted_binaries() -> list[KernelFile]:

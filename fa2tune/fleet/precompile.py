@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
+from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, launch, precompiled
@@ -27,7 +28,7 @@ from fa2tune.rows.row import Row
 from fa2tune.spec import maskfile
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
-from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, STRATEGIES, Problem, Specialization
+from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 OTHER_DRIVER = "other"  #: stands for any that no row was made with
@@ -86,18 +87,17 @@ def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
     """The toolchains of the nodes: Triton and kernels as here, with every driver that rows name, since a row made with a node's
     driver comes first there. The driver of this host does not matter: it may have none."""
     drivers = sorted({row.driver for layer in layers for row in layer.rows} | {"", OTHER_DRIVER})
-    return [replace(dispatch.toolchain(), driver=driver) for driver in drivers]
+    return [replace(choosing.toolchain(), driver=driver) for driver in drivers]
 
 
 def _choices(
     problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
-) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """(kernel, config) of everything that a node's dispatcher would choose for a problem, forward and backward."""
-    yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
+) -> Iterator[tuple[str, Choice]]:  # fmt: skip
+    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
+    chooser = choosing.Chooser(problem, gpu, layers, node)
+    yield "fwd", chooser.choose("fwd")
     for deterministic in (False, True):
-        strategy, kinds = dispatch.strategy_of(problem, gpu, deterministic, layers, node)
-        for kernel in STRATEGIES[strategy]:
-            yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers, node).config
+        yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:
@@ -106,8 +106,8 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
     keys, nodes = _keys(gpu, layers, wanted), _nodes(layers)
     for key in keys:
         for problem, node in product(_problems(key, wanted), nodes):
-            for kernel, config in _choices(problem, gpu, layers, node):
-                needed = [(*one, problem) for one in runs(kernel, problem.specialization, config, gpu.arch)]
+            for kernel, choice in _choices(problem, gpu, layers, node):
+                needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
                 if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
                 for variant, its_config, posed in needed:

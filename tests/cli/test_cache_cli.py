@@ -418,12 +418,12 @@ def test_stale_shipped_rows_are_copied_before_they_are_renewed(
 
 
 def test_another_driver_is_a_fact_about_a_row_and_no_fault(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
     from fa2tune.compiling import fingerprint
 
     monkeypatch.setattr(fingerprint, "driver_version", lambda: "590.1")
-    today = replace(dispatch.toolchain(), driver="590.1")
-    monkeypatch.setattr(dispatch, "toolchain", lambda: today)
+    today = replace(choosing.toolchain(), driver="590.1")
+    monkeypatch.setattr(choosing, "toolchain", lambda: today)
     Store(user).put([fresh(driver="580.1")])
     found = explained("--gpu", "h200", "--causal", "--pass", "fwd").output
     assert found.startswith("Tuned: ") and "Next: nothing to do" in found and "stale" not in found

@@ -135,9 +135,9 @@ def served(**key: object) -> Row:
 
 
 def fresh(**key: object) -> Row:
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    here = dispatch.toolchain()
+    here = choosing.toolchain()
     made = served(**key)
     return row(dict(key), config=CONFIG, triton=here.triton, driver=here.driver,
                kernel_hash=here.kernel_hashes[f"{made.key.kernel} {made.key.mask}"])  # fmt: skip

@@ -459,9 +459,9 @@ def run(name: str, *arguments: object) -> Result:
 
 def tune(model: Model, user: Path, *lengths: int) -> int:
     """Fresh rows of its own for every key of the forward."""
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    here, target, rows = dispatch.toolchain(), gpus.named("h200"), {}
+    here, target, rows = choosing.toolchain(), gpus.named("h200"), {}
     for attention in model.attentions:
         for need in coverage.needs(
             attention, target, [], here, buckets=coverage.lengths(attention, lengths), training=False

@@ -28,7 +28,7 @@ from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from fa2tune import gpus
 from fa2tune.bench import tables
-from fa2tune.calling import dispatch
+from fa2tune.calling.choosing import Chooser
 from fa2tune.cli import main
 from fa2tune.report import charts, compared, contents, document, facts, searches, served, sources
 from fa2tune.rows import lookup, reader
@@ -605,12 +605,8 @@ def test_a_model_gets_what_the_lookup_says() -> None:
         for kernel, line in zip(("fwd", "bwd"), lines, strict=True):
             for bucket, (number, _) in zip(BUCKETS, line, strict=True):
                 key = KEY.with_(kernel=kernel, dtype=dtype, mask=mask, head_dim=dim, head_dim_v=dim, bucket=bucket)
-                problem = key.workload()
-                if kernel == "fwd":
-                    refusal = dispatch.kind_refusal(problem, gpu, None)
-                else:
-                    refusal = dispatch.strategy_refusal(problem, gpu, False, here, lookup.Toolchain())
-                answer = lookup.find(key, gpu.silicon, here, refusal, lookup.Toolchain())
+                chooser = Chooser(key.workload(), gpu, here, lookup.Toolchain())
+                answer, _ = chooser.find("fwd") if kernel == "fwd" else chooser.find_backward(False)
                 assert answer is not None and standings[number].row is answer.row
                 assert (answer.row.key == key) == (dim in (64, 128, 256))
     assert not any(key.split()[1] == "fp32" or int(key.split()[-1]) <= 32 for key in found["found"])

@@ -86,12 +86,12 @@ def coverage(
     limit = max((attention.limit for attention in model.attentions), default=0)
     if seqlen and limit and max(seqlen) > limit:
         raise click.BadParameter(f"got {max(seqlen)}, the model has at most {limit}", param_hint="--seqlen")
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
     needs: dict[object, rules.Need] = {}
     for attention in model.attentions:
         for need in rules.needs(
-            attention, target, layers, dispatch.toolchain(), buckets=rules.lengths(attention, seqlen),
+            attention, target, layers, choosing.toolchain(), buckets=rules.lengths(attention, seqlen),
             mask="full" if full else None, training=pass_ == "both" and not attention.dropout, deterministic=deterministic,
         ):  # fmt: skip
             needs[need.key, need.mask.name, need.score.name] = need
