@@ -88,7 +88,7 @@ def contenders(key: TuningKey, rows: Sequence[Row]) -> Iterator[tuple[str, Serve
             yield step, answer
     without_tma = served(key, _of(key, rows), portable=True)
     if without_tma is not None:
-        yield lookup_cost.PORTABLE, without_tma
+        yield lookup_cost.WITHOUT_TMA, without_tma
     yield lookup_cost.DEFAULT, default(key)
 
 

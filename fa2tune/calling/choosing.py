@@ -28,7 +28,7 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 log = logging.getLogger("fa2tune")
 
 #: (the row that serves, or None; what stood before it and cannot)
-Found = tuple[lookup.Answer | None, tuple[lookup.Refused, ...]]
+Lookup = tuple[lookup.Answer | None, tuple[lookup.Refused, ...]]
 
 
 @cache
@@ -85,7 +85,7 @@ class Chooser:
         self._spec = problem.specialization
         self._ladders: dict[str, list[lookup.Candidate]] = {}
         self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
-        self._found: dict[tuple[str, bool | None], Found] = {}  # kernel and kind, backward and deterministic
+        self._found: dict[tuple[str, bool | None], Lookup] = {}  # kernel and kind, backward and deterministic
         self._specialized_defaults: dict[str, Config | None] = {}
 
     def of(self, problem: Problem) -> Chooser:
@@ -137,19 +137,19 @@ class Chooser:
             )
         return self.fitted(row).refused
 
-    def find(self, kernel: str, specialized: bool | None = None) -> Found:
+    def find(self, kernel: str, specialized: bool | None = None) -> Lookup:
         """The best row of the ladder for one kernel. ``specialized``: whether it has to be warp-specialised; None: either."""
         asked = kernel, specialized
         if asked not in self._found:
             self._found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, specialized))
         return self._found[asked]
 
-    def find_preferring(self, kernel: str, specialized: bool | None) -> Found:
+    def find_preferring(self, kernel: str, specialized: bool | None) -> Lookup:
         """The same, where a warp-specialised kernel is asked for and no such row can serve with any other."""
         found = self.find(kernel, specialized)
         return found if found[0] or not specialized else self.find(kernel, False)
 
-    def find_backward(self, deterministic: bool) -> Found:
+    def find_backward(self, deterministic: bool) -> Lookup:
         """The best row for a whole backward."""
         asked = BACKWARD, deterministic
         if asked not in self._found:

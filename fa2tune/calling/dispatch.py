@@ -23,7 +23,7 @@ from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
-from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
+from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -141,14 +141,14 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
 def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str], make: Make[Made]) -> Made:
     """What FA2TUNE_CAPTURE_MISS asks for where a kernel is not loaded: an error, or the documented default configs, loaded
     during the capture. Not remembered: calls after the capture choose again."""
-    setting = os.environ.get(CAPTURE_MISS, ERROR)
-    if setting == ERROR:
+    setting = os.environ.get(CAPTURE_MISS, RAISE)
+    if setting == RAISE:
         raise RuntimeError(
             f"attention: {miss} is not loaded yet for a call like this, and a CUDA graph is being captured: make one warm-up "
-            f"call with these shapes before capturing, or set {CAPTURE_MISS}={DEFAULT} to take the default config"
+            f"call with these shapes before capturing, or set {CAPTURE_MISS}={TAKE_DEFAULT} to take the default config"
         ) from None
-    if setting != DEFAULT:
-        raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {ERROR} and {DEFAULT}") from None
+    if setting != TAKE_DEFAULT:
+        raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {RAISE} and {TAKE_DEFAULT}") from None
     log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
     with relaxed_capture():
         try:

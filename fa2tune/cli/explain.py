@@ -13,7 +13,7 @@ import click
 from fa2tune.cli import _tables
 from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, told, window
 from fa2tune.cli._output import echo
-from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe, gpu_asked, is_here
+from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu_asked, is_here
 from fa2tune.fleet import lookup_cost
 from fa2tune.rows import reader
 from fa2tune.spec.mask import Mask, mask_of
@@ -143,7 +143,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
             yield f"  costs     {cost}"
         for part in answer.stale:
             yield f"  stale     {part}"
-        for line in describe(answer.row, here):
+        for line in describe_row(answer.row, here):
             yield f"  {line}"
         if served.lead is not None:
             yield f"  lead      {served.lead:.3f} times as fast as the portable winner of its key"

@@ -19,12 +19,12 @@ from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
-#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE is an architecture, whose kernels may be written in a
-#: language that this Triton does not have.
+#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE_FOLDER is an architecture, whose kernels may be
+#: written in a language that this Triton does not have.
 NO_KERNELS = ("lib", "masks", "scores")
 #: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
 _VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
@@ -125,7 +125,7 @@ class Variants(Mapping[str, Variant]):
         try:
             module = importlib.import_module(f"fa2tune.kernels.{module_name}")
         except (ImportError, AttributeError) as error:
-            if module_name.startswith(f"{PORTABLE}."):
+            if module_name.startswith(f"{PORTABLE_FOLDER}."):
                 raise
             why = f"{type(error).__name__}: {error}"
             log.warning("fa2tune: left out, as this Triton cannot import it: kernels.%s (%s)", module_name, why)

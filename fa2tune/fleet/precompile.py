@@ -33,9 +33,9 @@ from fa2tune.spec.variant import Variant
 
 OTHER_DRIVER = "other"  #: stands for any that no row was made with
 
-Point = tuple[tuple[str, object], ...]
+BinaryConfig = tuple[tuple[str, object], ...]
 #: One binary: the ``binary_config`` as sorted pairs.
-BinaryJob = tuple[Variant, Specialization, Point]
+BinaryJob = tuple[Variant, Specialization, BinaryConfig]
 #: Called with the number of jobs done.
 OnBinary = Callable[[int], None]
 
@@ -145,7 +145,7 @@ def file_rows(rows: Iterable[Row], path: Path, workers: int | None = None) -> tu
 
 
 @dataclass
-class Outcome:
+class CompiledBinaries:
     """Results of the jobs."""
 
     entries: dict[str, New] = field(default_factory=dict)  #: by key
@@ -189,13 +189,13 @@ def missing(path: Path, todo: Sequence[BinaryJob], arch: int) -> list[BinaryJob]
 
 def compile_all(
     todo: Sequence[BinaryJob], arch: int, workers: int | None = None, progress: OnBinary = lambda done: None,
-    outcome: Outcome | None = None,
-) -> Outcome:  # fmt: skip
+    outcome: CompiledBinaries | None = None,
+) -> CompiledBinaries:  # fmt: skip
     """On all cores. A config that does not compile is a failure of its own; a fault of the host (a killed ptxas, no memory)
     ends the whole. ``outcome``: takes the results as they come, so that they are there after an exception or Ctrl-C, too.
     RuntimeError: Triton is asked for something here that other nodes would not ask for."""
     check_host()
-    outcome = Outcome() if outcome is None else outcome
+    outcome = CompiledBinaries() if outcome is None else outcome
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         waiting = {pool.submit(build, job, arch): job for job in todo}
         try:
@@ -239,7 +239,7 @@ class Saved:
     digest: str  #: sha256 of the header
 
 
-def save(path: Path, outcome: Outcome) -> Saved:
+def save(path: Path, outcome: CompiledBinaries) -> Saved:
     """Add the binaries to a file. Writers take turns.
 
     BinariesError: there is a file that is damaged as a whole or not trusted, so its content is not passed on."""

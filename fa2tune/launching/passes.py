@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
-from fa2tune.compiling.compiler import Launches, around, passed
+from fa2tune.compiling.compiler import KernelSequence, around, passed
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import (
@@ -101,7 +101,7 @@ def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     return like.new_empty((batch, heads, rows, dim))
 
 
-def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -> Launches:
+def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -> KernelSequence:
     """Every kernel that runs for a config of a tuned one, in order, each with its own config."""
     choice = choice_of(kernel, given)
     variant, config = choice.variant, choice.config

@@ -19,7 +19,7 @@ from pace import timed
 
 from fa2tune.cli import _tables
 from fa2tune.cli.cache import cache, look
-from fa2tune.cli.cache.common import describe
+from fa2tune.cli.cache.common import describe_row
 from fa2tune.cli.explain import explain
 from fa2tune.rows import reader, record
 from fa2tune.rows.lookup import Toolchain
@@ -455,9 +455,9 @@ def test_explain_asks_a_named_file_first(user: Path, tmp_path: Path) -> None:
 
 def test_a_row_says_that_it_holds_no_errors() -> None:
     here = Toolchain()
-    assert "errors    none on record" in list(describe(BARE, here))
-    assert any(line.startswith("errors    o: max ") for line in describe(FULL, here))
-    assert not any(line.startswith("errors") for line in describe(row({"kernel": "bwd"}, errors={}), here))
+    assert "errors    none on record" in list(describe_row(BARE, here))
+    assert any(line.startswith("errors    o: max ") for line in describe_row(FULL, here))
+    assert not any(line.startswith("errors") for line in describe_row(row({"kernel": "bwd"}, errors={}), here))
 
 
 def test_the_help_of_explain_names_the_mask_it_takes_by_default() -> None:

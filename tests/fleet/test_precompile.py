@@ -315,7 +315,7 @@ def test_other_tritons_and_architectures_stay_in_a_file(kernels: Path, tmp_path:
     }
     sources = {"then": {"fwd": "of another day"}, "never": {"fwd": "unheard of"}}
     binaries.save(path, binaries.packed(before, sources))
-    saved = precompile.save(path, precompile.Outcome({key: new}))
+    saved = precompile.save(path, precompile.CompiledBinaries({key: new}))
     assert (saved.binaries, saved.kept, saved.dropped, saved.digest) == (4, 3, 1, File(path).digest)
     assert saved.size == path.stat().st_size
     assert set(File(path).entries) == {key, "1" * 64, "2" * 64, "4" * 64}
@@ -327,7 +327,7 @@ def test_writers_of_one_file_take_turns(kernels: Path, tmp_path: Path) -> None:
     entries = File(kernels).entries.items()
     news = [(key, binaries.New(e.code, e.about, e.launch, File(kernels).cubin(e))) for key, e in entries]
     with ThreadPoolExecutor(len(news)) as pool:
-        list(pool.map(lambda one: precompile.save(path, precompile.Outcome(dict([one]))), news))
+        list(pool.map(lambda one: precompile.save(path, precompile.CompiledBinaries(dict([one]))), news))
     assert set(File(path).entries) == set(File(kernels).entries)
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -348,7 +348,7 @@ def test_what_is_not_trusted_is_not_built_on(kernels: Path, tmp_path: Path) -> N
     binaries.save(path, kernels.read_bytes())
     path.chmod(0o666)
     with pytest.raises(binaries.BinariesError, match="not trusted"):
-        precompile.save(path, precompile.Outcome({}))
+        precompile.save(path, precompile.CompiledBinaries({}))
 
 
 def test_threads_compile_at_once_though_python_parses_for_one_at_a_time() -> None:

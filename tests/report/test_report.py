@@ -179,7 +179,7 @@ def test_a_shipped_cache_gives_a_page_with_every_row(name: str, tmp_path: Path) 
     best = [attrs for attrs in document.winners if attrs.get("class") != "other"]
     assert len(best) == len({row.key for row in rows})
     assert ("Against other implementations" in text) == (name == "h200")
-    keys = document.records(charts.KEYS)
+    keys = document.records(charts.BEST_OF_KEYS)
     assert {record["title"] for record in keys} == {charts.title_of(row.key) for row in rows}
     gains = {record["n"]: record["gain"] for record in keys if record["gain"] is not None}
     by_number = {n: s.row.gain for n, s in enumerate(facts.standings(rows)) if s.best and s.row.gain is not None}
@@ -196,7 +196,7 @@ def asks_for_something(text: str) -> list[str]:
         if name in ("src", "srcset", "action", "data", "poster") or (name.endswith("href") and (value or "x")[0] != "#")
     ]  # fmt: skip
     asked += [tag for tag, _ in document_.tags if tag in ("link", "iframe", "object", "embed", "base")]
-    rest = text.replace(document.library(), "")
+    rest = text.replace(document.chart_library(), "")
     return asked + re.findall(r"https?://[^\s\"'<]+|@import[^;]*|url\([^)]*\)|\bfetch\(|XMLHttpRequest|import\(", rest)
 
 
@@ -540,7 +540,7 @@ def test_best_so_far_and_importance(run: Path) -> None:
 
 
 def test_pairs_of_times_are_ranked() -> None:
-    pairs = [facts.Pair(KEY, str(n), float(n), float(n * n)) for n in range(1, 9)]
+    pairs = [facts.TimedPrediction(KEY, str(n), float(n), float(n * n)) for n in range(1, 9)]
     assert facts.rank_correlation(pairs) == pytest.approx(1.0)
     assert facts.rank_correlation([replace(p, predicted_us=-p.predicted_us) for p in pairs]) == pytest.approx(-1.0)
     assert facts.rank_correlation([replace(p, predicted_us=1.0) for p in pairs]) is None
