@@ -33,7 +33,7 @@ from fa2tune.cli import main
 from fa2tune.report import charts, compared, contents, document, facts, searches, served, sources
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.reader import Layer
-from fa2tune.rows.row import MARGIN, MEASURED, PREDICTED, Row
+from fa2tune.rows.row import MEASURED, PREDICTED, TIE_MARGIN, Row
 from fa2tune.rows.store import export
 from fa2tune.sharing.storage import Storage
 from fa2tune.sharing.study_writer import StudyWriter
@@ -469,7 +469,7 @@ def test_what_the_tuner_leaves_can_be_shown(tmp_path: Path, monkeypatch: pytest.
 def test_the_best_row_of_a_key_is_what_a_call_takes() -> None:
     rows = [
         row(implementation="pointer", time_us=100.0),
-        row(implementation="descriptor", time_us=100.0 * (1 + MARGIN / 2)),
+        row(implementation="descriptor", time_us=100.0 * (1 + TIE_MARGIN / 2)),
     ]
     rows += [row(implementation="descriptor", time_us=50.0, obtained=PREDICTED)]
     assert [(s.row.filed_as, s.row.obtained) for s in facts.standings(rows) if s.best] == [("descriptor", MEASURED)]
