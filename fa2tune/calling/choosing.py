@@ -83,21 +83,25 @@ class Chooser:
         self.layers = layers() if among is None else among
         self.node = node or toolchain()
         self._spec = problem.specialization
-        self._ladders: dict[str, list[lookup.Candidate]] = {}
+        self._ladders: dict[TuningKey, list[lookup.Candidate]] = {}
         self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
         self._found: dict[tuple[str, bool | None], Lookup] = {}  # kernel and kind, backward and deterministic
         self._specialized_defaults: dict[str, Config | None] = {}
 
     def of(self, problem: Problem) -> Chooser:
-        """The same for a problem that may be this one: nothing is then worked out again."""
-        return self if problem == self.problem else Chooser(problem, self.gpu, self.layers, self.node)
+        """The same for a problem that may be this one, or have the same keys: nothing is then worked out again."""
+        if problem == self.problem:
+            return self
+        other = Chooser(problem, self.gpu, self.layers, self.node)
+        other._ladders = self._ladders
+        return other
 
     def ladder(self, kernel: str) -> list[lookup.Candidate]:
         """Every row that could serve a kernel, or the whole backward, best first."""
-        if kernel not in self._ladders:
-            key = key_of(self.problem, kernel, self.gpu)
-            self._ladders[kernel] = list(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
-        return self._ladders[kernel]
+        key = key_of(self.problem, kernel, self.gpu)
+        if key not in self._ladders:
+            self._ladders[key] = list(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
+        return self._ladders[key]
 
     def fitted(self, row: Row) -> Fitted:
         """A kernel's row for this problem, or why it cannot serve: its limits are checked again here."""

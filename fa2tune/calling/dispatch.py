@@ -37,10 +37,9 @@ from fa2tune.launching.passes import (
     float32_precision,
     lse_of,
 )
-from fa2tune.rows import reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -85,15 +84,15 @@ def gpu_of(device_index: int) -> Gpu:
 
 
 def with_copies(
-    problem: Problem, gpu: Gpu, names: Sequence[str], pass_: str, deterministic: bool = False,
-    among: Sequence[reader.Layer] | None = None,
+    chooser: Chooser, names: Sequence[str], pass_: str, deterministic: bool = False
 ) -> Chooser | None:  # fmt: skip
     """What chooses for a pass ("fwd", "bwd") where ``names``, the tensors that TMA cannot address, are copied before; None:
-    they are not. All are, if that is expected to be faster and every kernel is then warp-specialised. ``among``: as
-    ``Chooser`` has it."""
-    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, gpu, pass_, names):
+    they are not. All are, if that is expected to be faster and every kernel is then warp-specialised. ``chooser``: of the call
+    without copies."""
+    problem = chooser.problem
+    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, chooser.gpu, pass_, names):
         return None
-    ours = Chooser(dense.addressable(problem), gpu, among)
+    ours = chooser.of(dense.addressable(problem))
     choices = choose_backward(ours, deterministic)[1] if pass_ == BACKWARD else {"fwd": ours.choose("fwd")}
     return ours if all(implementation_of(one.config) == WARP_SPECIALIZED for one in choices.values()) else None
 
@@ -199,7 +198,7 @@ def forward_plan(
         return plan
     gpu, given, names = gpu_of(q.get_device()), {"q": q, "k": k, "v": v}, tuple[str, ...]()
     chooser = Chooser(problem, gpu)
-    if not problem.tma and (ours := with_copies(problem, gpu, found := dense.unaddressable(given), "fwd")):
+    if not problem.tma and (ours := with_copies(chooser, found := dense.unaddressable(given), "fwd")):
         names = found
         q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
         chooser = ours.of(describe(q, k, v, mask, softmax_scale, score))
@@ -270,7 +269,7 @@ def backward(
         gpu, tensors, names = gpu_of(q.get_device()), {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
         chooser = Chooser(problem, gpu)
         found = () if problem.tma else dense.unaddressable(tensors)
-        if found and (ours := with_copies(problem, gpu, found, BACKWARD, deterministic)):
+        if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
             names = found
             tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
             new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))

@@ -40,7 +40,7 @@ def explain_problem(
     plain = Chooser(problem, gpu, among)
     for pass_ in ("fwd", BACKWARD):
         if pass_ in which:
-            ours = dispatch.with_copies(problem, gpu, strided, pass_, deterministic, among)
+            ours = dispatch.with_copies(plain, strided, pass_, deterministic)
             chooser, copied = ours or plain, tuple(strided) if ours else ()
             found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
             kernels += [replace(one, copied=copied) for one in found]
