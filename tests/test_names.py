@@ -13,8 +13,9 @@ TREES = {
     for path in sorted(ROOT.rglob("*.py"))
     if not {"kernels", "search_spaces"} & {*path.relative_to(ROOT).parts}
 }
-#: Two limits of files that happen to be as large, and an exit status that ``fa2tune --help`` must not import.
-SAME_BY_CHANCE = {"MAX_FILE", "INTERRUPTED"}
+#: Two limits of files that happen to be as large, constants that each schedule model has of its own, and an exit status that
+#: ``fa2tune --help`` must not import.
+SAME_BY_CHANCE = {"MAX_FILE", "LAUNCH_US", "MARGIN", "INTERRUPTED"}
 
 
 def defined(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:

@@ -15,6 +15,7 @@ from fa2tune.calling.choosing import Chooser
 from fa2tune.compiling import choice, limits
 from fa2tune.launching import passes
 from fa2tune.rows import lookup
+from fa2tune.rows.lookup import Toolchain
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import NONE
@@ -47,7 +48,8 @@ class Derived:
 @pytest.fixture
 def derived(monkeypatch: pytest.MonkeyPatch) -> Derived:
     for module, name, value in (
-        (dispatch, "gpu_of", lambda index: H200), (dispatch, "FORWARD_PLANS", {}), (dispatch, "BACKWARD_PLANS", {}),
+        (dispatch, "gpu_of", lambda index: H200), (choosing, "toolchain", Toolchain),
+        (dispatch, "FORWARD_PLANS", {}), (dispatch, "BACKWARD_PLANS", {}),
         (passes, "arch_of", lambda index: 90), (passes, "bind", lambda *asked: None), (passes, "chain", lambda *asked: None),
         (passes, "starts_early", lambda *asked: False), (torch.Tensor, "get_device", lambda tensor: 0),
     ):  # fmt: skip
@@ -98,7 +100,7 @@ def test_a_default_has_its_variant_looked_up_once(derived: Derived) -> None:
 
 
 def test_the_choice_names_variant_config_and_row() -> None:
-    chooser = Chooser(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL), H200)
+    chooser = Chooser(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL), H200, node=Toolchain())
     found = chooser.choose("fwd")
     assert found is not chooser.choose("fwd") and found == chooser.choose("fwd")
     assert found.row is not None and found.answer is not None and found.measured == found.row.triton
