@@ -28,7 +28,7 @@ from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, median_interval, ratios
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows import reader
-from fa2tune.rows.describe import describe_config
+from fa2tune.rows.describe import describe
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
 from fa2tune.sharing.storage import Storage
@@ -196,8 +196,8 @@ def report(key: TuningKey, forward: Tuned, reverse: Tuned, joint: Race) -> dict[
 def line(found: dict[str, Any]) -> str:
     mask = "causal" if found["causal"] else "full"
     return (
-        f"{found['kernel']:9}{found['head_dim']:4} {mask:7}{found['length']:6}  {describe_config(found['winner']):58}"
-        f"{'the same' if found['same'] else describe_config(found['winner_reversed']):58}"
+        f"{found['kernel']:9}{found['head_dim']:4} {mask:7}{found['length']:6}  {describe(found['winner']):58}"
+        f"{'the same' if found['same'] else describe(found['winner_reversed']):58}"
         f"{found['ratio']:.4f} [{found['low']:.4f}, {found['high']:.4f}]  {'PASS' if found['passed'] else 'FAIL'}"
     )
 

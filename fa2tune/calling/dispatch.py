@@ -27,12 +27,12 @@ from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
+from fa2tune.launching import passes
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
     ForwardPlan,
-    describe,
     empty_ordered,
     float32_precision,
     lse_of,
@@ -190,7 +190,7 @@ def forward_plan(
     score: Score, extent: Extent = WHOLE,
 ) -> Any:  # fmt: skip
     """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1."""
-    problem = describe(q, k, v, mask, softmax_scale, score, extent)
+    problem = passes.describe(q, k, v, mask, softmax_scale, score, extent)
     plan: Any
     if is_empty(problem):
         plan = NoKeys(problem, softmax_scale)
@@ -201,7 +201,7 @@ def forward_plan(
     if not problem.tma and (ours := with_copies(chooser, found := dense.unaddressable(given), "fwd")):
         names = found
         q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
-        chooser = ours.of(describe(q, k, v, mask, softmax_scale, score))
+        chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
     def make(choices: Mapping[str, Choice]) -> Any:
         return dense.copying(ForwardPlan(chooser.problem, q, k, v, softmax_scale, choices["fwd"]), tuple(given), names)
@@ -262,7 +262,7 @@ def backward(
         if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
             q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
-        problem = describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
+        problem = passes.describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
         if is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
@@ -273,7 +273,9 @@ def backward(
             names = found
             tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
             new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
-            chooser = ours.of(describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do))
+            chooser = ours.of(
+                passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
+            )
 
         def make(strategy: str, choices: Mapping[str, Choice]) -> Any:
             parts = group_schedule.parts(chooser.problem, choices, gpu)

@@ -401,10 +401,10 @@ def pruned_table(rows: Sequence[Row]) -> dict[str, Any]:
 
 def pairs_of(found: Iterable[StoredSearch]) -> list[TimedPrediction]:
     """Trials that were predicted, then measured."""
-    from fa2tune.rows.describe import describe_config
+    from fa2tune.rows.describe import describe
 
     return [
-        TimedPrediction(search.key, describe_config(trial.config), trial.predicted_us, time)
+        TimedPrediction(search.key, describe(trial.config), trial.predicted_us, time)
         for search in found
         if search.obtained != PREDICTED
         for _, trial, time in search.timed

@@ -20,7 +20,7 @@ from fa2tune.compiling.compiler import binary_config
 from fa2tune.compiling.registry import portable_of
 from fa2tune.report import contents, facts
 from fa2tune.rows import reader
-from fa2tune.rows.describe import describe_config
+from fa2tune.rows.describe import describe
 from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
 from fa2tune.rows.store import export
 from fa2tune.sharing.storage import Storage
@@ -647,5 +647,5 @@ def test_describe():
         "num_stages": 2,
         "maxnreg": 0,
     }
-    assert describe_config(config) == "128x64 pointer first w8 s2"
-    assert describe_config({}) == ""
+    assert describe(config) == "128x64 pointer first w8 s2"
+    assert describe({}) == ""
