@@ -25,7 +25,7 @@ import click
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -66,7 +66,7 @@ def posed(shape: tuple[int, ...], causal: bool) -> Problem:
 def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Config]:
     """Name -> config, of those that are legal; "padded" first."""
     variant, spec = registry.variant_named(FORWARD), problem.specialization
-    choice = dispatch.choose(problem, "fwd", gpu, True)
+    choice = choosing.choose(problem, "fwd", gpu, True)
     if choice.answer is None:
         dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
         whole = variant.space.default(Specialization(spec.dtype, *dims, spec.mask), gpu.arch)
@@ -157,8 +157,8 @@ def main(out: Path) -> None:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(build, jobs))
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": dispatch.toolchain().triton,
-        "driver": dispatch.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": choosing.toolchain().triton,
+        "driver": choosing.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
     }  # fmt: skip
     for (shape, causal), configs in wanted.items():
         times = timed(posed(shape, causal), configs)

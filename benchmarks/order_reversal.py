@@ -28,14 +28,14 @@ from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, median_interval, ratios
 from fa2tune.measuring.worker import Crew, Job
 from fa2tune.rows import reader
-from fa2tune.rows.describe import describe
+from fa2tune.rows.describe import describe_config
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
 from fa2tune.sharing.storage import Storage
 from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import Config
-from fa2tune.tuning.request.plan import Plan, TuneRequest, make_plan
+from fa2tune.tuning.request.plan import TuneRequest, TuningPlan, make_plan
 from fa2tune.tuning.request.provenance import Provenance
 from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
 from fa2tune.tuning.search.candidates import point
@@ -70,7 +70,7 @@ class Tuned:
     seconds: float
 
 
-def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) -> Plan:
+def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) -> TuningPlan:
     return make_plan(
         TuneRequest(
             head_dims=(head_dim,),
@@ -84,7 +84,7 @@ def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) ->
     )
 
 
-def task_of(kernel: str, plan: Plan) -> SearchTask:
+def task_of(kernel: str, plan: TuningPlan) -> SearchTask:
     failures = FailureRecord(Storage(), FailureScope(fingerprint.triton_version()))
     return SearchTask(
         portable_of(kernel), plan.specializations()[0], plan, StudyWriter(Storage()), "order reversal", failures
@@ -196,8 +196,8 @@ def report(key: TuningKey, forward: Tuned, reverse: Tuned, joint: Race) -> dict[
 def line(found: dict[str, Any]) -> str:
     mask = "causal" if found["causal"] else "full"
     return (
-        f"{found['kernel']:9}{found['head_dim']:4} {mask:7}{found['length']:6}  {describe(found['winner']):58}"
-        f"{'the same' if found['same'] else describe(found['winner_reversed']):58}"
+        f"{found['kernel']:9}{found['head_dim']:4} {mask:7}{found['length']:6}  {describe_config(found['winner']):58}"
+        f"{'the same' if found['same'] else describe_config(found['winner_reversed']):58}"
         f"{found['ratio']:.4f} [{found['low']:.4f}, {found['high']:.4f}]  {'PASS' if found['passed'] else 'FAIL'}"
     )
 

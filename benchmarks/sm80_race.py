@@ -32,7 +32,7 @@ from fa2tune.cli._options import comma_separated
 from fa2tune.compiling import compiler, registry
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
-from fa2tune.rows.describe import describe
+from fa2tune.rows.describe import describe_config
 from fa2tune.spec.mask import Mask, row_mask_named
 from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Specialization
 from fa2tune.spec.variant import Variant
@@ -158,14 +158,15 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
             method = own(config)
             pairs = zip(method(), wanted, strict=True)
         except (compiler.CompileError, cuda.CudaError) as error:
-            click.echo(f"left out: {describe(config)}: {error}", err=True)
+            click.echo(f"left out: {describe_config(config)}: {error}", err=True)
             continue
-        off[describe(config)] = max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
-        if off[describe(config)] < TOLERANCE:
-            found[describe(config)] = method
+        off[describe_config(config)] = max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
+        if off[describe_config(config)] < TOLERANCE:
+            found[describe_config(config)] = method
         else:
             click.echo(
-                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe(config)}", err=True
+                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe_config(config)}",
+                err=True,
             )
     return found, off
 

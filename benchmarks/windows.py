@@ -24,7 +24,7 @@ from typing import Any
 import click
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, Mask, mask_of
@@ -91,7 +91,7 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     gpu = dispatch.gpu_of(0)
     for name, specialized in (("portable", False), ("hopper", True)):
         for strategy, kernels in (("", ("fwd",)), *STRATEGIES.items()):
-            choices = [dispatch.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
+            choices = [choosing.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
             if all((implementation_of(config) == WARP_SPECIALIZED) == specialized for config in choices):
                 yield Contender(name, strategy, dict(zip(kernels, choices, strict=True)))
 
@@ -173,7 +173,7 @@ def line(entry: Mapping[str, Any]) -> str:
 def main(shapes: tuple[str, ...], seconds: float, out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
-    here, entries = dispatch.toolchain(), []
+    here, entries = choosing.toolchain(), []
     click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
     for shape in shapes:
         for entry in measured(shape, seconds):

@@ -27,7 +27,7 @@ RATE = 0.65
 #: Query rows of a tile.
 TILE = 128
 #: Share of the memory's bandwidth that a copy of such tensors reaches, and microseconds of its launch.
-COPY_RATE, LAUNCH_US = 0.4, 4.0
+COPY_RATE, COPY_LAUNCH_US = 0.4, 4.0
 #: Microseconds that the host takes for a pass without copies, and for each copy more: calls that end on the GPU before the
 #: host has launched the next one are not made faster.
 HOST_US, HOST_COPY_US = {"fwd": 13.0, BACKWARD: 80.0}, 8.0
@@ -62,7 +62,7 @@ def pays(problem: Problem, gpu: Gpu, pass_: str, names: Collection[str]) -> bool
     copied = 2 * elements * ITEMSIZE[problem.dtype] / (gpu.hbm_gbs * 1e3 * COPY_RATE)
     busy = busy_us(problem, gpu, pass_)
     waits = (1 + longer) * busy > HOST_US[pass_] + len(names) * HOST_COPY_US
-    return waits and longer * busy > copied + len(names) * LAUNCH_US
+    return waits and longer * busy > copied + len(names) * COPY_LAUNCH_US
 
 
 def addressable(problem: Problem) -> Problem:

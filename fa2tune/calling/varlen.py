@@ -13,14 +13,14 @@ import torch
 
 from fa2tune.calling import arguments, dispatch, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
+from fa2tune.calling.dispatch import Tensors3
+from fa2tune.calling.ops import Pair
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
 from fa2tune.spec.score import score_of
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 #: Of a call, for a plan's key and for what is looked up: int, a tensor (not read), or None.
 MaxSeqlen = int | torch.Tensor | None
 NAME = "attention_varlen"
@@ -245,10 +245,10 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors, plan = ctx.saved_tensors, ctx.plan
         call = (ctx.deterministic, plan.mask, plan.softmax_scale, plan.score, plan.extent)
-        return (*_Gradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
+        return (*_VarlenGradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
 
 
-class _Gradients(torch.autograd.Function):
+class _VarlenGradients(torch.autograd.Function):
     """A node that raises if it is differentiated again."""
 
     @staticmethod

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from fa2tune.calling.ops import Pair
 from fa2tune.compat import terms
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Window = tuple[int | None, int | None]
+OpenWindowSize = tuple[int | None, int | None]
 
 
-def _window(call: str, window_size: Any) -> Window:
+def _window(call: str, window_size: Any) -> OpenWindowSize:
     """A negative side shifts the band there: there is no such mask here."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, must be two, each an integer or None")
@@ -34,7 +34,7 @@ def _window(call: str, window_size: Any) -> Window:
 
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
+    window_size: OpenWindowSize = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
     num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, mask_mod: Any = None,
     full_block_cnt: Any = None, full_block_idx: Any = None, mask_block_cnt: Any = None, mask_block_idx: Any = None,
     block_size: Any = None, return_lse: bool = True,
@@ -60,7 +60,7 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
+    window_size: OpenWindowSize = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
     num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
     mask_mod: Any = None, block_sparse_tensors: Any = None, cu_total_m_blocks: Any = None,
     cu_total_n_blocks: Any = None, aux_tensors: Any = None, return_lse: bool = True,

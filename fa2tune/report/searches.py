@@ -221,7 +221,7 @@ class FailureLine:
 
 def failures(searches: Iterable[StoredSearch], most: int = 120) -> list[FailureLine]:
     """Why candidates have no time, equal reasons counted together, the most frequent outcome first."""
-    from fa2tune.rows.describe import describe
+    from fa2tune.rows.describe import describe_config
 
     met: dict[tuple[str, str], tuple[int, str, str]] = {}
     seen: set[tuple[object, ...]] = set()
@@ -236,7 +236,7 @@ def failures(searches: Iterable[StoredSearch], most: int = 120) -> list[FailureL
             seen.add(once)
             where = f"{search.searched} {search.key.dtype} {search.key.head_dim} {search.key.mask}"
             about = " ".join(word for word in tokens(search.key).split() if not word.startswith("len:"))
-            times, example, kept = met.get((status, why), (0, f"{where}: {describe(config)}", about))
+            times, example, kept = met.get((status, why), (0, f"{where}: {describe_config(config)}", about))
             met[status, why] = times + 1, example, kept
     common = Counter[str]()
     for (status, _), (times, *_) in met.items():

@@ -10,7 +10,7 @@ from fa2tune.spec.variant import OPTIONS, WARP_SPECIALIZED, implementation_of
 PASSES = {"fwd": "forward", BACKWARD: "backward"}
 
 
-def describe(config: Config) -> str:
+def describe_config(config: Config) -> str:
     """A config on half a line: "128x64 pointer first w8 s3 r168 heads-per-wave=4"."""
     both = "BLOCK_M" in config and "BLOCK_N" in config
     parts = [f"{config['BLOCK_M']}x{config['BLOCK_N']}"] if both else []
@@ -26,9 +26,9 @@ def describe(config: Config) -> str:
     return " ".join(parts)
 
 
-def described(row: Row) -> str:
+def described_row(row: Row) -> str:
     """What a row launches, on half a line: its config; of a whole backward the strategy and its kernels' implementations."""
     if row.key.kernel != BACKWARD:
-        return describe(row.config) or row.implementation
+        return describe_config(row.config) or row.implementation
     implementations = ", ".join(f"{kernel} {name}" for kernel, name in row.config.items())
     return f"{row.strategy}: {implementations}" if implementations else row.filed_as

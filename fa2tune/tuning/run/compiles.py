@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.rows.describe import describe
+from fa2tune.rows.describe import describe_config
 from fa2tune.spec.problem import Config
 from fa2tune.tuning.run.budget import Budget
 from fa2tune.tuning.run.held_jobs import HeldJobs
@@ -70,7 +70,7 @@ class Compiles:
         report.compiled += 1
         report.compile_seconds = time.monotonic() - self.budget.begun
         if job.failure is not None:
-            self.log.lost(job, f"compiling {task.title} {describe(config)}")
+            self.log.lost(job, f"compiling {task.title} {describe_config(config)}")
             result = CompileResult(status_of(job), job.failure)
         else:
             self.slowest_s = max(self.slowest_s, job.took)

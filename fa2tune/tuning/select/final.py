@@ -11,7 +11,7 @@ from typing import Any
 
 from fa2tune.measuring.samples import Race
 from fa2tune.measuring.worker import Job
-from fa2tune.rows.describe import describe
+from fa2tune.rows.describe import describe_config
 from fa2tune.rows.row import Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import Config
@@ -172,7 +172,7 @@ class Final:
     def _proved(self, task: SearchTask, config: Config) -> Generator[Job, Job, Mapping[str, Any] | str]:
         """Errors of a config on the target, or why it failed; once per task."""
         arguments = (task.kernel, config, task.spec, task.plan.target.gpu.arch, "cuda")
-        what = f"checking {task.title} {describe(config)}"
+        what = f"checking {task.title} {describe_config(config)}"
         return (
             yield from gpu_jobs.check(
                 self.log, self.log.functions.check, arguments, (task.kernel, task.spec, point(config)), what
