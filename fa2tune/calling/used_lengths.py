@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+OffsetPair = tuple[torch.Tensor, torch.Tensor]
 
 
 def offsets(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
-) -> Pair:  # fmt: skip
+) -> OffsetPair:  # fmt: skip
     """cu_seqlens (sequences + 1,) and used lengths (sequences,), int32 -> cu_seqlens (3 * sequences + 1,) of queries and keys.
     A used length is taken to lie between 0 and its sequence's length.
 
