@@ -26,6 +26,7 @@ import torch
 
 from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
+from fa2tune.measuring import timing
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, Mask, mask_of
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
@@ -112,19 +113,9 @@ def call_of(one: Contender, problem: Problem, tensors: Mapping[str, torch.Tensor
 
 def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
     """Milliseconds of each, medians of interleaved rounds."""
-
-    def block(call: Callable[[], Any], count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / count
-
-    counts = [max(1, int(1000 * seconds / rounds / block(call, 2))) for call in calls]
-    found = [[block(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*found, strict=True)]
+    counts = [max(1, int(1e6 * seconds / rounds / timing.in_a_row(call, 2))) for call in calls]
+    found = [[timing.in_a_row(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
+    return [statistics.median(column) / 1e3 for column in zip(*found, strict=True)]
 
 
 def measured(
