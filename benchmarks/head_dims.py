@@ -27,7 +27,7 @@ import click
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -104,7 +104,7 @@ def candidates(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> dict
     """Name -> configs, of those that are legal; "padded" first."""
     spec, wanted = problem.specialization, dict[str, Configs]({"padded": {}, "parts": {}})
     for kernel in kernels_of(problem, pass_, split, gpu):
-        choice, variant = dispatch.choose(problem, kernel, gpu, True), hopper(kernel)
+        choice, variant = choosing.choose(problem, kernel, gpu, True), hopper(kernel)
         if choice.answer is None:
             dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
             whole = variant.space.default(Specialization(spec.dtype, *dims, spec.mask), gpu.arch)
@@ -150,7 +150,7 @@ def captured(
     scale = problem.head_dim**-0.5
     do = drawn(problem.heads_q, problem.seqlen_q, problem.head_dim_v)
     if pass_ == BACKWARD:
-        forward = dispatch.choose(problem, "fwd", dispatch.gpu_of(0), True).config
+        forward = choosing.choose(problem, "fwd", dispatch.gpu_of(0), True).config
         o, lse = passes.ForwardPlan(problem, q, k, v, scale, forward)(q, k, v)
     found: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = {}
     first: list[torch.Tensor] | None = None
@@ -235,8 +235,8 @@ def main(out: Path, pass_: str, dims: tuple[int, ...]) -> None:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(build, jobs))
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": dispatch.toolchain().triton,
-        "driver": dispatch.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": choosing.toolchain().triton,
+        "driver": choosing.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
     }  # fmt: skip
     for (shape, causal, split), found in wanted.items():
         times = timed(posed(shape, causal), pass_, found)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -192,7 +192,7 @@ def forms_of(variant: Variant, head_dim: int) -> list[dict[str, Any]]:
     """Every config that a row of this head dim names, and those of FORMS, each binary once."""
     named = [
         variant.space.completed(row.config)
-        for layer in dispatch.layers() for row in layer.rows
+        for layer in choosing.layers() for row in layer.rows
         if (row.key.kernel, row.key.head_dim, row.implementation) == (variant.serves, head_dim, WARP_SPECIALIZED)
     ]  # fmt: skip
     written = [form.config(variant) for form in FORMS if (form.variant, form.dim) == (variant.name, head_dim)]
