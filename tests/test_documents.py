@@ -159,6 +159,9 @@ def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
     assert of_today.format(*gains) in " ".join(page.split())
 
 
+LOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", ["head_dims_bwd_tried"])
 def test_figures_of_the_backward_in_parts_are_those_of_the_record(name: str) -> None:
     record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
@@ -166,6 +169,10 @@ def test_figures_of_the_backward_in_parts_are_those_of_the_record(name: str) -> 
     assert f"`benchmarks/calls/{name}.json.gz`" in page and record["gpu"] == "NVIDIA H200"
     for call in record["calls"]:
         assert f"| {' | '.join(cells_of_parts(call))} |" in page
+    wide = [{one["name"]: one["us"] for one in call["raced"]} for call in record["calls"] if call["shape"][4] > 64]
+    gains = [us["padded"] / us["parts"] for us in wide]
+    assert len(gains) == 11
+    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast as padded columns (eleven calls)" in LOG
 
 
 def cells_of_parts(call: dict[str, Any]) -> tuple[str, ...]:
