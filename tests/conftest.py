@@ -43,6 +43,7 @@ COMPILING = tuple(
         "operandcheck",
         "compile",
         "dispatch_phases",
+        "backward_parts",
         "hopper_forward",
         "hopper_masks",
         "hostside",

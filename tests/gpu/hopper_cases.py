@@ -350,6 +350,16 @@ FORMS = (
         )
     ),
     *(
+        Form(kernel, dim, causal, {"IN_PARTS": True, **more})
+        for kernel, dim, causal, more in (
+            ("sm90/bwd_dq", 192, True, {}), ("sm90/bwd_dq", 96, False, {}),
+            ("sm90/bwd_dkdv", 192, True, {}), ("sm90/bwd_dkdv", 96, False, {}),
+            ("sm90/bwd_fused", 96, True, {"ORDER": "behind"}), ("sm90/bwd_fused", 80, False, {"ORDER": "together"}),
+            ("sm90/bwd_fused", 96, False, {"ORDER": "ahead"}), ("sm90/bwd_fused", 48, True, {"ORDER": "behind"}),
+            ("sm90/bwd_fused", 40, False, {"BESIDE": True, "FINISH_BESIDE": True, "DYNAMIC": True}),
+        )
+    ),
+    *(
         Form("sm90/bwd_fused", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,
             "PAIRS": tiles == "pairs", "DYNAMIC": tiles in ("counter", "beside", "both"),
