@@ -130,7 +130,9 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
         for problem, node in product(_problems(key, wanted), nodes):
             for kernel, choice in _choices(problem, gpu, layers, node):
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
-                if kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged:  # a call decides whether it takes them
+                if (
+                    kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
+                ):  # a call decides whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
