@@ -170,6 +170,43 @@ def hidden_behind(x, columns, last, ELSE: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _shrinking(count):
+    """PTX: multiplies ``count`` numbers by as many others, unless all of these are 1 in the whole warp. The last two row tiles
+    of 16 begin in the middle."""
+    names = [f"${i}" for i in range(3 * count)]
+    out, x, by = names[:count], names[count : 2 * count], names[2 * count :]
+    code = ["{ .reg .pred p, q;"]
+    seen = sorted({0, 2, count // 2, count // 2 + 2})
+    code.append(f"setp.neu.f32 p, {by[0]}, 0f3F800000;")
+    code += [f"setp.neu.or.f32 p, {by[i]}, 0f3F800000, p;" for i in seen[1:]]
+    code.append("vote.sync.any.pred q, p, 0xffffffff;")
+    code.append("@!q bra.uni DONE;")
+    code += [f"mul.f32 {o}, {o}, {b};" for o, b in zip(out, by)]
+    code.append("DONE: }")
+    return "\n".join(code)
+
+
+@gluon.constexpr_function
+def _of(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.constexpr_function
+def _own(rows, columns, warps):
+    return rows * columns // (32 * warps)
+
+
+@gluon.jit
+def shrink_if_any(x, shrink, WARPS: gl.constexpr):
+    """x [R, N] * shrink [R], left out where all of a warp's shrink is 1."""
+    COUNT: gl.constexpr = _own(x.shape[0], x.shape[1], WARPS)
+    by = gl.convert_layout(shrink[:, None].broadcast_to(x.shape), x.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _shrinking(COUNT), _of(COUNT), [x, by], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
+
+
 @gluon.jit
 def sum_parts(x):
     """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""

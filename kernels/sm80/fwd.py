@@ -18,6 +18,7 @@ from fa2tune.kernels.lib.ampere import (
     operand_b,
     put,
     shared_layout,
+    shrink_if_any,
     sum_parts,
     tile_and_head,
 )
@@ -51,7 +52,7 @@ def _trip(
     offset, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
     What is asked for beyond the first block is that block once more, which is never read."""
@@ -67,7 +68,7 @@ def _trip(
         ask(k_now, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
         async_copy.commit_group()
         s_next = s
-    elif SCHEDULE == "double":
+    elif SCHEDULE == "double" or SCHEDULE == "ring" or SCHEDULE == "turns":
         ask(k_other, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
         ask(v_other, v, stride_vn, before, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, MASK)
         async_copy.commit_group()
@@ -88,12 +89,20 @@ def _trip(
         else:
             scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
     new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
+    if LAZY:
+        new_peak = gl.where(new_peak > peak + 8.0, new_peak, peak)
     shrink = gl.exp2(peak - new_peak)
     p = gl.exp2(gl.fma(scores, qk_scale, -new_peak[:, None]))
-    parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
-    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
-    acc = acc * shrink[:, None]
+    if LAZY:
+        acc = shrink_if_any(acc, shrink, WARPS)
+    else:
+        acc = acc * shrink[:, None]
     p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+    if SUMS == "mma":
+        total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), total * shrink[:, None])
+    else:
+        parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
     acc = mma_v2(p_tile, v_now.load(operand_b(MMA)), acc)
     return acc, total, new_peak, s_next
 
@@ -104,27 +113,47 @@ def _over_keys(
     seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1; with two buffers pairs of blocks, in which they change
     places."""
     for j in range(begin, end):
-        if SCHEDULE == "fa2":
+        if SCHEDULE == "ring":
+            acc, total, peak, s = _trip(
+                acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0.index(j & 1),
+                k0.index(1 - (j & 1)), v0.index(j & 1), v0.index(1 - (j & 1)), rows,
+                offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+            )  # fmt: skip
+        elif SCHEDULE == "turns":
+            if j & 1 == 0:
+                acc, total, peak, s = _trip(
+                    acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
+                    offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                )  # fmt: skip
+            else:
+                acc, total, peak, s = _trip(
+                    acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows,
+                    offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                )  # fmt: skip
+        elif SCHEDULE == "fa2":
             acc, total, peak, s = _trip(
                 acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
             )  # fmt: skip
         else:
             acc, total, peak, s_next = _trip(
                 acc, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
             )  # fmt: skip
             acc, total, peak, s = _trip(
                 acc, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
                 v0, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V,
-                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, MASK,
+                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
             )  # fmt: skip
     return acc, total, peak, s
 
@@ -138,7 +167,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -151,7 +180,8 @@ def fwd_sm80_kernel(
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    PAIRS: gl.constexpr = SCHEDULE != "fa2"
+    PAIRS: gl.constexpr = SCHEDULE == "double" or SCHEDULE == "ahead"
+    RING: gl.constexpr = SCHEDULE == "ring"
     dtype: gl.constexpr = q.dtype.element_ty
     tile, head = tile_and_head(
         gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
@@ -169,11 +199,15 @@ def fwd_sm80_kernel(
 
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
     # buffers of their own, not slices of one: the compiler sees that copies into one and reads of another do not meet
-    k0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
-    v0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
+    if RING:
+        k0 = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
+        v0 = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
+    else:
+        k0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
+        v0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
     k1 = k0
     v1 = v0
-    if PAIRS:
+    if PAIRS or SCHEDULE == "turns":
         k1 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
         v1 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
 
@@ -191,8 +225,12 @@ def fwd_sm80_kernel(
     ask(q_smem, q, stride_qm, start_m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
     if Q_IN_REGISTERS:
         async_copy.commit_group()
-    ask(k0, k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
-    if PAIRS:
+    if RING:
+        ask(k0.index(0), k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(v0.index(0), v, stride_vn, last, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+    else:
+        ask(k0, k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
+    if PAIRS or SCHEDULE == "turns":
         ask(v0, v, stride_vn, last, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
     async_copy.commit_group()
     q_tile = q_smem
@@ -208,7 +246,10 @@ def fwd_sm80_kernel(
         s = _scores(q_smem, q_tile, k0, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
 
     acc = gl.zeros([BLOCK_M, BLOCK_DV], gl.float32, layout=MMA)
-    total = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
+    if SUMS == "mma":
+        total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
+    else:
+        total = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
     peak = gl.full([BLOCK_M], LOWEST, gl.float32, layout=ROW)
     to_masked = n_masked
     to_clear = n_clear
@@ -222,30 +263,33 @@ def fwd_sm80_kernel(
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
         offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
     )  # fmt: skip
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
         rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, False,
+        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
         acc, total, peak, s = _over_keys(
             acc, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
             rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
         )  # fmt: skip
     if PAIRS:
         if n_blocks % 2 == 1:  # the one that has no partner
             acc, total, peak, s = _trip(
                 acc, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
                 seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, True,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
             )  # fmt: skip
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
-    row_total = gl.convert_layout(gl.sum(total, 1), ROW)
+    if SUMS == "mma":
+        row_total = gl.max(total, 1)
+    else:
+        row_total = gl.convert_layout(gl.sum(total, 1), ROW)
     out = acc * (1.0 / row_total)[:, None]
     word = (peak + gl.log2(row_total)) * LN2
     if LEFT_BOUNDED or RIGHT_BOUNDED:
