@@ -66,12 +66,17 @@ def parts_layout(columns, warps):
     return gl.BlockedLayout([1, 1, 8], [1, 32 * 8 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
 
 
+@gluon.constexpr_function
+def _move(turn):
+    return "mov.b32 $0, $1;" + " " * turn
+
+
 @gluon.jit
-def in_place(stride):
+def in_place(stride, TURN: gl.constexpr = 0):
     """stride, which the compiler takes for another number every time: what follows from it is computed where it is used, an
     instruction each. Known to be the same in every trip, addresses of all parts would be kept in registers, and spilled."""
     if stride.dtype == gl.int32:
-        stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
+        stride = gl.inline_asm_elementwise(_move(TURN), "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
     return stride
 
 

@@ -30,14 +30,14 @@ STEP = gl.constexpr(space.STEP)
 
 
 @gluon.jit
-def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
+def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr, TURN: gl.constexpr):
     """Where dQ of each row and column of a block goes, whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and
     8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
     kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
     # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
-    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
+    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4, TURN)
     of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
     return (sums + of_row)[:, None] + of_column[None, :]
 
@@ -49,7 +49,7 @@ def _trip(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
     QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    CAUSAL: gl.constexpr, MASK: gl.constexpr, TURN: gl.constexpr,
 ):  # fmt: skip
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -105,7 +105,7 @@ def _trip(
         dq = at_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
     else:
         dq = a_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
-    targets = _places(sums + m.to(gl.int64) * BLOCK_D, BLOCK_M, BLOCK_D, QUERIES)
+    targets = _places(sums + m.to(gl.int64) * BLOCK_D, BLOCK_M, BLOCK_D, QUERIES, TURN)
     if HEAD_DIM != BLOCK_D:
         d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, QUERIES))
         gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
@@ -116,27 +116,49 @@ def _trip(
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+    dk_acc, dv_acc, peak, begin, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
     p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
     QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    CAUSAL: gl.constexpr, TURNS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Queries [first, stop) of a head, in whole rounds of BUFFERS blocks; ``end``: of all of its queries."""
-    for m in range(first, stop, BUFFERS * BLOCK_M):
-        dk_acc, dv_acc, peak = _trip(
-            dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-            p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, MASK,
-        )  # fmt: skip
-        if BUFFERS == 2:
+    """Queries [first, stop) of a head, which begin at ``begin`` and end at ``end``; two buffers change places by block."""
+    STEP_ROWS: gl.constexpr = 2 * BLOCK_M if BUFFERS == 2 and TURNS == "pairs" else BLOCK_M
+    for m in range(first, stop, STEP_ROWS):
+        if BUFFERS == 1:
             dk_acc, dv_acc, peak = _trip(
-                dk_acc, dv_acc, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1,
-                do1, q0, do0, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, MASK,
+                dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0,
+            )  # fmt: skip
+        elif TURNS == "pairs":
+            dk_acc, dv_acc, peak = _trip(
+                dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0,
+            )  # fmt: skip
+            dk_acc, dv_acc, peak = _trip(
+                dk_acc, dv_acc, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1, do1, q0, do0,
+                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0,
+            )  # fmt: skip
+        elif (m - begin) // BLOCK_M % 2 == 0:
+            dk_acc, dv_acc, peak = _trip(
+                dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0,
+            )  # fmt: skip
+        else:
+            dk_acc, dv_acc, peak = _trip(
+                dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1, do1, q0, do0,
+                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
+                HIDE, HIDE_QUERIES, CAUSAL, MASK, 1 if TURNS == "apart" else 0,
             )  # fmt: skip
     return dk_acc, dv_acc, peak
 
@@ -151,7 +173,7 @@ def bwd_fused_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    BUFFERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
     rows_padded, BLOCK_D] float32, as kernels/sm80/bwd_prepare.py leaves them -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV], and
@@ -169,7 +191,7 @@ def bwd_fused_sm80_kernel(
     KEYS: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(KEY_WARPS, WARPS // KEY_WARPS)
     ROW: gl.constexpr = gl.SliceLayout(0 if TRANSPOSED else 1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, SCORES)
-    ROUND: gl.constexpr = BUFFERS * BLOCK_M
+    ROUND: gl.constexpr = 2 * BLOCK_M if BUFFERS == 2 and TURNS == "pairs" else BLOCK_M
     dtype: gl.constexpr = k.dtype.element_ty
     heads_kv = heads_q // group
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
@@ -229,23 +251,23 @@ def bwd_fused_sm80_kernel(
         async_copy.commit_group()
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
+            dk_acc, dv_acc, peak, begin, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
             do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
             BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, True,
+            HIDE_QUERIES, CAUSAL, TURNS, True,
         )  # fmt: skip
         dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
+            dk_acc, dv_acc, peak, begin, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
             do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
             BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, False,
+            HIDE_QUERIES, CAUSAL, TURNS, False,
         )  # fmt: skip
         if LEFT_BOUNDED:
             dk_acc, dv_acc, peak = _over_queries(
-                dk_acc, dv_acc, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
+                dk_acc, dv_acc, peak, begin, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
                 q0, do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
                 BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, True,
+                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, TURNS, True,
             )  # fmt: skip
         q += stride_qh
         do += stride_doh

@@ -70,7 +70,7 @@ def default(spec: Specialization, arch: int) -> Config:
     block_m = max(block_m, 16 * query)
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "BUFFERS": buffers, "SCORE_WARPS": score,
-        "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
+        "KEY_WARPS": key, "QUERY_WARPS": query, "TURNS": "pairs", "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
         "maxnreg": 0,
     }  # fmt: skip
 
@@ -85,6 +85,7 @@ SPACE = SearchSpace(
         # whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers"),
         "BUFFERS": (1, 2),  # of Q and of dO; with one, the next block is asked for once dK is done
+        "TURNS": ("pairs", "merged", "apart"),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),

@@ -1,0 +1,25 @@
+#!/bin/bash
+# first race: forward, then backward; about 50 s each
+cd "$(dirname "$0")/.." && export PYTHONPATH=$PWD TRITON_DISABLE_LINE_INFO=1
+what=${1:-fwd}
+t() { echo "--try"; echo "$1"; }
+if [ $what = fwd ]; then
+python benchmarks/sm80_race.py --pass fwd --configs 0 --rounds 10 --every --out scratch_k80/fwd1.json --headdim ${2:-64,128} \
+ --try '{"LAZY": true}' --try '{"SUMS": "mma"}' \
+ --try '{"BLOCK_N": 32}' --try '{"BLOCK_N": 32, "LAZY": true}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 32}' --try '{"SCHEDULE": "turns", "BLOCK_N": 32, "LAZY": true}' \
+ --try '{"SCHEDULE": "ring", "BLOCK_N": 32}' --try '{"SCHEDULE": "ring", "BLOCK_N": 32, "LAZY": true}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "LAZY": true}' --try '{"SCHEDULE": "ring", "BLOCK_N": 64}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "LAZY": true}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 32, "LAZY": true, "SUMS": "mma"}' \
+ --try '{"BLOCK_N": 128, "LAZY": true}'
+else
+python benchmarks/sm80_race.py --pass bwd --configs 0 --rounds 8 --every --out scratch_k80/bwd1.json --headdim ${2:-64,128} \
+ --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 2, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "TURNS": "apart"}' \
+ --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 2, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "TURNS": "merged"}' \
+ --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 1, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2}' \
+ --try '{"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "registers", "BUFFERS": 2, "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 2, "TURNS": "apart"}' \
+ --try '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "P_THROUGH": "shared", "BUFFERS": 1, "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2}' \
+ --try '{"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "P_THROUGH": "shared", "BUFFERS": 2, "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 1, "TURNS": "apart"}'
+fi
