@@ -4,18 +4,31 @@ cd "$(dirname "$0")/.." && export PYTHONPATH=$PWD TRITON_DISABLE_LINE_INFO=1
 what=${1:-fwd}
 t() { echo "--try"; echo "$1"; }
 if [ $what = fwd ]; then
-python benchmarks/sm80_race.py --pass fwd --configs 0 --rounds 10 --every --out scratch_k80/fwd1.json --headdim ${2:-64,128} \
- --try '{"LAZY": true}' --try '{"SUMS": "mma"}' \
- --try '{"BLOCK_N": 32}' --try '{"BLOCK_N": 32, "LAZY": true}' \
- --try '{"SCHEDULE": "turns", "BLOCK_N": 32}' --try '{"SCHEDULE": "turns", "BLOCK_N": 32, "LAZY": true}' \
- --try '{"SCHEDULE": "ring", "BLOCK_N": 32}' --try '{"SCHEDULE": "ring", "BLOCK_N": 32, "LAZY": true}' \
- --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "LAZY": true}' --try '{"SCHEDULE": "ring", "BLOCK_N": 64}' \
- --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "LAZY": true}' \
- --try '{"SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true}' \
- --try '{"SCHEDULE": "turns", "BLOCK_N": 32, "LAZY": true, "SUMS": "mma"}' \
- --try '{"BLOCK_N": 128, "LAZY": true}'
+python benchmarks/sm80_race.py --pass fwd --configs 0 --rounds 10 --every --out scratch_k80/fwd1-${2:-all}.json --headdim ${2:-64,128} \
+ --try '{"RARE": true}' \
+ --try '{"RARE": true, "BLOCK_N": 32}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 32}' \
+ --try '{"RARE": true, "SCHEDULE": "ring", "BLOCK_N": 32}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 64}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true}' \
+ --try '{"RARE": true, "SCHEDULE": "ring", "BLOCK_N": 64, "Q_IN_REGISTERS": true}' \
+ --try '{"RARE": true, "SCHEDULE": "fa2", "BLOCK_N": 128}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 128}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 32, "Q_IN_REGISTERS": true}' \
+ --try '{"RARE": true, "SCHEDULE": "ring", "BLOCK_N": 64}' \
+ --try '{"LAZY": true}' \
+ --try '{"LAZY": true, "SCHEDULE": "turns", "BLOCK_N": 32}' \
+ --try '{"SCHEDULE": "turns", "BLOCK_N": 32}' \
+ --try '{"BLOCK_N": 32}' \
+ --try '{"RARE": true, "SUMS": "mma", "SCHEDULE": "turns", "BLOCK_N": 32}' \
+ --try '{"RARE": true, "SUMS": "mma", "SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 168}' \
+ --try '{"RARE": true, "SCHEDULE": "turns", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 168}' \
+ --try '{"RARE": true, "BLOCK_N": 32, "num_warps": 8}' \
+ --try '{"RARE": true, "BLOCK_N": 64, "num_warps": 8}' \
+ --try '{"RARE": true, "BLOCK_M": 64, "BLOCK_N": 64}'
 else
-python benchmarks/sm80_race.py --pass bwd --configs 0 --rounds 8 --every --out scratch_k80/bwd1.json --headdim ${2:-64,128} \
+python benchmarks/sm80_race.py --pass bwd --configs 0 --rounds 8 --every --out scratch_k80/bwd1-${2:-all}.json --headdim ${2:-64,128} \
  --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 2, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "TURNS": "apart"}' \
  --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 2, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "TURNS": "merged"}' \
  --try '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "BUFFERS": 1, "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2}' \

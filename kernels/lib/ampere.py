@@ -212,6 +212,87 @@ def shrink_if_any(x, shrink, WARPS: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def _raising(rows):
+    """PTX. Outputs: the references, sums, factors and a flag of ``rows`` rows; inputs: references, sums, greatest new weights."""
+    r = range(rows)
+    peak, total, shrink, flag, _, _, top = ([f"${k * rows + i}" for i in r] for k in range(7))
+    code = ["{ .reg .pred p, q; .reg .f32 limit, other;"]
+    for i in r:
+        code.append(f"add.f32 limit, {peak[i]}, 0f41000000;")  # 8.0
+        code.append(f"setp.gt.f32 p, {top[i]}, limit;" if i == 0 else f"setp.gt.or.f32 p, {top[i]}, limit, p;")
+    code.append("vote.sync.any.pred q, p, 0xffffffff;")
+    code += [f"selp.b32 {f}, 1, 0, q;" for f in flag]
+    code += [f"mov.b32 {s}, 0f3F800000;" for s in shrink]
+    code.append("@!q bra.uni DONE;")
+    for i in r:
+        m = shrink[i]
+        code.append(f"shfl.sync.bfly.b32 {m}, {top[i]}, 1, 31, 0xffffffff;")
+        code.append(f"max.f32 {m}, {m}, {top[i]};")
+        code.append(f"shfl.sync.bfly.b32 other, {m}, 2, 31, 0xffffffff;")
+        code.append(f"max.f32 {m}, {m}, other;")
+        code.append(f"max.f32 {m}, {m}, {peak[i]};")
+        code.append(f"sub.f32 other, {peak[i]}, {m};")
+        code.append(f"mov.b32 {peak[i]}, {m};")
+        code.append(f"ex2.approx.ftz.f32 {shrink[i]}, other;")
+        code.append(f"mul.f32 {total[i]}, {total[i]}, {shrink[i]};")
+    code.append("DONE: }")
+    return "\n".join(code)
+
+
+@gluon.constexpr_function
+def _raising_registers(rows):
+    out = ["=f"] * (3 * rows) + ["=r"] * rows
+    return ",".join(out + [str(i) for i in range(2 * rows)] + ["f"] * rows)
+
+
+@gluon.constexpr_function
+def _times(count):
+    code = [f"{{ .reg .pred p; setp.eq.s32 p, ${3 * count}, 0;", "@p bra.uni DONE;"]
+    code += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "\n".join(code) + " DONE: }"
+
+
+@gluon.constexpr_function
+def _times_registers(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count + ["r"] * count)
+
+
+@gluon.jit
+def lanes(x):
+    """x [R, N] as [R, N / 8, 4, 2]: which of a row's four threads holds it is the third index."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def of_lanes(x):
+    """x [R, 4] for ``lanes``."""
+    return x.expand_dims(1).expand_dims(3)
+
+
+@gluon.jit
+def raise_peak(peak, total, top, WARPS: gl.constexpr):
+    """What is compared with 8 in powers of two ... [R, 4]"""
+    ROWS: gl.constexpr = peak.shape[0] // (8 * WARPS)
+    return gl.inline_asm_elementwise(
+        _raising(ROWS), _raising_registers(ROWS), [peak, total, top],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.int32), is_pure=True, pack=ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def times_if(x, shrink, flag, WARPS: gl.constexpr):
+    COUNT: gl.constexpr = _own(x.shape[0], x.shape[1], WARPS)
+    parts = lanes(x)
+    ROWS: gl.constexpr = x.shape[0] // (8 * WARPS)
+    by = gl.convert_layout(of_lanes(shrink).broadcast_to(parts.shape), parts.type.layout, assert_trivial=True)
+    flags = gl.convert_layout(of_lanes(flag).broadcast_to(parts.shape), parts.type.layout, assert_trivial=True)
+    done = gl.inline_asm_elementwise(
+        _times(COUNT), _times_registers(COUNT), [parts, by, flags], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
+    return gl.convert_layout(done.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
 @gluon.jit
 def sum_parts(x):
     """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""

@@ -13,14 +13,18 @@ from fa2tune.kernels.lib.ampere import (
     a_bt,
     ask,
     hidden_behind,
+    lanes,
     mma_layout,
+    of_lanes,
     operand_a,
     operand_b,
     put,
+    raise_peak,
     shared_layout,
     shrink_if_any,
     sum_parts,
     tile_and_head,
+    times_if,
 )
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
 from fa2tune.spec.variant import Variant
@@ -52,7 +56,7 @@ def _trip(
     offset, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
     What is asked for beyond the first block is that block once more, which is never read."""
@@ -88,21 +92,41 @@ def _trip(
             scores = hidden_behind(scores, columns[None, :], seen[:, None], MINUS_INFINITY)
         else:
             scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
-    new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
-    if LAZY:
-        new_peak = gl.where(new_peak > peak + 8.0, new_peak, peak)
-    shrink = gl.exp2(peak - new_peak)
-    p = gl.exp2(gl.fma(scores, qk_scale, -new_peak[:, None]))
-    if LAZY:
-        acc = shrink_if_any(acc, shrink, WARPS)
+    if RARE:
+        parts = lanes(scores)
+        top = gl.max(gl.max(parts, 3), 1) * qk_scale
+        top = gl.convert_layout(top, peak.type.layout, assert_trivial=True)
+        if SUMS == "mma":
+            new_peak, _unused, shrink, raised = raise_peak(peak, peak, top, WARPS)
+        else:
+            new_peak, total, shrink, raised = raise_peak(peak, total, top, WARPS)
+        p = gl.exp2(gl.fma(parts, qk_scale, gl.convert_layout(-of_lanes(new_peak), parts.type.layout, assert_trivial=True)))
+        if SUMS != "mma":
+            total += gl.convert_layout(gl.sum(gl.sum(p, 3), 1), total.type.layout, assert_trivial=True)
+        acc = times_if(acc, shrink, raised, WARPS)
+        p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
+        p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+        if SUMS == "mma":
+            eight = lanes(total)
+            eight = eight * gl.convert_layout(of_lanes(shrink), eight.type.layout, assert_trivial=True)
+            eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
+            total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), eight)
     else:
-        acc = acc * shrink[:, None]
-    p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
-    if SUMS == "mma":
-        total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), total * shrink[:, None])
-    else:
-        parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
+        new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
+        if LAZY:
+            new_peak = gl.where(new_peak > peak + 8.0, new_peak, peak)
+        shrink = gl.exp2(peak - new_peak)
+        p = gl.exp2(gl.fma(scores, qk_scale, -new_peak[:, None]))
+        if LAZY:
+            acc = shrink_if_any(acc, shrink, WARPS)
+        else:
+            acc = acc * shrink[:, None]
+        p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+        if SUMS == "mma":
+            total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), total * shrink[:, None])
+        else:
+            parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
     acc = mma_v2(p_tile, v_now.load(operand_b(MMA)), acc)
     return acc, total, new_peak, s_next
 
@@ -113,7 +137,7 @@ def _over_keys(
     seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1; with two buffers pairs of blocks, in which they change
     places."""
@@ -123,37 +147,37 @@ def _over_keys(
                 acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0.index(j & 1),
                 k0.index(1 - (j & 1)), v0.index(j & 1), v0.index(1 - (j & 1)), rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
             )  # fmt: skip
         elif SCHEDULE == "turns":
             if j & 1 == 0:
                 acc, total, peak, s = _trip(
                     acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
                     offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
                 )  # fmt: skip
             else:
                 acc, total, peak, s = _trip(
                     acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows,
                     offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
                 )  # fmt: skip
         elif SCHEDULE == "fa2":
             acc, total, peak, s = _trip(
                 acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
             )  # fmt: skip
         else:
             acc, total, peak, s_next = _trip(
                 acc, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
             )  # fmt: skip
             acc, total, peak, s = _trip(
                 acc, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
                 v0, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V,
-                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, MASK,
+                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
             )  # fmt: skip
     return acc, total, peak, s
 
@@ -167,7 +191,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, SUMS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -251,6 +275,9 @@ def fwd_sm80_kernel(
     else:
         total = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
     peak = gl.full([BLOCK_M], LOWEST, gl.float32, layout=ROW)
+    if RARE:
+        like = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
+        peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=like.type.layout)
     to_masked = n_masked
     to_clear = n_clear
     to_end = n_blocks
@@ -263,25 +290,25 @@ def fwd_sm80_kernel(
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
         offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
     )  # fmt: skip
     acc, total, peak, s = _over_keys(
         acc, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
         rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, False,
+        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
         acc, total, peak, s = _over_keys(
             acc, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
             rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
         )  # fmt: skip
     if PAIRS:
         if n_blocks % 2 == 1:  # the one that has no partner
             acc, total, peak, s = _trip(
                 acc, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
                 seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, SUMS, True,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
             )  # fmt: skip
     async_copy.wait_group(0)
 
@@ -290,6 +317,8 @@ def fwd_sm80_kernel(
         row_total = gl.max(total, 1)
     else:
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)
+    if RARE:
+        peak = gl.convert_layout(gl.max(peak, 1), ROW)
     out = acc * (1.0 / row_total)[:, None]
     word = (peak + gl.log2(row_total)) * LN2
     if LEFT_BOUNDED or RIGHT_BOUNDED:
