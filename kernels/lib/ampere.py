@@ -115,15 +115,16 @@ def ask(
 
 @gluon.jit
 def put(
-    base, tile, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
-):
-    """tile [ROWS, COLUMNS] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns below DIM."""
+    base, tile, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    FIRST: gl.constexpr = 0,
+):  # fmt: skip
+    """tile [ROWS, COLUMNS] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns from FIRST to DIM."""
     layout: gl.constexpr = copy_layout(COLUMNS, WARPS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pointers = base + row.to(gl.int64) * stride + (r[:, None] * stride + d[None, :])
     mask = (row + r < rows_end)[:, None]
-    if DIM != COLUMNS:
+    if DIM != FIRST + COLUMNS:
         mask = mask & (d < DIM)[None, :]
     gl.store(pointers, gl.convert_layout(tile.to(base.dtype.element_ty), layout), mask=mask)
 

@@ -27,6 +27,7 @@ from fa2tune.kernels.lib.ampere import (
     times_if,
 )
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
+from fa2tune.spec.problem import head_dim_parts
 from fa2tune.spec.variant import Variant
 
 #: Columns of Q and K that one step of Q K^T takes where Q is read from shared memory.
@@ -52,11 +53,11 @@ def _scores(
 
 @gluon.jit
 def _trip(
-    acc, total, peak, s, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
+    acc, more, total, peak, s, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
     offset, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
     What is asked for beyond the first block is that block once more, which is never read."""
@@ -104,6 +105,8 @@ def _trip(
         if SUMS != "mma":
             total += gl.convert_layout(gl.sum(gl.sum(p, 3), 1), total.type.layout, assert_trivial=True)
         acc = times_if(acc, shrink, raised, WARPS)
+        if OTHER > 0:
+            more = times_if(more, shrink, raised, WARPS)
         p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
         p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
         if SUMS == "mma":
@@ -121,65 +124,71 @@ def _trip(
             acc = shrink_if_any(acc, shrink, WARPS)
         else:
             acc = acc * shrink[:, None]
+            if OTHER > 0:
+                more = more * shrink[:, None]
         p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
         if SUMS == "mma":
             total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), total * shrink[:, None])
         else:
             parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
-    acc = mma_v2(p_tile, v_now.load(operand_b(MMA)), acc)
-    return acc, total, new_peak, s_next
+    if OTHER > 0:
+        acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
+        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+    else:
+        acc = mma_v2(p_tile, v_now.load(operand_b(MMA)), acc)
+    return acc, more, total, new_peak, s_next
 
 
 @gluon.jit
 def _over_keys(
-    acc, total, peak, s, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+    acc, more, total, peak, s, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
     seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1; with two buffers pairs of blocks, in which they change
     places."""
     for j in range(begin, end):
         if SCHEDULE == "ring":
-            acc, total, peak, s = _trip(
-                acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0.index(j & 1),
+            acc, more, total, peak, s = _trip(
+                acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0.index(j & 1),
                 k0.index(1 - (j & 1)), v0.index(j & 1), v0.index(1 - (j & 1)), rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
         elif SCHEDULE == "turns":
             if j & 1 == 0:
-                acc, total, peak, s = _trip(
-                    acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
+                acc, more, total, peak, s = _trip(
+                    acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
                     offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
                 )  # fmt: skip
             else:
-                acc, total, peak, s = _trip(
-                    acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows,
+                acc, more, total, peak, s = _trip(
+                    acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows,
                     offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
                 )  # fmt: skip
         elif SCHEDULE == "fa2":
-            acc, total, peak, s = _trip(
-                acc, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
+            acc, more, total, peak, s = _trip(
+                acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
                 offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
         else:
-            acc, total, peak, s_next = _trip(
-                acc, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
+            acc, more, total, peak, s_next = _trip(
+                acc, more, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
-            acc, total, peak, s = _trip(
-                acc, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
+            acc, more, total, peak, s = _trip(
+                acc, more, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
                 v0, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V,
-                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, MASK,
+                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
-    return acc, total, peak, s
+    return acc, more, total, peak, s
 
 
 @gluon.jit
@@ -191,7 +200,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -269,7 +278,10 @@ def fwd_sm80_kernel(
         async_copy.wait_group(1)
         s = _scores(q_smem, q_tile, k0, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
 
-    acc = gl.zeros([BLOCK_M, BLOCK_DV], gl.float32, layout=MMA)
+    acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
+    more = gl.to_tensor(0)
+    if OTHER > 0:
+        more = gl.zeros([BLOCK_M, OTHER], gl.float32, layout=MMA)
     if SUMS == "mma":
         total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
     else:
@@ -287,28 +299,28 @@ def fwd_sm80_kernel(
         to_clear = to_end
         if LEFT_BOUNDED:
             to_clear = gl.maximum(n_clear // 2, to_masked)
-    acc, total, peak, s = _over_keys(
-        acc, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
+    acc, more, total, peak, s = _over_keys(
+        acc, more, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
         offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
     )  # fmt: skip
-    acc, total, peak, s = _over_keys(
-        acc, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
+    acc, more, total, peak, s = _over_keys(
+        acc, more, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
         rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, False,
+        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
-        acc, total, peak, s = _over_keys(
-            acc, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
+        acc, more, total, peak, s = _over_keys(
+            acc, more, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
             rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
         )  # fmt: skip
     if PAIRS:
         if n_blocks % 2 == 1:  # the one that has no partner
-            acc, total, peak, s = _trip(
-                acc, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+            acc, more, total, peak, s = _trip(
+                acc, more, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
                 seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, True,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
             )  # fmt: skip
     async_copy.wait_group(0)
 
@@ -319,15 +331,25 @@ def fwd_sm80_kernel(
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)
     if RARE:
         peak = gl.convert_layout(gl.max(peak, 1), ROW)
-    out = acc * (1.0 / row_total)[:, None]
+    scale = 1.0 / row_total
+    out = acc * scale[:, None]
+    rest = more
+    if OTHER > 0:
+        rest = more * scale[:, None]
     word = (peak + gl.log2(row_total)) * LN2
     if LEFT_BOUNDED or RIGHT_BOUNDED:
         sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
         out = gl.where(sees_a_key[:, None], out, 0.0)
+        if OTHER > 0:
+            rest = gl.where(sees_a_key[:, None], rest, 0.0)
         word = gl.where(sees_a_key, word, float("-inf"))
     gl.store(lse + (b.to(gl.int64) * heads_q + h) * seqlen_q + rows, word, mask=rows < seqlen_q)
     o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-    put(o, out, stride_om, start_m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS)
+    if OTHER > 0:
+        put(o, out, stride_om, start_m, seqlen_q, BLOCK_M, FIRST, FIRST, WARPS)
+        put(o, rest, stride_om, start_m, seqlen_q, BLOCK_M, HEAD_DIM_V, OTHER, WARPS, FIRST)
+    else:
+        put(o, out, stride_om, start_m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS)
 
 
 VARIANT = Variant(
@@ -343,5 +365,6 @@ VARIANT = Variant(
         "NEGATE": spec.negate,
         "CAUSAL": spec.mask == "causal",
         "WARPS": config["num_warps"],
+        **dict(zip(("FIRST", "OTHER"), head_dim_parts(spec.head_dim_v), strict=True)),
     },
 )
