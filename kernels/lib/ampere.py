@@ -124,7 +124,7 @@ def put(
     d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pointers = base + row.to(gl.int64) * stride + (r[:, None] * stride + d[None, :])
     mask = (row + r < rows_end)[:, None]
-    if DIM != FIRST + COLUMNS:
+    if DIM < FIRST + COLUMNS:
         mask = mask & (d < DIM)[None, :]
     gl.store(pointers, gl.convert_layout(tile.to(base.dtype.element_ty), layout), mask=mask)
 
@@ -141,23 +141,48 @@ def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def at_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
-    """acc [M, N] + a^T b of a [ROWS, M] and b [ROWS, N] in shared memory."""
-    for c in gl.static_range(ROWS // STEP):
-        x = a.slice(c * STEP, STEP, 0).permute([1, 0]).load(operand_a(MMA))
-        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
-        acc = mma_v2(x, y, acc)
-    return acc
+def add_columns(acc, more, x, b, at, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr):
+    """acc [M, FIRST] and more [M, OTHER] + x [M, STEP] times rows [at, at + STEP) of b [R, N] in shared memory, of which the first
+    FIRST and the next OTHER columns count. OTHER 0: ``more`` is left as it is."""
+    rows = b.slice(at, STEP, 0)
+    if OTHER > 0:
+        acc = mma_v2(x, rows.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
+        more = mma_v2(x, rows.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+    else:
+        acc = mma_v2(x, rows.load(operand_b(MMA)), acc)
+    return acc, more
 
 
 @gluon.jit
-def a_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
-    """acc [M, N] + a [M, ROWS] b [ROWS, N], both in shared memory."""
+def at_b(
+    acc, more, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """add_columns of a^T b, of a [ROWS, M] and b [ROWS, N] in shared memory."""
+    for c in gl.static_range(ROWS // STEP):
+        x = a.slice(c * STEP, STEP, 0).permute([1, 0]).load(operand_a(MMA))
+        acc, more = add_columns(acc, more, x, b, c * STEP, STEP, FIRST, OTHER, MMA)
+    return acc, more
+
+
+@gluon.jit
+def a_b(
+    acc, more, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """add_columns of a b, of a [M, ROWS] and b [ROWS, N] in shared memory."""
     for c in gl.static_range(ROWS // STEP):
         x = a.slice(c * STEP, STEP, 1).load(operand_a(MMA))
-        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
-        acc = mma_v2(x, y, acc)
-    return acc
+        acc, more = add_columns(acc, more, x, b, c * STEP, STEP, FIRST, OTHER, MMA)
+    return acc, more
+
+
+@gluon.jit
+def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
+    """Zeros, or a number that is never read where there are no columns."""
+    if COLUMNS > 0:
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=MMA)
+    else:
+        zeros = gl.to_tensor(0)
+    return zeros
 
 
 @gluon.constexpr_function
