@@ -9,6 +9,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)
 #: Bits of float32 numbers, as PTX writes them.
 ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
+#: 8 powers of two, so written.
+MARGIN = gl.constexpr("0f41000000")
 
 
 @gluon.constexpr_function
@@ -66,17 +68,12 @@ def parts_layout(columns, warps):
     return gl.BlockedLayout([1, 1, 8], [1, 32 * 8 // columns, columns // 8], [1, warps, 1], [2, 1, 0])
 
 
-@gluon.constexpr_function
-def _move(turn):
-    return "mov.b32 $0, $1;" + " " * turn
-
-
 @gluon.jit
-def in_place(stride, TURN: gl.constexpr = 0):
+def in_place(stride):
     """stride, which the compiler takes for another number every time: what follows from it is computed where it is used, an
     instruction each. Known to be the same in every trip, addresses of all parts would be kept in registers, and spilled."""
     if stride.dtype == gl.int32:
-        stride = gl.inline_asm_elementwise(_move(TURN), "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
+        stride = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [stride], dtype=gl.int32, is_pure=False, pack=1)
     return stride
 
 
@@ -201,125 +198,80 @@ def hidden_behind(x, columns, last, ELSE: gl.constexpr):
     )
 
 
-@gluon.constexpr_function
-def _shrinking(count):
-    """PTX: multiplies ``count`` numbers by as many others, unless all of these are 1 in the whole warp. The last two row tiles
-    of 16 begin in the middle."""
-    names = [f"${i}" for i in range(3 * count)]
-    out, x, by = names[:count], names[count : 2 * count], names[2 * count :]
-    code = ["{ .reg .pred p, q;"]
-    seen = sorted({0, 2, count // 2, count // 2 + 2})
-    code.append(f"setp.neu.f32 p, {by[0]}, 0f3F800000;")
-    code += [f"setp.neu.or.f32 p, {by[i]}, 0f3F800000, p;" for i in seen[1:]]
-    code.append("vote.sync.any.pred q, p, 0xffffffff;")
-    code.append("@!q bra.uni DONE;")
-    code += [f"mul.f32 {o}, {o}, {b};" for o, b in zip(out, by)]
-    code.append("DONE: }")
-    return "\n".join(code)
-
-
-@gluon.constexpr_function
-def _of(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-@gluon.constexpr_function
-def _own(rows, columns, warps):
-    return rows * columns // (32 * warps)
-
-
-@gluon.jit
-def shrink_if_any(x, shrink, WARPS: gl.constexpr):
-    """x [R, N] * shrink [R], left out where all of a warp's shrink is 1."""
-    COUNT: gl.constexpr = _own(x.shape[0], x.shape[1], WARPS)
-    by = gl.convert_layout(shrink[:, None].broadcast_to(x.shape), x.type.layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        _shrinking(COUNT), _of(COUNT), [x, by], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
-
-
-@gluon.constexpr_function
-def _raising(rows):
-    """PTX. Outputs: the references, sums, factors and a flag of ``rows`` rows; inputs: references, sums, greatest new weights."""
-    r = range(rows)
-    peak, total, shrink, flag, _, _, top = ([f"${k * rows + i}" for i in r] for k in range(7))
-    code = ["{ .reg .pred p, q; .reg .f32 limit, other;"]
-    for i in r:
-        code.append(f"add.f32 limit, {peak[i]}, 0f41000000;")  # 8.0
-        code.append(f"setp.gt.f32 p, {top[i]}, limit;" if i == 0 else f"setp.gt.or.f32 p, {top[i]}, limit, p;")
-    code.append("vote.sync.any.pred q, p, 0xffffffff;")
-    code += [f"selp.b32 {f}, 1, 0, q;" for f in flag]
-    code += [f"mov.b32 {s}, 0f3F800000;" for s in shrink]
-    code.append("@!q bra.uni DONE;")
-    for i in r:
-        m = shrink[i]
-        code.append(f"shfl.sync.bfly.b32 {m}, {top[i]}, 1, 31, 0xffffffff;")
-        code.append(f"max.f32 {m}, {m}, {top[i]};")
-        code.append(f"shfl.sync.bfly.b32 other, {m}, 2, 31, 0xffffffff;")
-        code.append(f"max.f32 {m}, {m}, other;")
-        code.append(f"max.f32 {m}, {m}, {peak[i]};")
-        code.append(f"sub.f32 other, {peak[i]}, {m};")
-        code.append(f"mov.b32 {peak[i]}, {m};")
-        code.append(f"ex2.approx.ftz.f32 {shrink[i]}, other;")
-        code.append(f"mul.f32 {total[i]}, {total[i]}, {shrink[i]};")
-    code.append("DONE: }")
-    return "\n".join(code)
-
-
-@gluon.constexpr_function
-def _raising_registers(rows):
-    out = ["=f"] * (3 * rows) + ["=r"] * rows
-    return ",".join(out + [str(i) for i in range(2 * rows)] + ["f"] * rows)
-
-
-@gluon.constexpr_function
-def _times(count):
-    code = [f"{{ .reg .pred p; setp.eq.s32 p, ${3 * count}, 0;", "@p bra.uni DONE;"]
-    code += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
-    return "\n".join(code) + " DONE: }"
-
-
-@gluon.constexpr_function
-def _times_registers(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count + ["r"] * count)
-
-
 @gluon.jit
 def lanes(x):
-    """x [R, N] as [R, N / 8, 4, 2]: which of a row's four threads holds it is the third index."""
+    """x [R, N], the layout of an accumulator whose rows no two warps share, as [R, N / 8, 4, 2]: the third index says which of
+    a row's four threads holds it."""
     return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
-def of_lanes(x):
-    """x [R, 4] for ``lanes``."""
-    return x.expand_dims(1).expand_dims(3)
+def for_lanes(x, wanted):
+    """x [R, 4], a number of each of a row's four threads, for arithmetic with ``wanted`` as ``lanes`` has it."""
+    spread = x.expand_dims(1).expand_dims(3).broadcast_to(wanted.shape)
+    return gl.convert_layout(spread, wanted.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _raising(rows, margin):
+    """PTX of raise_peak, for the rows of a thread. Outputs: references, factors, flags; inputs: references, greatest weights."""
+    peak, shrink, raised, _, top = ([f"${k * rows + i}" for i in range(rows)] for k in range(5))
+    code = ["{ .reg .pred p, q; .reg .f32 x, y;"]
+    for i in range(rows):
+        code.append(f"add.f32 x, {peak[i]}, {margin};")
+        code.append(f"setp.gt.or.f32 p, {top[i]}, x, p;" if i else f"setp.gt.f32 p, {top[i]}, x;")
+    code.append("vote.sync.any.pred q, p, 0xffffffff;")
+    for i in range(rows):
+        code.append(f"selp.b32 {raised[i]}, 1, 0, q; mov.b32 {shrink[i]}, 0f3F800000;")  # 1.0
+    code.append("@!q bra.uni DONE;")
+    for i in range(rows):
+        code.append(f"max.f32 x, {top[i]}, {peak[i]};")
+        code += [f"shfl.sync.bfly.b32 y, x, {step}, 31, 0xffffffff; max.f32 x, x, y;" for step in (1, 2)]
+        code.append(f"sub.f32 y, {peak[i]}, x; ex2.approx.ftz.f32 {shrink[i]}, y; mov.b32 {peak[i]}, x;")
+    return "\n".join([*code, "DONE: }"])
+
+
+@gluon.constexpr_function
+def _raising_registers(rows):
+    outputs = ["=f"] * (2 * rows) + ["=r"] * rows
+    return ",".join([*outputs, *map(str, range(rows)), *(["f"] * rows)])
+
+
+@gluon.constexpr_function
+def _scaling(count):
+    """PTX of scaled_if, for the numbers of a thread."""
+    code = [f"{{ .reg .pred p; setp.eq.s32 p, ${3 * count}, 0; @p bra.uni DONE;"]
+    code += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "\n".join([*code, "DONE: }"])
+
+
+@gluon.constexpr_function
+def _scaling_registers(count):
+    return ",".join([*(["=f"] * count), *map(str, range(count)), *(["f"] * count), *(["r"] * count)])
 
 
 @gluon.jit
-def raise_peak(peak, total, top, WARPS: gl.constexpr):
-    """What is compared with 8 in powers of two ... [R, 4]"""
+def raise_peak(peak, top, WARPS: gl.constexpr):
+    """The references that a row's exponentials are taken from, in powers of two: peak [R, 4], the same for a row's four threads,
+    and ``top`` [R, 4], the greatest weight that each of them holds. Rounding is relative, so a reference need not be the greatest
+    weight: one within 2^8 of it does as well, in bf16 and fp16. So nothing happens, not even an exchange between threads, unless
+    a weight of the warp's rows passes its reference by more than MARGIN: then all of them become their row's greatest weight.
+
+    -> (references, what sums taken from the ones before are to be multiplied by, and whether they were raised: not 0)."""
     ROWS: gl.constexpr = peak.shape[0] // (8 * WARPS)
     return gl.inline_asm_elementwise(
-        _raising(ROWS), _raising_registers(ROWS), [peak, total, top],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.int32), is_pure=True, pack=ROWS,
+        _raising(ROWS, MARGIN), _raising_registers(ROWS), [peak, top], dtype=(gl.float32, gl.float32, gl.int32), is_pure=True,
+        pack=ROWS,
     )  # fmt: skip
 
 
 @gluon.jit
-def times_if(x, shrink, flag, WARPS: gl.constexpr):
-    COUNT: gl.constexpr = _own(x.shape[0], x.shape[1], WARPS)
+def scaled_if(raised, x, shrink, WARPS: gl.constexpr):
+    """x [R, N] times shrink [R, 4], jumped over unless raised [R, 4] is not 0, which is the same in a warp."""
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // (32 * WARPS)
     parts = lanes(x)
-    ROWS: gl.constexpr = x.shape[0] // (8 * WARPS)
-    by = gl.convert_layout(of_lanes(shrink).broadcast_to(parts.shape), parts.type.layout, assert_trivial=True)
-    flags = gl.convert_layout(of_lanes(flag).broadcast_to(parts.shape), parts.type.layout, assert_trivial=True)
     done = gl.inline_asm_elementwise(
-        _times(COUNT), _times_registers(COUNT), [parts, by, flags], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
+        _scaling(COUNT), _scaling_registers(COUNT), [parts, for_lanes(shrink, parts), for_lanes(raised, parts)],
+        dtype=gl.float32, is_pure=True, pack=COUNT,
+    )  # fmt: skip
     return gl.convert_layout(done.reshape(x.shape), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def sum_parts(x):
-    """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
-    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)

@@ -12,19 +12,18 @@ from fa2tune.kernels.lib.ampere import (
     MINUS_INFINITY,
     a_bt,
     ask,
+    for_lanes,
     hidden_behind,
     lanes,
     mma_layout,
-    of_lanes,
+    none_yet,
     operand_a,
     operand_b,
     put,
     raise_peak,
+    scaled_if,
     shared_layout,
-    shrink_if_any,
-    sum_parts,
     tile_and_head,
-    times_if,
 )
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
 from fa2tune.spec.problem import head_dim_parts
@@ -53,11 +52,11 @@ def _scores(
 
 @gluon.jit
 def _trip(
-    acc, more, total, peak, s, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
+    acc, more, total, peak, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
     offset, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
     What is asked for beyond the first block is that block once more, which is never read."""
@@ -72,20 +71,11 @@ def _trip(
         async_copy.wait_group(0)
         ask(k_now, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
         async_copy.commit_group()
-        s_next = s
-    elif SCHEDULE == "double" or SCHEDULE == "ring" or SCHEDULE == "turns":
+    else:
         ask(k_other, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
         ask(v_other, v, stride_vn, before, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, MASK)
         async_copy.commit_group()
         scores = _scores(q_smem, q_tile, k_now, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
-        s_next = s
-    else:
-        after = gl.maximum(block - 2, first) * BLOCK_N
-        ask(k_now, k, stride_kn, after, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
-        ask(v_other, v, stride_vn, before, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, MASK)
-        async_copy.commit_group()
-        scores = s
-        s_next = _scores(q_smem, q_tile, k_other, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
     if MASK:
         if CAUSAL:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
@@ -93,102 +83,53 @@ def _trip(
             scores = hidden_behind(scores, columns[None, :], seen[:, None], MINUS_INFINITY)
         else:
             scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
-    if RARE:
-        parts = lanes(scores)
-        top = gl.max(gl.max(parts, 3), 1) * qk_scale
-        top = gl.convert_layout(top, peak.type.layout, assert_trivial=True)
-        if SUMS == "mma":
-            new_peak, _unused, shrink, raised = raise_peak(peak, peak, top, WARPS)
-        else:
-            new_peak, total, shrink, raised = raise_peak(peak, total, top, WARPS)
-        p = gl.exp2(gl.fma(parts, qk_scale, gl.convert_layout(-of_lanes(new_peak), parts.type.layout, assert_trivial=True)))
-        if SUMS != "mma":
-            total += gl.convert_layout(gl.sum(gl.sum(p, 3), 1), total.type.layout, assert_trivial=True)
-        acc = times_if(acc, shrink, raised, WARPS)
-        if OTHER > 0:
-            more = times_if(more, shrink, raised, WARPS)
-        p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
-        p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
-        if SUMS == "mma":
-            eight = lanes(total)
-            eight = eight * gl.convert_layout(of_lanes(shrink), eight.type.layout, assert_trivial=True)
-            eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
-            total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), eight)
-    else:
-        new_peak = gl.maximum(peak, gl.max(scores, 1) * qk_scale)
-        if LAZY:
-            new_peak = gl.where(new_peak > peak + 8.0, new_peak, peak)
-        shrink = gl.exp2(peak - new_peak)
-        p = gl.exp2(gl.fma(scores, qk_scale, -new_peak[:, None]))
-        if LAZY:
-            acc = shrink_if_any(acc, shrink, WARPS)
-        else:
-            acc = acc * shrink[:, None]
-            if OTHER > 0:
-                more = more * shrink[:, None]
-        p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
-        if SUMS == "mma":
-            total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), total * shrink[:, None])
-        else:
-            parts = gl.convert_layout(sum_parts(p), total.type.layout, assert_trivial=True)
-            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + parts
+    parts = lanes(scores)
+    top = gl.convert_layout(gl.max(gl.max(parts, 3), 1) * qk_scale, peak.type.layout, assert_trivial=True)
+    peak, shrink, raised = raise_peak(peak, top, WARPS)
+    p = gl.exp2(gl.fma(parts, qk_scale, for_lanes(-peak, parts)))
+    acc = scaled_if(raised, acc, shrink, WARPS)
     if OTHER > 0:
-        acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
-        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+        more = scaled_if(raised, more, shrink, WARPS)
+    p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
+    p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+    if SUMS == "mma":
+        eight = lanes(total)
+        eight = eight * for_lanes(shrink, eight)
+        eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
+        total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), eight)
     else:
-        acc = mma_v2(p_tile, v_now.load(operand_b(MMA)), acc)
-    return acc, more, total, new_peak, s_next
+        parts = lanes(p)
+        total = total * shrink + gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), total.type.layout, assert_trivial=True)
+    acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
+    if OTHER > 0:
+        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+    return acc, more, total, peak
 
 
 @gluon.jit
 def _over_keys(
-    acc, more, total, peak, s, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+    acc, more, total, peak, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
     seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
+    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Key blocks [begin, end), counted back from block ``below`` - 1; with two buffers pairs of blocks, in which they change
-    places."""
+    """Key blocks [begin, end), counted back from block ``below`` - 1. Two buffers change places with every block: by a branch,
+    not by turning the loop out for two blocks, whose instructions ptxas would mix, and then find too few registers."""
     for j in range(begin, end):
-        if SCHEDULE == "ring":
-            acc, more, total, peak, s = _trip(
-                acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0.index(j & 1),
-                k0.index(1 - (j & 1)), v0.index(j & 1), v0.index(1 - (j & 1)), rows,
-                offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
-            )  # fmt: skip
-        elif SCHEDULE == "turns":
-            if j & 1 == 0:
-                acc, more, total, peak, s = _trip(
-                    acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
-                    offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
-                )  # fmt: skip
-            else:
-                acc, more, total, peak, s = _trip(
-                    acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows,
-                    offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                    SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
-                )  # fmt: skip
-        elif SCHEDULE == "fa2":
-            acc, more, total, peak, s = _trip(
-                acc, more, total, peak, s, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k0, v0, v0, rows,
-                offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
+        if SCHEDULE == "fa2" or j % 2 == 0:
+            acc, more, total, peak = _trip(
+                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+                seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
         else:
-            acc, more, total, peak, s_next = _trip(
-                acc, more, total, peak, s, below - 1 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
-                rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
+            acc, more, total, peak = _trip(
+                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows, offset,
+                seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
-            acc, more, total, peak, s = _trip(
-                acc, more, total, peak, s_next, below - 2 - 2 * j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1,
-                v0, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V,
-                WARPS, SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, MASK,
-            )  # fmt: skip
-    return acc, more, total, peak, s
+    return acc, more, total, peak
 
 
 @gluon.jit
@@ -200,7 +141,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, RARE: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -213,8 +154,7 @@ def fwd_sm80_kernel(
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    PAIRS: gl.constexpr = SCHEDULE == "double" or SCHEDULE == "ahead"
-    RING: gl.constexpr = SCHEDULE == "ring"
+    DOUBLE: gl.constexpr = SCHEDULE == "double"
     dtype: gl.constexpr = q.dtype.element_ty
     tile, head = tile_and_head(
         gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
@@ -232,15 +172,11 @@ def fwd_sm80_kernel(
 
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
     # buffers of their own, not slices of one: the compiler sees that copies into one and reads of another do not meet
-    if RING:
-        k0 = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
-        v0 = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
-    else:
-        k0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
-        v0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
+    k0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
+    v0 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
     k1 = k0
     v1 = v0
-    if PAIRS or SCHEDULE == "turns":
+    if DOUBLE:
         k1 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
         v1 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
 
@@ -258,70 +194,39 @@ def fwd_sm80_kernel(
     ask(q_smem, q, stride_qm, start_m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
     if Q_IN_REGISTERS:
         async_copy.commit_group()
-    if RING:
-        ask(k0.index(0), k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(v0.index(0), v, stride_vn, last, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-    else:
-        ask(k0, k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
-    if PAIRS or SCHEDULE == "turns":
+    ask(k0, k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
+    if DOUBLE:
         ask(v0, v, stride_vn, last, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
     async_copy.commit_group()
     q_tile = q_smem
     if Q_IN_REGISTERS:
         async_copy.wait_group(1)
         q_tile = q_smem.load(operand_a(MMA))
-    s = gl.to_tensor(0)
-    if SCHEDULE == "ahead":
-        before = gl.maximum(below - 2, first) * BLOCK_N
-        ask(k1, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
-        async_copy.commit_group()
-        async_copy.wait_group(1)
-        s = _scores(q_smem, q_tile, k0, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
 
     acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
-    more = gl.to_tensor(0)
-    if OTHER > 0:
-        more = gl.zeros([BLOCK_M, OTHER], gl.float32, layout=MMA)
+    more = none_yet(BLOCK_M, OTHER, MMA)
+    by_thread = gl.sum(gl.sum(lanes(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)), 3), 1)
     if SUMS == "mma":
         total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
     else:
-        total = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
-    peak = gl.full([BLOCK_M], LOWEST, gl.float32, layout=ROW)
-    if RARE:
-        like = sum_parts(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA))
-        peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=like.type.layout)
-    to_masked = n_masked
-    to_clear = n_clear
-    to_end = n_blocks
-    if PAIRS:
-        to_end = n_blocks // 2
-        to_masked = gl.minimum((n_masked + 1) // 2, to_end)
-        to_clear = to_end
-        if LEFT_BOUNDED:
-            to_clear = gl.maximum(n_clear // 2, to_masked)
-    acc, more, total, peak, s = _over_keys(
-        acc, more, total, peak, s, 0, to_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
-        offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
+        total = by_thread
+    peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=by_thread.type.layout)
+    acc, more, total, peak = _over_keys(
+        acc, more, total, peak, 0, n_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+        seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
     )  # fmt: skip
-    acc, more, total, peak, s = _over_keys(
-        acc, more, total, peak, s, to_masked, to_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
-        rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-        SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, False,
+    acc, more, total, peak = _over_keys(
+        acc, more, total, peak, n_masked, n_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+        seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
-        acc, more, total, peak, s = _over_keys(
-            acc, more, total, peak, s, to_clear, to_end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
-            rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
+        acc, more, total, peak = _over_keys(
+            acc, more, total, peak, n_clear, n_blocks, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
+            seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+            Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
         )  # fmt: skip
-    if PAIRS:
-        if n_blocks % 2 == 1:  # the one that has no partner
-            acc, more, total, peak, s = _trip(
-                acc, more, total, peak, s, first, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-                seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, LAZY, RARE, SUMS, FIRST, OTHER, True,
-            )  # fmt: skip
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
@@ -329,14 +234,12 @@ def fwd_sm80_kernel(
         row_total = gl.max(total, 1)
     else:
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)
-    if RARE:
-        peak = gl.convert_layout(gl.max(peak, 1), ROW)
     scale = 1.0 / row_total
     out = acc * scale[:, None]
     rest = more
     if OTHER > 0:
         rest = more * scale[:, None]
-    word = (peak + gl.log2(row_total)) * LN2
+    word = (gl.convert_layout(gl.max(peak, 1), ROW) + gl.log2(row_total)) * LN2
     if LEFT_BOUNDED or RIGHT_BOUNDED:
         sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
         out = gl.where(sees_a_key[:, None], out, 0.0)

@@ -49,7 +49,7 @@ def default(spec: Specialization, arch: int) -> Config:
     small = shared_limit(arch) < 160 * 1024
     block_m, block_n, warps = (BEST_SMALL if small else BEST)[widest]
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": "fa2", "Q_IN_REGISTERS": False, "LAZY": False, "RARE": False, "SUMS": "add", "HEADS_PER_WAVE": 16,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": "fa2", "Q_IN_REGISTERS": False, "SUMS": "mma", "HEADS_PER_WAVE": 16,
         "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
     }  # fmt: skip
 
@@ -61,10 +61,8 @@ SPACE = SearchSpace(
         "BLOCK_M": (64, 128),
         "BLOCK_N": (32, 64, 128),
         # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block overlapped with the softmax before it
-        "SCHEDULE": ("fa2", "double", "ahead", "ring", "turns"),
+        "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
-        "LAZY": (False, True),
-        "RARE": (False, True),
         "SUMS": ("add", "mma"),
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
