@@ -34,8 +34,7 @@ STEP = gl.constexpr(space.STEP)
 
 @gluon.jit
 def _places(
-    sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr,
-    TURN: gl.constexpr,
+    sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows and
     8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
@@ -43,7 +42,7 @@ def _places(
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
-    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4, TURN)
+    of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
     of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
     return (sums + of_row)[:, None] + of_column[None, :]
 
@@ -51,10 +50,10 @@ def _places(
 @gluon.jit
 def _add(
     sums, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-    layout: gl.constexpr, TURN: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """Adds dq [BLOCK_M, COLUMNS] to the sums, columns below HEAD_DIM."""
-    targets = _places(sums, BLOCK_M, BLOCK_D, FIRST, COLUMNS, layout, TURN)
+    targets = _places(sums, BLOCK_M, BLOCK_D, FIRST, COLUMNS, layout)
     if HEAD_DIM < FIRST + COLUMNS:
         d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
         gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
@@ -64,13 +63,13 @@ def _add(
 
 @gluon.jit
 def _trip(
-    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_now, do_now,
-    q_other, do_other, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem, do_smem,
+    p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr, TURN: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr,
-    DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
+    CAUSAL: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -83,28 +82,24 @@ def _trip(
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
-    if BUFFERS == 2:
-        ask(q_other, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_other, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-        async_copy.commit_group()
     delta = gl.load(gl.multiple_of(deltas + rows, [8]))  # whole blocks of padded rows
     if TRANSPOSED:
-        s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_now, HEAD_DIM, STEP, SCORES)
+        s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_smem, HEAD_DIM, STEP, SCORES)
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             if CAUSAL:
                 p = hidden_behind(p, columns[:, None], gl.minimum(rows + offset, seqlen_k - 1)[None, :], ZERO)
             else:
                 p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
-        dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_now, HEAD_DIM_V, STEP, SCORES)
+        dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES)
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(KEYS))
-        dv_acc, dv_more = add_columns(dv_acc, dv_more, p_tile, do_now, 0, BLOCK_M, DV_FIRST, DV_OTHER, KEYS)
+        dv_acc, dv_more = add_columns(dv_acc, dv_more, p_tile, do_smem, 0, BLOCK_M, DV_FIRST, DV_OTHER, KEYS)
         ds_tile = gl.convert_layout(ds, operand_a(KEYS))
-        dk_acc, dk_more = add_columns(dk_acc, dk_more, ds_tile, q_now, 0, BLOCK_M, DK_FIRST, DK_OTHER, KEYS)
+        dk_acc, dk_more = add_columns(dk_acc, dk_more, ds_tile, q_smem, 0, BLOCK_M, DK_FIRST, DK_OTHER, KEYS)
     else:
-        s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_now, k_smem, HEAD_DIM, STEP, SCORES)
+        s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_smem, k_smem, HEAD_DIM, STEP, SCORES)
         weight = gl.fma(s, qk_scale, peak[:, None])
         if MASK:
             if CAUSAL:
@@ -114,15 +109,14 @@ def _trip(
                 weight = HIDE(weight, rows, start_n, offset, seqlen_k, window, SCORES)
         p = gl.exp2(weight)
         p_smem.store(p.to(dtype))
-        dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_now, v_smem, HEAD_DIM_V, STEP, SCORES)
+        dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES)
         ds_smem.store((p * (dp - delta[:, None])).to(dtype))
-        dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_now, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
-        dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_now, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
+        dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
+        dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
     peak = gl.load(gl.multiple_of(peaks + (after + r), [8]))
-    if BUFFERS == 1:
-        ask(q_now, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_now, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-        async_copy.commit_group()
+    ask(q_smem, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+    ask(do_smem, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+    async_copy.commit_group()
     dq = none_yet(BLOCK_M, DQ_FIRST, QUERIES)
     dq_more = none_yet(BLOCK_M, DQ_OTHER, QUERIES)
     if TRANSPOSED:
@@ -130,59 +124,30 @@ def _trip(
     else:
         dq, dq_more = a_b(dq, dq_more, ds_smem, k_smem, BLOCK_N, STEP, DQ_FIRST, DQ_OTHER, QUERIES)
     block_sums = sums + m.to(gl.int64) * BLOCK_D
-    _add(block_sums, dq, BLOCK_M, BLOCK_D, HEAD_DIM, 0, DQ_FIRST, QUERIES, TURN)
+    _add(block_sums, dq, BLOCK_M, BLOCK_D, HEAD_DIM, 0, DQ_FIRST, QUERIES)
     if DQ_OTHER > 0:
-        _add(block_sums, dq_more, BLOCK_M, BLOCK_D, HEAD_DIM, DQ_FIRST, DQ_OTHER, QUERIES, TURN)
+        _add(block_sums, dq_more, BLOCK_M, BLOCK_D, HEAD_DIM, DQ_FIRST, DQ_OTHER, QUERIES)
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dk_more, dv_acc, dv_more, peak, begin, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
+    dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem, do_smem,
     p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
+    CAUSAL: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Queries [first, stop) of a head, which begin at ``begin`` and end at ``end``; two buffers change places by block."""
-    STEP_ROWS: gl.constexpr = 2 * BLOCK_M if BUFFERS == 2 and TURNS == "pairs" else BLOCK_M
-    for m in range(first, stop, STEP_ROWS):
-        if BUFFERS == 1:
-            dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-                dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER,
-            )  # fmt: skip
-        elif TURNS == "pairs":
-            dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-                dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER,
-            )  # fmt: skip
-            dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-                dk_acc, dk_more, dv_acc, dv_more, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1, do1, q0, do0,
-                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER,
-            )  # fmt: skip
-        elif (m - begin) // BLOCK_M % 2 == 0:
-            dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-                dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                HIDE, HIDE_QUERIES, CAUSAL, MASK, 0, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER,
-            )  # fmt: skip
-        else:
-            dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-                dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1, do1, q0, do0,
-                p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-                BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS,
-                HIDE, HIDE_QUERIES, CAUSAL, MASK, 1 if TURNS == "apart" else 0, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER,
-            )  # fmt: skip
+    """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
+    for m in range(first, stop, BLOCK_M):
+        dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
+            dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
+            q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
+            HIDE_QUERIES, CAUSAL, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, MASK,
+        )  # fmt: skip
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
@@ -196,7 +161,7 @@ def bwd_fused_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr,
-    BUFFERS: gl.constexpr, TURNS: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
@@ -207,15 +172,13 @@ def bwd_fused_sm80_kernel(
     bf16 or fp16; bases and strides are multiples of 16 bytes.
     P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "registers":
     scores [keys, queries]; P and dS are operands where they are, and dS goes through shared memory for dQ alone.
-    BUFFERS 2: Q and dO of the next block are asked for when a block begins; 1: when its dK is done, so that they come during
-    dQ and its sums.
+    Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
     SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)
     KEYS: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(KEY_WARPS, WARPS // KEY_WARPS)
     ROW: gl.constexpr = gl.SliceLayout(0 if TRANSPOSED else 1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, SCORES)
-    ROUND: gl.constexpr = 2 * BLOCK_M if BUFFERS == 2 and TURNS == "pairs" else BLOCK_M
     dtype: gl.constexpr = k.dtype.element_ty
     heads_kv = heads_q // group
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
@@ -234,14 +197,8 @@ def bwd_fused_sm80_kernel(
     deltas += first_row
     sums += first_row * BLOCK_D
 
-    # buffers of their own, not slices of one: the compiler sees that copies into one and reads of another do not meet
-    q0 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
-    do0 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
-    q1 = q0
-    do1 = do0
-    if BUFFERS == 2:
-        q1 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
-        do1 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
+    do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
     k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
     v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
     if TRANSPOSED:
@@ -251,17 +208,17 @@ def bwd_fused_sm80_kernel(
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
         p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
 
-    # queries in whole rounds: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
+    # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
     window = (window_left, window_right)
-    rounds = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, ROUND)
-    begin = gl.to_tensor(rounds[0]) * ROUND
-    end = rounds[3] * ROUND
+    blocks = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, BLOCK_M)
+    begin = gl.to_tensor(blocks[0]) * BLOCK_M
+    end = blocks[3] * BLOCK_M
     full = gl.where(
-        start_n + BLOCK_N > seqlen_k, end, rounds[1] * ROUND
+        start_n + BLOCK_N > seqlen_k, end, blocks[1] * BLOCK_M
     )  # the last, ragged tile: everything under the mask
     full_end = end
     if LEFT_BOUNDED:
-        full_end = gl.maximum(rounds[2] * ROUND, full)
+        full_end = gl.maximum(blocks[2] * BLOCK_M, full)
 
     ask(k_smem, k, stride_kn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
     ask(v_smem, v, stride_vn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
@@ -272,28 +229,28 @@ def bwd_fused_sm80_kernel(
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(group):  # every query head that reads this key head
         async_copy.wait_group(0)  # the copies of the head before, which are not read
-        ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        ask(q_smem, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(do_smem, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-            dk_acc, dk_more, dv_acc, dv_more, peak, begin, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
-            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, TURNS, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
+            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
+            do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
+            HIDE_QUERIES, CAUSAL, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
         )  # fmt: skip
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
-            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, TURNS, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
+            dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
+            do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
+            HIDE_QUERIES, CAUSAL, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
         )  # fmt: skip
         if LEFT_BOUNDED:
             dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-                dk_acc, dk_more, dv_acc, dv_more, peak, begin, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
-                q0, do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
+                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
+                q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
                 BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, TURNS, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
+                HIDE, HIDE_QUERIES, CAUSAL, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
             )  # fmt: skip
         q += stride_qh
         do += stride_doh
