@@ -67,7 +67,7 @@ def default(spec: Specialization, arch: int) -> Config:
         query *= 2
     block_m = max(block_m, 16 * query)
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "SCORE_WARPS": score,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "EARLY": False, "SCORE_WARPS": score,
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
         "maxnreg": 0,
     }  # fmt: skip
@@ -82,6 +82,7 @@ SPACE = SearchSpace(
         # scores [queries, keys], and P and dS to the products of dK and dV through shared memory; or scores [keys, queries],
         # whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers"),
+        "EARLY": (False, True),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
