@@ -11,7 +11,7 @@ from fa2tune.search_spaces.lib.ampere import (
     shared_limit,
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
@@ -41,9 +41,9 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
 
 def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: dK, dV, and scores and dP or dQ, whichever are more."""
-    d, dv = block_dims(spec)
+    d, dv = sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    return int((n * (d + dv) + max(2 * m * n, m * d)) // (config["num_warps"] * THREADS))
+    return int((n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d)) // (config["num_warps"] * THREADS))
 
 
 def _warps_fit(config: Config, spec: Specialization) -> bool:
@@ -51,7 +51,7 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
     d, dv = block_dims(spec)
     warps, m, n = config["num_warps"], config["BLOCK_M"], config["BLOCK_N"]
     shapes = [(config["KEY_WARPS"], n, min(d, dv)), (config["QUERY_WARPS"], m, d)]
-    if config["P_THROUGH"] == "shared":
+    if config["P_THROUGH"] != "registers":
         shapes.append((config["SCORE_WARPS"], m, n))
     return all(down <= warps and 16 * down <= rows and 8 * (warps // down) <= columns for down, rows, columns in shapes)
 
@@ -81,7 +81,7 @@ SPACE = SearchSpace(
         "BLOCK_N": (64, 128),
         # scores [queries, keys], and P and dS to the products of dK and dV through shared memory; or scores [keys, queries],
         # whose P and dS are operands in registers
-        "P_THROUGH": ("shared", "registers"),
+        "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
@@ -104,7 +104,7 @@ SPACE = SearchSpace(
             "p_in_registers_has_one_split",
             "P and dS are operands of the warp that computed them, so its rows of scores are its rows of dK and dV",
             lambda config, spec, arch: (
-                config["P_THROUGH"] == "shared"
+                config["P_THROUGH"] != "registers"
                 or (config["SCORE_WARPS"] == 1 and config["KEY_WARPS"] == config["num_warps"])
             ),
         ),

@@ -11,7 +11,7 @@ from fa2tune.search_spaces.lib.ampere import (
     shared_limit,
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
-from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.problem import Config, Specialization, head_dim_parts
 from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
@@ -36,10 +36,9 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
-    """Of a thread through the loop: output, scores (of two blocks, if ahead), and Q where it stays."""
-    d, dv = block_dims(spec)
-    scores = config["BLOCK_N"] * (2 if config["SCHEDULE"] == "ahead" else 1)
-    held = config["BLOCK_M"] * (dv + scores + (d // 2 if config["Q_IN_REGISTERS"] else 0))
+    """Of a thread through the loop: output, scores, and Q where it stays."""
+    q = block_dims(spec)[0] // 2 if config["Q_IN_REGISTERS"] else 0  # two to a register
+    held = config["BLOCK_M"] * (sum(head_dim_parts(spec.head_dim_v)) + config["BLOCK_N"] + q)
     return int(held // (config["num_warps"] * THREADS))
 
 
