@@ -3,8 +3,9 @@
     python benchmarks/sm80_race.py --headdim 64,128 --configs 6 --out race.json
 
 The sm_80 PTX that Triton makes is assembled by ptxas for this GPU: the same instructions, barriers and traffic as on an A100.
-What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks where Hopper takes some 6.2,
-and other GPUs have 99 KiB of shared memory a block (--gpu a10 keeps to such a limit, and to no other property of that GPU).
+--gpu says whose limits and defaults count, and how many blocks a multiprocessor's shared memory holds: here blocks ask for more
+than they need. What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks where Hopper
+takes some 6.2, and so on for the others.
 Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config, those of --try and so many
 legal ones drawn at random, each checked by the error rule and compared with SDPA's result, then timed in turns. Figures: SDPA's
 time divided by this one, median over rounds.
@@ -23,7 +24,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from sm80_on_hopper import ARCH, assembled
 from fa2tune import gpus
 from fa2tune.cli._options import comma_separated
 from fa2tune.compiling import compiler, registry
+from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
 from fa2tune.measuring import verify
@@ -47,6 +49,7 @@ from fa2tune.tuning.search.candidates import legal
 KERNELS = {"fwd": "sm80/fwd", "bwd": "sm80/bwd_fused"}
 #: Largest difference from SDPA's result, as a share of its largest magnitude: both round P and dS to bf16.
 TOLERANCE = 0.03
+RESERVED = 1024  #: bytes of shared memory a block, beside its own
 #: Variant's name, specialization, what a binary depends on.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
 
@@ -78,14 +81,22 @@ def _image(asked: Asked) -> Image | str:
         return str(error)
 
 
-def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
-    """What compiles of them, on so many cores; the rest is named."""
+def crowded(image: Image, gpu: Gpu, here: Gpu) -> Image:
+    """Asks for so much shared memory that a multiprocessor of ``here`` holds as many blocks as one of ``gpu`` does, or more
+    where even the most that a block may have leaves room for them."""
+    blocks = gpu.shared_per_sm // (image.shared + RESERVED)
+    room = min(here.shared_per_sm // max(1, blocks) - RESERVED, here.shared_per_block)
+    return replace(image, shared=max(image.shared, room))
+
+
+def images(wanted: Sequence[Asked], cores: int, gpu: Gpu, here: Gpu) -> dict[Asked, Image]:
+    """What compiles of them, on so many cores, ``crowded``; the rest is named."""
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         found = dict(zip(wanted, pool.map(_image, wanted), strict=True))
     for asked, image in found.items():
         if isinstance(image, str):
             click.echo(f"left out: {asked[0]} {dict(asked[2])}: {image}", err=True)
-    return {asked: image for asked, image in found.items() if isinstance(image, Image)}
+    return {asked: crowded(image, gpu, here) for asked, image in found.items() if isinstance(image, Image)}
 
 
 def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
@@ -300,7 +311,8 @@ def main(
         raise click.ClickException("needs a GPU of compute capability 9.0")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
-        launch.load = loader(images(list(dict.fromkeys(asked for cell in found for asked in _binaries(cell))), cores))  # type: ignore[assignment]
+        wanted_images = list(dict.fromkeys(asked for cell in found for asked in _binaries(cell)))
+        launch.load = loader(images(wanted_images, cores, gpus.named(gpu), here))  # type: ignore[assignment]
         results = []
         for cell in found:
             results.append(race(cell, rounds))
