@@ -16,7 +16,7 @@ case "$1 $2" in
  '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 128, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
- '{"SCHEDULE": "double", "BLOCK_N": 128, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}');;
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 256, "num_warps": 8}');;
 "fwd 128") C=( '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
@@ -29,7 +29,7 @@ case "$1 $2" in
  '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
- '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}');;
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 256, "num_warps": 8}');;
 "fwd 96") C=( '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
  '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'

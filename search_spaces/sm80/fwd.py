@@ -57,7 +57,7 @@ SPACE = SearchSpace(
     name="fwd_sm80",
     dimensions={
         "IMPLEMENTATION": (NAME,),
-        "BLOCK_M": (64, 128),
+        "BLOCK_M": (64, 128, 256),
         "BLOCK_N": (32, 64, 128),
         # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block overlapped with the softmax before it
         "SCHEDULE": ("fa2", "double"),
