@@ -3,9 +3,9 @@
     python benchmarks/sm80_race.py --headdim 64,128 --configs 6 --out race.json
 
 The sm_80 PTX that Triton makes is assembled by ptxas for this GPU: the same instructions, barriers and traffic as on an A100.
---gpu says whose limits and defaults count, and how many blocks a multiprocessor's shared memory holds: here blocks ask for more
-than they need. What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks where Hopper
-takes some 6.2, and so on for the others.
+--gpu says whose limits and defaults count; with --crowd, blocks ask for so much shared memory that no more of them share a
+multiprocessor than there. What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks
+where Hopper takes some 6.2, and so on for the others.
 Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config, those of --try and so many
 legal ones drawn at random, each checked by the error rule and compared with SDPA's result, then timed in turns. Figures: SDPA's
 time divided by this one, median over rounds.
@@ -83,20 +83,20 @@ def _image(asked: Asked) -> Image | str:
 
 def crowded(image: Image, gpu: Gpu, here: Gpu) -> Image:
     """Asks for so much shared memory that a multiprocessor of ``here`` holds as many blocks as one of ``gpu`` does, or more
-    where even the most that a block may have leaves room for them."""
+    where even the most that a block may have leaves room for them. That leaves less of it as L1, too: 28 KiB here."""
     blocks = gpu.shared_per_sm // (image.shared + RESERVED)
     room = min(here.shared_per_sm // max(1, blocks) - RESERVED, here.shared_per_block)
     return replace(image, shared=max(image.shared, room))
 
 
-def images(wanted: Sequence[Asked], cores: int, gpu: Gpu, here: Gpu) -> dict[Asked, Image]:
-    """What compiles of them, on so many cores, ``crowded``; the rest is named."""
+def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
+    """What compiles of them, on so many cores; the rest is named."""
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         found = dict(zip(wanted, pool.map(_image, wanted), strict=True))
     for asked, image in found.items():
         if isinstance(image, str):
             click.echo(f"left out: {asked[0]} {dict(asked[2])}: {image}", err=True)
-    return {asked: crowded(image, gpu, here) for asked, image in found.items() if isinstance(image, Image)}
+    return {asked: image for asked, image in found.items() if isinstance(image, Image)}
 
 
 def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
@@ -119,10 +119,10 @@ def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
 
 def cells(
     wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
-    tried: Sequence[Config] = (),
+    tried: Sequence[tuple[int, Config]] = (),
 ) -> Iterator[Cell]:  # fmt: skip
-    """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried``, and ``count``
-    other legal configs, the same at every length."""
+    """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
+    dim, or 0: for all), and ``count`` other legal configs, the same at every length."""
     card = gpus.named(gpu)
     for pass_ in wanted:
         variant = registry.variant_named(KERNELS[pass_])
@@ -130,7 +130,8 @@ def cells(
             for mask in masks:
                 spec = Specialization("bf16", dim, dim, mask)
                 default = dict(variant.space.default(spec, card.arch))
-                named = [{**default, **change} for change in tried if change.keys() <= default.keys()]
+                changes = [change for only, change in tried if only in (0, dim) and change.keys() <= default.keys()]
+                named = [{**default, **change} for change in changes]
                 named = [config for config in named if variant.space.broken(config, spec, card.arch) is None]
                 others = (
                     [config for config in legal(variant, spec, card).configs if config not in (default, *named)]
@@ -283,6 +284,12 @@ def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{pass_}: at least {min(found):.3f} x, geometric mean {mean:.3f} x over {len(found)} cells"
 
 
+def parsed(change: str) -> tuple[int, Config]:
+    """Of --try: the head dim, or 0, and what is changed."""
+    only, colon, rest = change.partition(":")
+    return (int(only), json.loads(rest)) if colon and only.isdigit() else (0, json.loads(change))
+
+
 @click.command(help=__doc__)
 @click.option("--pass", "wanted", callback=comma_separated(str), default="fwd,bwd", show_default=True)
 @click.option("--headdim", callback=comma_separated(int), default="64,128", show_default=True)
@@ -291,28 +298,37 @@ def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @click.option(
     "--configs", default=4, show_default=True, help="In addition to the default, per pass, head dim and mask."
 )
-@click.option("--try", "tried", multiple=True, help="JSON: what else than the default's a config to race has.")
+@click.option(
+    "--try",
+    "tried",
+    multiple=True,
+    help="JSON: what else than the default's a config to race has; 64:JSON for one head dim.",
+)
 @click.option("--every", "all_of_them", is_flag=True, help="Print every config, not only the best.")
 @click.option("--gpu", default="a100", show_default=True, help="Whose limits and defaults count.")
+@click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as its shared memory holds.")
 @click.option("--rounds", default=10, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
     wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
-    all_of_them: bool, gpu: str, rounds: int, seed: int, cores: int, out: Path | None,
+    all_of_them: bool, gpu: str, crowd: bool, rounds: int, seed: int, cores: int, out: Path | None,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
-    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [json.loads(one) for one in tried]))
+    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried]))
     here = gpus.present()
     if here is None or here.arch != 90:
         raise click.ClickException("needs a GPU of compute capability 9.0")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         wanted_images = list(dict.fromkeys(asked for cell in found for asked in _binaries(cell)))
-        launch.load = loader(images(wanted_images, cores, gpus.named(gpu), here))  # type: ignore[assignment]
+        known = images(wanted_images, cores)
+        if crowd:
+            known = {asked: crowded(image, gpus.named(gpu), here) for asked, image in known.items()}
+        launch.load = loader(known)  # type: ignore[assignment]
         results = []
         for cell in found:
             results.append(race(cell, rounds))

@@ -92,6 +92,9 @@ def _trip(
         more = scaled_if(raised, more, shrink, WARPS)
     p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
     p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+    acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
+    if OTHER > 0:
+        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
     if SUMS == "mma":
         eight = lanes(total)
         eight = eight * for_lanes(shrink, eight)
@@ -100,9 +103,6 @@ def _trip(
     else:
         parts = lanes(p)
         total = total * shrink + gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), total.type.layout, assert_trivial=True)
-    acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
-    if OTHER > 0:
-        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
     return acc, more, total, peak
 
 
