@@ -139,8 +139,8 @@ def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def add_columns(acc, more, x, b, at, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr):
-    """acc [M, FIRST] and more [M, OTHER] + x [M, STEP] times rows [at, at + STEP) of b [R, N] in shared memory, of which the first
-    FIRST and the next OTHER columns count. OTHER 0: ``more`` is left as it is."""
+    """acc [M, FIRST] and more [M, OTHER] + x [M, STEP] times rows [at, at + STEP) of b [R, N] in shared memory: its first FIRST
+    columns, and the next OTHER. With OTHER 0 ``more`` is left as it is."""
     rows = b.slice(at, STEP, 0)
     if OTHER > 0:
         acc = mma_v2(x, rows.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
@@ -175,7 +175,7 @@ def a_b(
 @gluon.jit
 def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
     """Zeros, or a number that is never read where there are no columns."""
-    if COLUMNS > 0:
+    if COLUMNS > 0:  # noqa: SIM108
         zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=MMA)
     else:
         zeros = gl.to_tensor(0)
@@ -214,7 +214,7 @@ def for_lanes(x, wanted):
 
 @gluon.constexpr_function
 def _raising(rows, margin):
-    """PTX of raise_peak, for the rows of a thread. Outputs: references, factors, flags; inputs: references, greatest weights."""
+    """PTX of raise_peak, for the rows of a thread. Outputs: references, factors, flags; inputs: references, weights."""
     peak, shrink, raised, _, top = ([f"${k * rows + i}" for i in range(rows)] for k in range(5))
     code = ["{ .reg .pred p, q; .reg .f32 x, y;"]
     for i in range(rows):
@@ -252,10 +252,10 @@ def _scaling_registers(count):
 
 @gluon.jit
 def raise_peak(peak, top, WARPS: gl.constexpr):
-    """The references that a row's exponentials are taken from, in powers of two: peak [R, 4], the same for a row's four threads,
-    and ``top`` [R, 4], the greatest weight that each of them holds. Rounding is relative, so a reference need not be the greatest
-    weight: one within 2^8 of it does as well, in bf16 and fp16. So nothing happens, not even an exchange between threads, unless
-    a weight of the warp's rows passes its reference by more than MARGIN: then all of them become their row's greatest weight.
+    """The references of the exponentials, in powers of two: peak [R, 4], the same for a row's four threads, and ``top`` [R, 4],
+    the greatest weight that each of these holds. Rounding is relative, so a reference need not be the row's greatest weight, as
+    long as that is no more than MARGIN above it. Where it is not, in any row of the warp, all of the warp's rows take their
+    greatest weight so far. Elsewhere nothing is done, nor passed from thread to thread.
 
     -> (references, what sums taken from the ones before are to be multiplied by, and whether they were raised: not 0)."""
     ROWS: gl.constexpr = peak.shape[0] // (8 * WARPS)

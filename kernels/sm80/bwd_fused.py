@@ -36,8 +36,8 @@ STEP = gl.constexpr(space.STEP)
 def _places(
     sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows and
-    8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
+    """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows
+    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
     kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
@@ -63,13 +63,13 @@ def _add(
 
 @gluon.jit
 def _trip(
-    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem, do_smem,
-    p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
-    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
+    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
+    do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr,
+    DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -145,12 +145,12 @@ def _trip(
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem, do_smem,
-    p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+    dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem,
+    v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
+    EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
@@ -250,23 +250,24 @@ def bwd_fused_sm80_kernel(
         async_copy.commit_group()
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
-            do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
-            HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
+            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+            k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
         )  # fmt: skip
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-            dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
-            do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
-            HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
+            dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+            k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
         )  # fmt: skip
         if LEFT_BOUNDED:
             dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
-                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
-                q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
+                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+                k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window,
+                qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS,
+                QUERY_WARPS, TRANSPOSED, HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER,
+                DQ_FIRST, DQ_OTHER, True,
             )  # fmt: skip
         q += stride_qh
         do += stride_doh

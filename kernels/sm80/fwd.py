@@ -53,13 +53,13 @@ def _scores(
 @gluon.jit
 def _trip(
     acc, more, total, peak, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
-    offset, seqlen_k, window, qk_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
+    offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
+    FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is; "ahead": s holds this block's scores.
-    What is asked for beyond the first block is that block once more, which is never read."""
+    """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is. What is asked for beyond the first block
+    is that block once more, which is never read."""
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     before = gl.maximum(block - 1, first) * BLOCK_N
     async_copy.wait_group(0)
@@ -108,26 +108,26 @@ def _trip(
 
 @gluon.jit
 def _over_keys(
-    acc, more, total, peak, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-    seqlen_k, window, qk_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
+    acc, more, total, peak, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
+    offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
+    FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1. Two buffers change places with every block: by a branch,
     not by turning the loop out for two blocks, whose instructions ptxas would mix, and then find too few registers."""
     for j in range(begin, end):
         if SCHEDULE == "fa2" or j % 2 == 0:
             acc, more, total, peak = _trip(
-                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-                seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
+                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
+                rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
         else:
             acc, more, total, peak = _trip(
-                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0, rows, offset,
-                seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-                Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
+                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0,
+                rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
     return acc, more, total, peak
 
@@ -148,8 +148,8 @@ def fwd_sm80_kernel(
     bf16 or fp16; bases and strides are multiples of 16 bytes. qk_scale is |softmax_scale| * log2(e), and not 0. Sk >= 1. Rows
     that see no key: o = 0, lse = -inf.
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
-    (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). "ahead": as "double", and Q K^T
-    of the next block is overlapped with the softmax of this one. CAUSAL: the mask is that one, which HIDE
+    (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
+    one accumulator and in a second, as ``head_dim_parts`` has them. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
@@ -212,20 +212,20 @@ def fwd_sm80_kernel(
         total = by_thread
     peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=by_thread.type.layout)
     acc, more, total, peak = _over_keys(
-        acc, more, total, peak, 0, n_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-        seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+        acc, more, total, peak, 0, n_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
+        offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
         Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
     )  # fmt: skip
     acc, more, total, peak = _over_keys(
-        acc, more, total, peak, n_masked, n_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-        seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
+        acc, more, total, peak, n_masked, n_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
+        rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
         Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
         acc, more, total, peak = _over_keys(
-            acc, more, total, peak, n_clear, n_blocks, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows, offset,
-            seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-            Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
+            acc, more, total, peak, n_clear, n_blocks, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0,
+            v1, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
         )  # fmt: skip
     async_copy.wait_group(0)
 

@@ -48,8 +48,8 @@ def default(spec: Specialization, arch: int) -> Config:
     small = shared_limit(arch) < 160 * 1024
     block_m, block_n, warps, schedule, q_in_registers = (BEST_SMALL if small else BEST)[widest]
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "mma", "HEADS_PER_WAVE": 16,
-        "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "mma",
+        "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
     }  # fmt: skip
 
 
