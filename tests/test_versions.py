@@ -36,12 +36,34 @@ def with_old(package: str, folder: Path, *arguments: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.parametrize("package", versions.REQUIRED)
-def test_the_public_call_names_what_is_too_old(package: str, tmp_path: Path) -> None:
-    done = with_old(
-        package, tmp_path, "-c", "import fa2tune\ntry: fa2tune.attention\nexcept ImportError as e: print(e)"
-    )
-    assert done.stdout.startswith(SAID[package]), done.stderr
+#: What a call does where no file of binaries brings its kernel.
+COMPILES = """
+import fa2tune
+try:
+    fa2tune.attention
+    from fa2tune.compiling import compiler, registry
+    from fa2tune.spec.problem import Specialization
+    variant, spec = registry.portable_of("fwd"), Specialization("bf16", 64, 64, "causal")
+    compiler.compile_kernel(variant, spec, variant.space.default(spec, 90), 90)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_public_call_names_a_torch_that_is_too_old(tmp_path: Path) -> None:
+    assert with_old("torch", tmp_path, "-c", COMPILES).stdout.startswith(SAID["torch"])
+
+
+def test_a_triton_that_is_too_old_is_named_where_it_would_compile(tmp_path: Path) -> None:
+    """A call whose machine code is in a file needs none."""
+    done = with_old("triton", tmp_path, "-c", COMPILES)
+    assert "fa2tune has no machine code of fwd, and to compile it takes Triton" in done.stdout, done.stderr
+    assert f"cannot be used here (VersionError: {SAID['triton']}" in done.stdout
+
+
+def test_an_interpreter_that_is_too_old_is_named(tmp_path: Path) -> None:
+    done = with_old("triton", tmp_path, "-c", "import os; os.environ['TRITON_INTERPRET'] = '1'\n" + COMPILES)
+    assert done.stdout.startswith(SAID["triton"])
 
 
 @pytest.mark.parametrize("package", versions.REQUIRED)
