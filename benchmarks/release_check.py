@@ -149,7 +149,7 @@ def installed(to: Path, kernels: Path | None) -> Path:
     """The package as pip lays it out, with this file of machine code beside its rows."""
     if to.exists():
         shutil.rmtree(to)
-    ignore = shutil.ignore_patterns("__pycache__", "*.kernels", "*.json", ".*")
+    ignore = shutil.ignore_patterns("__pycache__", "*.kernels", "*.json", "*.md", ".*")
     shutil.copytree(ROOT / "fa2tune", to / "fa2tune", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("kernels", "search_spaces", "cache"):
         shutil.copytree(ROOT / folder, to / "fa2tune" / folder, ignore=ignore)
