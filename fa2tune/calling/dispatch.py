@@ -230,12 +230,12 @@ def suited(problem: Problem, gpu: Gpu, answer: lookup.Answer, node: lookup.Toolc
     if not schedule.covers(variant) and not by_work:
         return answer.row, variant.suited(problem, _fitted(problem, answer.row).config)
     acceptable = refusal(problem, gpu)
-    others = [row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None]
+    others = (row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None)
     if not schedule.covers(variant):
         row = schedule.of_like_work(problem, answer.row, others)
         return row, variant.suited(problem, _fitted(problem, row).config)
-    served, *others = (_fitted(problem, row) for row in (answer.row, *others))
-    row, config = schedule.best(problem, served, others, gpu.sm_count)
+    served = _fitted(problem, answer.row)
+    row, config = schedule.best(problem, served, (_fitted(problem, one) for one in others), gpu.sm_count)
     return answer.row if row is served else row, config
 
 

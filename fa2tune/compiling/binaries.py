@@ -27,10 +27,10 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -303,9 +303,19 @@ class FilePlace:
     pin: str = ""
 
 
-def places() -> Iterable[FilePlace]:
+def places() -> tuple[FilePlace, ...]:
     """The trusted files, whether they exist or not, in lookup order."""
-    named = os.environ.get(VARIABLE, "")
+    decide = [os.environ.get(name, "") for name in (VARIABLE, "XDG_CACHE_HOME", "HOME")]
+    return _places(*decide, reader.shipped_paths)
+
+
+@lru_cache(maxsize=16)
+def _places(named: str, _cache: str, _home: str, _shipped: object) -> tuple[FilePlace, ...]:
+    """Made once for each value of what decides it, since each row that is looked at asks."""
+    return tuple(_listed(named))
+
+
+def _listed(named: str) -> Iterator[FilePlace]:
     if named == OFF:
         return
     with suppress(RuntimeError):  # no home, no file
@@ -339,10 +349,12 @@ class Trusted:
 
 def trusted() -> Trusted:
     """Each file is read once per process; after ``forget`` it is read again."""
-    return _read(tuple(places()))
+    return _read(places())
 
 
 def forget() -> None:
+    """List the files anew, and read them."""
+    _places.cache_clear()
     _beside.cache_clear()
     _read.cache_clear()
 
