@@ -4,7 +4,7 @@
 
 FOLDER is that of release_check.py, whose step make has run: FOLDER/site is the package with its machine code. 16k tokens,
 hidden size 2048: lengths 512 to 16k, head dims 64, 128 and 256, both masks, forward and backward, bf16. Two processes on one
-GPU; each cell is timed in turns, one process at a time, in new memory and a new CUDA graph every time, since the place of
+GPU; each cell is timed in turns, one process at a time, in new memory and a new CUDA graph again and again, since the place of
 tensors in memory changes times by a percent. The ratio is that of the medians: compiled by the installed Triton over shipped
 machine code. A cell below --goal is timed again, as often as --again says, and all of its turns count. The cells in FILE are
 kept, so a run that ends early is continued.
@@ -13,8 +13,8 @@ kept, so a run that ends early is continued.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import random
 import re
 import statistics
 import subprocess
@@ -33,8 +33,11 @@ CELLS = [
     for mask in ("full", "causal")
     for length in (512, 1024, 2048, 4096, 8192, 16384)
 ]
-GRAPH_SECONDS = 0.004  #: of one replay
-REPLAYS = 5  #: of a turn, after one that is not timed
+GRAPH_SECONDS = 0.0012  #: of one replay
+#: Pause before a turn, in replays: a GPU that works all the time is at its power limit, and its clock wanders by 5 %.
+PAUSE = 5
+BURSTS = 6  #: turns in the same memory
+MOST_SPACERS = 48  #: of 2 MB each, so that tensors lie in other pages every time
 GOAL = 0.99
 
 
@@ -49,13 +52,15 @@ class Cell:
         self.torch, self.attention = torch, fa2tune.attention
         self.shape = (TOKENS // length, HIDDEN // dim, length, dim)
         self.causal, self.backward = mask == "causal", direction == "backward"
-        self.launches = 0
+        self.launches, self.seconds = 0, GRAPH_SECONDS
 
     def fresh(self) -> None:
         """New tensors, a new graph."""
         torch = self.torch
-        self.graph = self.kept = None
+        self.graph = self.kept = self.spacers = None
         torch.cuda.empty_cache()
+        count = random.randrange(MOST_SPACERS)
+        self.spacers = [torch.empty(2 << 20, device="cuda", dtype=torch.int8) for _ in range(count)]
         q, k, v, do = (torch.randn(self.shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         inputs = [one.requires_grad_(self.backward) for one in (q, k, v)]
         stream = torch.cuda.Stream()
@@ -77,7 +82,9 @@ class Cell:
                     call()
                 end.record(stream)
                 end.synchronize()
-                self.launches = max(1, round(GRAPH_SECONDS / (start.elapsed_time(end) / 3e3)))
+                once = start.elapsed_time(end) / 3e3
+                self.launches = max(1, round(GRAPH_SECONDS / once))
+                self.seconds = once * self.launches
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=stream):
                 for _ in range(self.launches):
@@ -86,17 +93,16 @@ class Cell:
         torch.cuda.synchronize()
 
     def timed(self) -> float:
-        """Microseconds a call."""
+        """Microseconds a call, of the second of two replays."""
         torch = self.torch
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        time.sleep(PAUSE * self.seconds)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            self.graph.replay()
-            event.record()
+        start.record()
+        self.graph.replay()
+        end.record()
         torch.cuda.synchronize()
-        took = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-        return 1e3 * statistics.median(took) / self.launches
+        return float(1e3 * start.elapsed_time(end) / self.launches)
 
 
 def child() -> None:
@@ -169,16 +175,16 @@ class Process:
 
 
 def turns(both: tuple[Process, Process], count: int, found: tuple[list[float], list[float]]) -> None:
-    """Forth and back, so that what drifts evenly cancels."""
-    for turn in range(count):
+    """In new memory ``count`` times, BURSTS turns each, forth and back, so that what drifts evenly cancels."""
+    for _ in range(count):
         for one in both:
             one.ask("fresh")
         for one in both:
             one.loaded += one.answer()
-        order = (0, 1) if turn % 2 == 0 else (1, 0)
-        for which in order:
-            both[which].ask("time")
-            found[which].append(both[which].answer())
+        for turn in range(BURSTS):
+            for which in (0, 1) if turn % 2 == 0 else (1, 0):
+                both[which].ask("time")
+                found[which].append(both[which].answer())
 
 
 def ratio(cell: dict[str, Any]) -> float:
@@ -213,7 +219,7 @@ def main() -> int:
     parser.add_argument("--newer", type=Path, help="a folder with a Triton, for PYTHONPATH")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=180.0, help="no cell is begun later")
-    parser.add_argument("--turns", type=int, default=8, help="even, so that each process is first as often")
+    parser.add_argument("--turns", type=int, default=5, help=f"times new memory is taken, for {BURSTS} turns each")
     parser.add_argument("--goal", type=float, default=GOAL)
     parser.add_argument("--again", type=int, default=3)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -107,5 +107,6 @@ def test_turns_go_forth_and_back() -> None:
 
     both, found = (Fake("a"), Fake("b")), (list[float](), list[float]())
     grid.turns(both, 2, found)
-    assert said == ["a", "b", "b", "a"] and found == ([1.0, 4.0], [2.0, 3.0])
+    once = ["a", "b", "b", "a"] * (grid.BURSTS // 2)
+    assert said == 2 * once and found[0][:4] == [1.0, 4.0, 5.0, 8.0] and found[1][:4] == [2.0, 3.0, 6.0, 7.0]
     assert both[0].loaded == ["compiled fwd 00"] * 2
