@@ -20,8 +20,8 @@ OLD = {
     "triton": "import fa2tune.compiling.fingerprint as f; f.triton_version = lambda: '3.5.1'",
 }
 SAID = {
-    "torch": "fa2tune needs torch 2.11 or newer; this Python has torch 2.8.0+cu126. Upgrade it: "
-    "pip install --upgrade 'torch>=2.11'",
+    "torch": "fa2tune needs torch 2.9 or newer; this Python has torch 2.8.0+cu126. Upgrade it: "
+    "pip install --upgrade 'torch>=2.9'",
     "triton": "fa2tune needs triton 3.6 or newer; this Python has triton 3.5.1. Upgrade it: "
     "pip install --upgrade 'triton>=3.6'",
 }
@@ -79,20 +79,20 @@ def test_tune_for_an_absent_gpu_names_it_and_files_nothing(package: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "version", ["2.11.0", "2.11.0+cu128", "2.11.0a0+nv26.02", "2.11.0.dev20260101", "3.0", "unknown"]
+    "version", ["2.9.0", "2.11.0+cu128", "2.9.0a0+nv25.08", "2.9.0.dev20250801", "2.10.1", "3.0", "unknown"]
 )
 def test_versions_that_pass(version: str) -> None:
     versions.check("torch", version)
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cpu", "1.13.1", "2.8.0a0+nv25.06"])
+@pytest.mark.parametrize("version", ["2.8.1", "2.7.0+cpu", "1.13.1", "2.8.0a0+nv25.06"])
 def test_versions_that_do_not(version: str) -> None:
     with pytest.raises(versions.VersionError, match=re.escape(f"this Python has torch {version}.")):
         versions.check("torch", version)
 
 
 def test_the_package_requires_the_same_and_takes_prereleases() -> None:
-    """pip orders 2.11.0a0+nv26.02, a container's own build, below 2.11 and would replace it."""
+    """pip orders 2.9.0a0+nv25.08, a container's own build, below 2.9 and would replace it."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
