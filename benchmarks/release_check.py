@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -32,117 +31,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SHAPE = (1, 16, 4096, 128)  #: of the timed first call: batch, heads, length, head dim; bf16, causal
-RESULTS = [(dim, causal) for dim in (64, 128, 256) for causal in (False, True)]
-RESULT_LENGTH = 2048
 #: ||found - reference|| / ||reference||, of bf16 tensors against float32
 LARGEST_ERROR = 0.012
 GOAL_SECONDS = 0.3
 STEPS = ("make", "starts", "results", "faults")
-
-
-# In a child: only torch and fa2tune ------------------------------------------------------------------------------------------
-
-
-def _tensors(torch: Any, shape: tuple[int, ...], seed: int = 0) -> list[Any]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made = [torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(4)]
-    return [one.requires_grad_(index < 3) for index, one in enumerate(made)]
-
-
-def first_call(checked: bool) -> dict[str, Any]:
-    """Seconds of: import torch; tensors; import fa2tune; the first forward; the first backward. And what came with them."""
-    clock, programs = time.perf_counter, list[str]()
-
-    def heard(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen":
-            programs.append(str(arguments[0]))
-
-    sys.addaudithook(heard)
-    times = [clock()]
-    import torch
-
-    times.append(clock())
-    q, k, v, do = _tensors(torch, SHAPE)
-    torch.cuda.synchronize()
-    programs.clear()
-    times.append(clock())
-    import fa2tune
-
-    attention = fa2tune.attention
-    times.append(clock())
-    o = attention(q, k, v, causal=True)
-    torch.cuda.synchronize()
-    times.append(clock())
-    (o * do).sum().backward()  # a gradient handed to autograd would have torch import sympy, 0.6 to 3 s, for its shape
-    torch.cuda.synchronize()
-    times.append(clock())
-    found: dict[str, Any] = {
-        "seconds": [b - a for a, b in itertools.pairwise(times)], "programs": programs,
-        "triton": getattr(sys.modules.get("triton"), "__file__", None),
-        "from": fa2tune.__file__,
-    }  # fmt: skip
-    if checked:
-        found["errors"] = _errors(torch, q, k, v, do, o, True)
-        found["explained"] = _explained(fa2tune, q, k, v, True)
-    return found
-
-
-def _errors(torch: Any, q: Any, k: Any, v: Any, do: Any, o: Any, causal: bool) -> dict[str, float]:
-    """Of o and the gradients that q, k and v hold, relative to float32."""
-    inputs = [one.detach().float().requires_grad_() for one in (q, k, v)]
-    scores = (inputs[0] @ inputs[1].transpose(-1, -2)) * q.shape[-1] ** -0.5
-    if causal:
-        rows = torch.arange(q.shape[-2], device="cuda")
-        scores = scores.masked_fill(rows[None, :] > rows[:, None], -torch.inf)
-    reference = scores.softmax(-1) @ inputs[2]
-    (reference * do.float()).sum().backward()
-    grads = [(x.grad, y.grad) for x, y in zip((q, k, v), inputs, strict=True)]
-    pairs = dict(zip(("o", "dq", "dk", "dv"), [(o, reference), *grads], strict=True))
-    return {name: float((x.detach().float() - y.detach()).norm() / y.detach().norm()) for name, (x, y) in pairs.items()}
-
-
-def _explained(fa2tune: Any, q: Any, k: Any, v: Any, causal: bool) -> dict[str, str]:
-    said: dict[str, str] = {}
-    for served in fa2tune.explain(q, k, v, causal=causal).as_dict()["kernels"]:
-        said |= served["binaries"]
-    return said
-
-
-def all_results() -> dict[str, Any]:
-    """Errors and hashes of every head dim and mask: o, lse, and the gradients of a deterministic backward."""
-    import torch
-
-    import fa2tune
-
-    found: dict[str, Any] = {}
-    for dim, causal in RESULTS:
-        q, k, v, do = _tensors(torch, (2, 2048 // dim, RESULT_LENGTH, dim), dim)
-        poison = torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
-        del poison  # what comes next lies where NaN stands
-        o, lse = fa2tune.attention(q, k, v, causal=causal, return_lse=True, deterministic=True)
-        (o * do).sum().backward()
-        digest = hashlib.sha256()
-        for one in (o, lse, q.grad, k.grad, v.grad):
-            digest.update(one.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        found[f"{dim} {'causal' if causal else 'full'}"] = {
-            "errors": _errors(torch, q, k, v, do, o, causal), "sha256": digest.hexdigest(),
-            "explained": _explained(fa2tune, q, k, v, causal),
-        }  # fmt: skip
-    return {"results": found, "triton": getattr(sys.modules.get("triton"), "__file__", None)}
-
-
-def child(what: str, hidden: bool) -> None:
-    if hidden:
-        sys.modules["triton"] = None  # type: ignore[assignment]  # as if it were not installed
-    try:
-        found = all_results() if what == "results" else first_call(what == "checked")
-    except Exception as error:  # for the parent to judge
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print("RESULT " + json.dumps(found), flush=True)
-
-
-# In the parent ---------------------------------------------------------------------------------------------------------------
 
 
 def installed(to: Path, kernels: Path | None) -> Path:
@@ -178,7 +70,8 @@ def environment(folder: Path, site: Path, *before: Path, **more: str) -> dict[st
 
 def ran(what: str, env: Mapping[str, str], hidden: bool = False, timeout: float = 120) -> dict[str, Any]:
     """A child's result, and under "said" what it wrote to stderr, at exit too."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", what, *(["--hidden"] if hidden else [])]
+    command = [sys.executable, str(Path(__file__).with_name("release_child.py").resolve()), what]
+    command += ["--hidden"] if hidden else []
     try:
         done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -230,56 +123,63 @@ def make(folder: Path, arch: int, triton_cache: Path) -> tuple[Path, float | Non
     return path, time.perf_counter() - began
 
 
-def starts(check: Check, folder: Path, site: Path, triton39: Path | None, count: int) -> dict[str, Any]:
+def starts(check: Check, folder: Path, site: Path, triton39: Path | None, count: int, quick: bool) -> dict[str, Any]:
+    """First calls: some kinds timed, one process after the other; the others at once, to see that they are right."""
     no_tools = {"PATH": without_compilers(os.environ["PATH"])}
-    fakes = folder / "fakes"
-    kinds: dict[str, tuple[dict[str, str], bool, int]] = {
-        "no Triton": (environment(folder, site, **no_tools), True, count),
-        "Triton as installed": (environment(folder, site, **no_tools), False, count),
-        "Triton broken": (environment(folder, site, fake_triton(fakes / "broken", "3.9.0"), **no_tools), False, 2),
-        "Triton unknown": (environment(folder, site, fake_triton(fakes / "new", "4.0.0rc1"), **no_tools), False, 2),
-        "Triton too old": (environment(folder, site, fake_triton(fakes / "old", "2.1.0"), **no_tools), False, 2),
-    }
+    plain, fakes = environment(folder, site, **no_tools), folder / "fakes"
+    timed = {"no Triton": (plain, True), "Triton as installed": (plain, False)}
     if triton39 is not None:
-        kinds["Triton 3.9"] = environment(folder, site, triton39, **no_tools), False, count
+        timed["Triton 3.9"] = environment(folder, site, triton39, **no_tools), False
+    others = {
+        name: (environment(folder, site, fake_triton(fakes / name, version), **no_tools), False)
+        for name, version in (("broken", "3.9.0"), ("unknown", "4.0.0rc1"), ("too-old", "2.1.0"))
+    }
+    if quick:
+        others |= {name: timed.pop(name) for name in list(timed)[1:]}
     found: dict[str, Any] = {}
     print(
-        f"{'first call, seconds':22}{'import fa2tune':>16}{'forward':>10}{'backward':>10}{'all three':>24}{'and tensors':>13}"
+        f"{'first call, seconds':22}{'import fa2tune':>16}{'forward':>10}{'backward':>10}{'all three':>26}{'and tensors':>13}"
     )
-    for number, (name, (env, hidden, times)) in enumerate(kinds.items()):
-        first = ran("checked", env, hidden)  # fills the page cache
-        if not check.that("error" not in first, f"{name}: {first.get('error')} {first['said'][-500:]}"):
+    for name, (env, hidden) in timed.items():
+        first = ran("checked", env, hidden)  # not timed: it reads the libraries from the disk
+        if not started(check, name, first):
             continue
-        check.right(name, first["errors"])
-        check.that(first["said"] == "", f"{name}: it printed {first['said'][-300:]!r}")
-        check.that(
-            all(where.startswith("precompiled") for where in first["explained"].values()),
-            f"{name}: {first['explained']}",
-        )
-        if not number:  # the first of all has read the libraries from the disk
-            ran("start", env, hidden)
-        several = [first] if times < 3 else [ran("start", env, hidden) for _ in range(times)]
-        for one in [first, *several]:
-            ran_, imported = one.get("programs"), one.get("triton")
-            check.that(not ran_ and not imported, f"{name}: ran {ran_}, imported Triton {imported}")
+        several = [ran("start", env, hidden) for _ in range(count)]
+        if not all(started(check, name, one) for one in several):
+            continue
         parts = [statistics.median(one["seconds"][part] for one in several) for part in range(5)]
-        ours = [sum(one["seconds"][2:]) for one in several]
-        whole = [sum(one["seconds"][1:]) for one in several]
+        ours, whole = ([sum(one["seconds"][begin:]) for one in several] for begin in (2, 1))
         columns = {"parts": parts, "ours": ours, "with_tensors": whole}
         found[name] = {column: [round(s, 4) for s in seconds] for column, seconds in columns.items()}
-        told = f"{statistics.median(ours):.3f} ({min(ours):.3f} to {max(ours):.3f})"
+        middle = statistics.median(ours)
+        told = f"{middle:.3f} ({min(ours):.3f} to {max(ours):.3f})"
         print(
-            f"{name:22}{parts[2]:16.3f}{parts[3]:10.3f}{parts[4]:10.3f}{told:>24}{statistics.median(whole):13.3f}",
+            f"{name:22}{parts[2]:16.3f}{parts[3]:10.3f}{parts[4]:10.3f}{told:>26}{statistics.median(whole):13.3f}",
             flush=True,
         )
-        if times >= 3:
-            check.that(
-                statistics.median(ours) <= GOAL_SECONDS,
-                f"{name}: {statistics.median(ours):.3f} s, the goal is {GOAL_SECONDS}",
-            )
+        check.that(middle <= GOAL_SECONDS, f"{name}: {middle:.3f} s, the goal is {GOAL_SECONDS}")
+    with ThreadPoolExecutor(len(others)) as pool:
+        waiting = {name: pool.submit(ran, "checked", env, hidden) for name, (env, hidden) in others.items()}
+        right = [name for name, job in waiting.items() if started(check, name, job.result())]
+    print(f"right, with machine code alone: {', '.join([*found, *right])}", flush=True)
+    found["right"] = right
     left = folder / "triton-empty"
     check.that(not left.exists(), f"something was compiled: {left}")
     return found
+
+
+def started(check: Check, name: str, one: Mapping[str, Any]) -> bool:
+    """Whether a first call is as it should be."""
+    if not check.that("error" not in one, f"{name}: {one.get('error')} {one['said'][-500:]}"):
+        return False
+    check.that(one["said"] == "", f"{name}: it printed {one['said'][-300:]!r}")
+    programs, triton = one["programs"], one["triton"]
+    check.that(not programs and not triton, f"{name}: ran {programs}, imported Triton {triton}")
+    if "errors" in one:
+        check.right(name, one["errors"])
+        told = one["explained"]
+        check.that(all(where.startswith("precompiled") for where in told.values()), f"{name}: {told}")
+    return True
 
 
 def results(check: Check, folder: Path, site: Path, triton39: Path | None, triton_cache: Path) -> dict[str, Any]:
@@ -311,7 +211,13 @@ def results(check: Check, folder: Path, site: Path, triton39: Path | None, trito
     return {"hashes": found, "same_bits": same}
 
 
-def _another_architecture() -> bytes:
+def _another_architecture(folder: Path) -> bytes:
+    """Machine code for sm_80: out of a file beside that of this GPU, or compiled."""
+    from fa2tune.compiling import binaries
+
+    if (beside := folder / "sm_80.kernels").exists():
+        file = binaries.File(beside, believed=True)
+        return file.cubin(next(iter(file.entries.values())))
     from fa2tune.compiling import compiler, registry
     from fa2tune.spec.problem import Specialization
 
@@ -371,21 +277,24 @@ FAULTS = {
 }
 
 
-def faults(check: Check, folder: Path, kernels: Path, triton_cache: Path) -> dict[str, Any]:
-    other = _another_architecture()
+def faults(check: Check, folder: Path, kernels: Path, triton_cache: Path, quick: bool) -> dict[str, Any]:
+    other = _another_architecture(folder)
     MADE_ANEW["another architecture"] = lambda cubin: other
     sites: dict[str, Path] = {}
     for number, kind in enumerate(FAULTS):
-        sites[kind] = installed(folder / f"fault-{number}", None)
+        sites[kind] = folder / f"fault-{number}"
+        shutil.copytree(folder / "site", sites[kind], dirs_exist_ok=True)
         damage(kind, kernels, sites[kind] / "fa2tune" / "cache" / kernels.name)
 
-    def both(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """With a Triton that compiles; and without."""
-        env = environment(folder, sites[kind], TRITON_CACHE_DIR=str(triton_cache))
-        return ran("checked", env), ran("checked", env, hidden=True)
+    what = "forward" if quick else "checked"
+    asked = [(kind, hidden) for kind in FAULTS for hidden in (False, True)]  # with a Triton that compiles; without
 
-    with ThreadPoolExecutor(4) as pool:
-        done = dict(zip(FAULTS, pool.map(both, FAULTS), strict=True))
+    def one(kind: str, hidden: bool) -> dict[str, Any]:
+        return ran(what, environment(folder, sites[kind], TRITON_CACHE_DIR=str(triton_cache)), hidden)
+
+    with ThreadPoolExecutor(16 if quick else 8) as pool:
+        both = dict(zip(asked, pool.map(one, *zip(*asked, strict=True)), strict=True))
+    done = {kind: (both[kind, False], both[kind, True]) for kind in FAULTS}
     found: dict[str, Any] = {}
     for kind, (compiled, without) in done.items():
         said = compiled["said"]
@@ -429,23 +338,19 @@ def about() -> dict[str, Any]:
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="kept from run to run")
+    parser.add_argument("folder", type=Path, help="kept from run to run")
     parser.add_argument("--triton39", type=Path, help="a folder that holds another Triton, for PYTHONPATH")
     parser.add_argument("--out", type=Path, help="a JSON file; what other steps have written there stays")
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--hidden", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="time one kind of start; faults by a forward each")
     return parser
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     asked = options().parse_args(arguments and list(arguments))
-    if asked.child:
-        child(asked.child, asked.hidden)
-        return 0
-    if asked.folder is None or not set(asked.steps.split(",")) <= set(STEPS):
-        options().error(f"give a folder, and steps out of {', '.join(STEPS)}")
+    if not set(asked.steps.split(",")) <= set(STEPS):
+        options().error(f"--steps: give some of {', '.join(STEPS)}")
     folder, steps = asked.folder.resolve(), asked.steps.split(",")
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
@@ -463,11 +368,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     record["sha256"] = hashlib.sha256(kernels.read_bytes()).hexdigest()
     print(f"sha256 {record['sha256']}", flush=True)
     if "starts" in steps:
-        record["starts"] = starts(check, folder, site, asked.triton39, asked.starts)
+        record["starts"] = starts(check, folder, site, asked.triton39, asked.starts, asked.quick)
     if "results" in steps:
         record["results"] = results(check, folder, site, asked.triton39, triton_cache)
     if "faults" in steps:
-        record["faults"] = faults(check, folder, kernels, triton_cache)
+        record["faults"] = faults(check, folder, kernels, triton_cache, asked.quick)
     record["failures"] = check.failures
     if asked.out:
         asked.out.write_text(json.dumps(record, indent=1) + "\n")
