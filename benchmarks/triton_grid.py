@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5, help=f"times new memory is taken, for {BURSTS} turns each")
     parser.add_argument("--goal", type=float, default=GOAL)
     parser.add_argument("--again", type=int, default=3)
+    parser.add_argument("--load", action="store_true", help="load the file under the installed Triton, too: no compile")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -236,7 +237,7 @@ def main() -> int:
     record = json.loads(asked.out.read_text()) if asked.out.exists() else {"cells": {}}
     record |= {"about": about(), "newer": version_of(asked.newer)}
     cells = record["cells"]
-    off = {"FA2TUNE_KERNELS": "off", "TRITON_CACHE_DIR": str(folder / "triton-made")}
+    off = {} if asked.load else {"FA2TUNE_KERNELS": "off", "TRITON_CACHE_DIR": str(folder / "triton-made")}
     both = (
         Process("compiled", environment(folder, site, **off)),
         Process("shipped", environment(folder, site, asked.newer)),
