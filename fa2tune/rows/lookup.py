@@ -91,15 +91,16 @@ class Toolchain:
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh."""
-        return tuple(
-            f"{part} {then or 'unknown'}, now {now}" for part, then, now in self._parts(row) if now not in ("", then)
-        )
+        return self.judged(row)[1]
 
-    def age(self, row: Row) -> tuple[bool, float, bool]:
+    def judged(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
         """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
-        another Triton)."""
-        triton, source = (now not in ("", then) for _, then, now in self._parts(row))
-        return source, _apart(row.triton, self.triton) if triton else 0.0, triton
+        another Triton). And ``stale``."""
+        triton, source = parts = [
+            (what, then, now) if now not in ("", then) else None for what, then, now in self._parts(row)
+        ]
+        stale = tuple(f"{what} {then or 'unknown'}, now {now}" for what, then, now in filter(None, parts))
+        return (bool(source), _apart(row.triton, self.triton) if triton else 0.0, bool(triton)), stale
 
     def other_driver(self, row: Row) -> str:
         """That ``row`` was timed under another driver than today's, as half a sentence; "": it was not. A prediction involved
@@ -271,21 +272,32 @@ def _sorted(
             step, *distances = _problem(key, row.key)
             on = gpu_step(key, gpu_silicon, row.key)
             standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
-            compiles, driver = mixed and not toolchain.held(row), bool(toolchain.other_driver(row))
-            order = (
-                step,
-                *distances,
-                *standing,
-                toolchain.age(row),
-                place,
-                compiles,
-                driver,
-                row.rank_us,
-                row.filed_as,
-            )
-            found.append((order, row, layer, step, on))
-    for _, row, layer, step, on in sorted(found, key=itemgetter(0)):
-        yield Candidate(row, layer, PROBLEM_STEPS[step], on, toolchain.stale(row))
+            driver = bool(toolchain.other_driver(row))
+            age, stale = toolchain.judged(row)
+            compiles = mixed and not toolchain.held(row)
+            order = (step, *distances, *standing, age, place, compiles, driver, row.rank_us, row.filed_as)
+            found.append((order, row, layer, step, on, stale))
+    for _, row, layer, step, on, stale in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_STEPS[step], on, stale)
+
+
+class Ladder(Iterable[Candidate]):
+    """Candidates that may be gone through again and again, each worked out once, when it is first asked for. Mostly a first
+    call asks for a few. Of one thread."""
+
+    def __init__(self, candidates: Iterator[Candidate]) -> None:
+        self._seen, self._rest = list[Candidate](), candidates
+
+    def __iter__(self) -> Iterator[Candidate]:
+        number = 0
+        while True:
+            if number == len(self._seen):
+                found = next(self._rest, None)
+                if found is None:
+                    return
+                self._seen.append(found)
+            yield self._seen[number]
+            number += 1
 
 
 def find(

@@ -254,6 +254,20 @@ def test_a_shipped_file_is_checked_no_further_than_a_key_of_its_own(
     assert {one.row.key.head_dim for one in everything} == {80, 128} and len(decoded) == 4
 
 
+def test_a_ladder_works_out_what_is_asked_for_once() -> None:
+    made = list[int]()
+
+    def candidates() -> Any:
+        for number in range(4):
+            made.append(number)
+            yield number
+
+    ladder = lookup.Ladder(candidates())
+    assert next(iter(ladder)) == 0 and made == [0]  # type: ignore[comparison-overlap]
+    assert [*itertools.islice(ladder, 2)] == [0, 1] and made == [0, 1]  # type: ignore[comparison-overlap]
+    assert [*ladder] == [*ladder] == made == [0, 1, 2, 3]  # type: ignore[comparison-overlap]
+
+
 def test_stale_rows_serve_and_say_why() -> None:
     answer = find(row(triton="3.5.0", driver="", kernel_hash="beef"))
     assert answer is not None
