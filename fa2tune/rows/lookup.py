@@ -299,6 +299,9 @@ class Ladder(Iterable[Candidate]):
             yield self._seen[number]
             number += 1
 
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
 
 def find(
     key: TuningKey,
