@@ -40,13 +40,14 @@ def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Serve
     """What the dispatcher would launch for this key if these rows were all there are; None: its default."""
     from fa2tune import gpus
     from fa2tune.calling import dispatch
+    from fa2tune.calling.kinds import Kind, kinds_of
     from fa2tune.launching.passes import STRATEGIES
 
     gpu = gpus.named(key.gpu)
     problem = replace(key.workload(), tma=not portable)
     layer = Layer("named", Path("rows"), tuple(rows))
 
-    def found(kernel: str, kind: bool | None) -> lookup.Answer | None:
+    def found(kernel: str, kind: Kind) -> lookup.Answer | None:
         why = dispatch.kind_refusal(problem, gpu, False if portable else kind)
         return lookup.find(dispatch.key_of(problem, kernel, gpu), gpu.silicon, [layer], why, dispatch.toolchain())
 
@@ -57,7 +58,7 @@ def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Serve
     whole = lookup.find(key, gpu.silicon, [layer], refusal, dispatch.toolchain())
     if whole is None:
         return None
-    kinds = dispatch.kinds_of(whole.row)  # may name no kernel: then each chooses by itself
+    kinds = kinds_of(whole.row)  # may name no kernel: then each chooses by itself
     answers = {kernel: found(kernel, kinds.get(kernel)) for kernel in STRATEGIES[whole.row.strategy]}
     configs = {kernel: answer.row.config for kernel, answer in answers.items() if answer is not None}
     return {"strategy": whole.row.strategy, "configs": configs} if len(configs) == len(answers) else None

@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from fa2tune import gpus, uncollected
+from fa2tune import uncollected
 from fa2tune.calling import arguments, dense, group_schedule, schedule
-from fa2tune.calling.defaults import default_config, portable_default, specialized_default
+from fa2tune.calling.defaults import better_default, default_config, portable_default
+from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
+from fa2tune.calling.kinds import Kind, in_turn, kind_of, kinds_of, other_kind
 from fa2tune.calling.refusals import is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
@@ -105,23 +107,6 @@ def toolchain() -> lookup.Toolchain:
     return measured_code.toolchain()
 
 
-@cache
-def gpu_of(device_index: int) -> Gpu:
-    """The GPU at a CUDA index; -1 (the interpreter) gives one of the lowest architecture. RuntimeError: too old for every
-    kernel."""
-    if device_index < 0:
-        return gpus.named("a100")
-    properties = torch.cuda.get_device_properties(device_index)
-    arch = 10 * properties.major + properties.minor
-    gpu = gpus.identify(properties.name, arch, properties.multi_processor_count)
-    if arch < gpus.MIN_ARCH:
-        raise RuntimeError(
-            f"attention: cuda:{device_index} ({properties.name}) has compute capability {gpu.capability}, "
-            f"{gpus.MIN_ARCH / 10} or higher is needed"
-        )
-    return gpu
-
-
 def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
     """The key of a row that fits this problem exactly."""
     return TuningKey(
@@ -139,11 +124,11 @@ def _fitted(problem: Problem, row: Row) -> Row:
 
 
 def refusal(
-    problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, bool], bool] = lambda *asked: True
+    problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, Kind], bool] = lambda *asked: True
 ) -> Callable[[Row], str | None]:
     """Why a row cannot serve this problem on this GPU, or None. Limits are checked again for every row.
 
-    ``served(kernel, specialized)``: whether a row of that kernel, which a whole backward runs, can serve."""
+    ``served(kernel, kind)``: whether a row of that kernel, which a whole backward runs, can serve."""
 
     def of_strategy(row: Row) -> str | None:
         if row.strategy not in STRATEGIES:
@@ -158,8 +143,8 @@ def refusal(
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
         for kernel in STRATEGIES[row.strategy]:
-            if row.config.get(kernel) == WARP_SPECIALIZED and not served(kernel, True):
-                return f"no row of its warp-specialised {kernel} can serve this problem"
+            if (asked := kinds_of(row).get(kernel)) and not served(kernel, asked):
+                return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
         return None
 
     def of_kernel(row: Row) -> str | None:
@@ -175,29 +160,30 @@ def refusal(
     return lambda row: of_strategy(row) if row.key.kernel == BACKWARD else of_kernel(row)
 
 
-def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callable[[Row], str | None]:
-    """``refusal`` of a kernel's rows; ``specialized``: where only warp-specialised ones, or only the others, are asked for."""
+def kind_refusal(problem: Problem, gpu: Gpu, kind: Kind) -> Callable[[Row], str | None]:
+    """``refusal`` of a kernel's rows, of which those of a kind are asked for."""
     acceptable = refusal(problem, gpu)
 
     def why(row: Row) -> str | None:
-        if specialized not in (None, row.specialized):
-            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel"
+        if (other := other_kind(row, kind)) is not None:
+            return other
         # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
-        if row.obtained == PREDICTED and not row.specialized and specialized_default(row.key.kernel, problem, gpu):
-            return (
-                "it was only predicted, for a portable kernel: the warp-specialised default was measured to be faster"
-            )
+        portable = kind_of(row.implementation) is False
+        better = better_default(row.key.kernel, problem, gpu) if row.obtained == PREDICTED and portable else None
+        if better is not None:
+            name = "warp-specialised" if implementation_of(better) == WARP_SPECIALIZED else implementation_of(better)
+            return f"it was only predicted, for a portable kernel: the {name} default was measured to be faster"
         return acceptable(row)
 
     return why
 
 
 def _found(
-    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None, among: Sequence[reader.Layer] | None = None,
+    problem: Problem, kernel: str, gpu: Gpu, kind: Kind, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> lookup.Answer | None:  # fmt: skip
     """The best row of the ladder for one kernel."""
-    why_not, found = kind_refusal(problem, gpu, specialized), layers() if among is None else among
+    why_not, found = kind_refusal(problem, gpu, kind), layers() if among is None else among
     return lookup.find(key_of(problem, kernel, gpu), gpu.silicon, found, why_not, node or toolchain())
 
 
@@ -205,15 +191,14 @@ def choose(
     problem: Problem,
     kernel: str,
     gpu: Gpu,
-    specialized: bool | None = None,
+    kind: Kind = None,
     among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> Choice:
-    """The config for one kernel of this problem: the best row of the ladder, else the default. ``specialized``: whether it
-    is to be warp-specialised, where such a row can serve; None: as the rows have it. ``among``: None for the layers of this
-    process; ``node``: what is running where the call will be, None for here."""
-    kinds = (True, False) if specialized else (specialized,)
-    answer = next(filter(None, (_found(problem, kernel, gpu, kind, among, node) for kind in kinds)), None)
+    """The config for one kernel of this problem: the best row of the ladder, else the default. ``kind``: of which it is to be,
+    where such a row can serve. ``among``: None for the layers of this process; ``node``: what is running where the call will
+    be, None for here."""
+    answer = next(filter(None, (_found(problem, kernel, gpu, one, among, node) for one in in_turn(kind))), None)
     if answer is None:
         _log_once(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
@@ -245,22 +230,17 @@ def strategy_refusal(
 ) -> Callable[[Row], str | None]:  # fmt: skip
     """Why a row for a whole backward cannot serve this problem, or None. ``among``, ``node``: as ``choose`` has them."""
 
-    def served(kernel: str, specialized: bool) -> bool:
-        return _found(problem, kernel, gpu, specialized, among, node) is not None
+    def served(kernel: str, kind: Kind) -> bool:
+        return _found(problem, kernel, gpu, kind, among, node) is not None
 
     return refusal(problem, gpu, deterministic, served)
-
-
-def kinds_of(row: Row) -> dict[str, bool]:
-    """Of a whole backward's row: kernel -> whether it is warp-specialised."""
-    return {kernel: implementation == WARP_SPECIALIZED for kernel, implementation in row.config.items()}
 
 
 def strategy_of(
     problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
-) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
-    """(strategy, kernel -> whether it is to be warp-specialised), by the row of the whole backward; the strategy is "split" or
+) -> tuple[str, Mapping[str, bool | str]]:  # fmt: skip
+    """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or
     "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
     key = key_of(problem, BACKWARD, gpu)
     acceptable = strategy_refusal(problem, gpu, deterministic, among, node)
@@ -278,7 +258,7 @@ def copied(
     expected to be faster and every kernel is then warp-specialised; else none. ``among``: as ``choose`` has it."""
     if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, gpu, pass_, names):
         return ()
-    ours, kinds = dense.addressable(problem), dict[str, bool | None]({"fwd": None})
+    ours, kinds = dense.addressable(problem), dict[str, Kind]({"fwd": None})
     if pass_ == BACKWARD:
         strategy, known = strategy_of(ours, gpu, deterministic, among)
         kinds = {kernel: known.get(kernel) for kernel in STRATEGIES[strategy]}
@@ -296,7 +276,7 @@ Plan = TypeVar("Plan")
 Make = Callable[[Mapping[str, Config], Mapping[str, str]], Plan]
 
 
-def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Make[Plan]) -> Plan:
+def _plan(problem: Problem, kinds: Mapping[str, Kind], device_index: int, make: Make[Plan]) -> Plan:
     """Choose a config per kernel and make the plan. Where a row's config does not compile or load here, the best portable row
     is tried, then the default configs, and the log says so. ``kinds``: kernel -> see ``choose``. CaptureMiss: a kernel is not
     loaded yet, and a CUDA graph is being captured."""

@@ -15,6 +15,7 @@ import torch
 from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops, varlen
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.calling.arguments import MISSING
+from fa2tune.calling.kinds import Kind, in_turn, kinds_of
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, passes, precompiled
@@ -312,7 +313,7 @@ def explain_problem(
         copied = dispatch.copied(problem, gpu, strided, BACKWARD, deterministic, layers)
         posed = dense.addressable(problem) if copied else problem
         whole = _served(posed, gpu, layers, BACKWARD, deterministic=deterministic)
-        kinds = dispatch.kinds_of(whole.row) if whole.row else {}
+        kinds = kinds_of(whole.row) if whole.row else {}
         found = [whole]
         for kernel in STRATEGIES[whole.row.strategy if whole.row else SPLIT]:
             found.append(_served(posed, gpu, layers, kernel, kinds.get(kernel)))
@@ -321,17 +322,16 @@ def explain_problem(
 
 
 def _served(
-    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, specialized: bool | None = None,
+    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, kind: Kind = None,
     deterministic: bool = False,
 ) -> Served:  # fmt: skip
-    """As the dispatcher finds it. ``specialized``: as ``dispatch.choose`` has it."""
+    """As the dispatcher finds it. ``kind``: as ``dispatch.choose`` has it."""
     key = dispatch.key_of(problem, kernel, gpu)
     found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
     if kernel == BACKWARD:
         refusals = [dispatch.strategy_refusal(problem, gpu, deterministic, layers)]
     else:
-        kinds = (True, False) if specialized else (specialized,)
-        refusals = [dispatch.kind_refusal(problem, gpu, kind) for kind in kinds]
+        refusals = [dispatch.kind_refusal(problem, gpu, one) for one in in_turn(kind)]
     answer, refused = None, tuple[lookup.Refused, ...]()
     for acceptable in refusals:
         answer, refused = lookup.choose(found, acceptable)
@@ -482,7 +482,7 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner."""
-    kinds: Mapping[str, bool | None] = {"fwd": None}
+    kinds: Mapping[str, Kind] = {"fwd": None}
     if backward:
         strategy, known = dispatch.strategy_of(problem, gpu, False)
         kinds = {kernel: known.get(kernel) for kernel in STRATEGIES[strategy]}

@@ -31,6 +31,7 @@ WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
 HOW = {
     "measured": "Present: candidates are measured on it.",
     "sibling": "Candidates are measured on another GPU of the same silicon, and the rows say so.",
+    "ported": "Not present: its code, assembled for the GPU that is here, is measured on that one, and the rows say so.",
     "predicted": "Not present: candidates are compiled for it, a model predicts their times, and Triton's interpreter checks "
     "the results of those that are selected.",
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fa2tune.calling import defaults, dispatch
 from fa2tune.calling.advice import refresh_command
+from fa2tune.calling.kinds import kinds_of
 from fa2tune.fleet.modelconfig import Attention, Model
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
@@ -183,7 +184,7 @@ def needs(
             if not deterministic:
                 choice = served(BACKWARD, dispatch.strategy_refusal(problem, gpu, False, layers))
                 if choice.answer:
-                    strategy, kinds = choice.answer.row.strategy, dispatch.kinds_of(choice.answer.row)
+                    strategy, kinds = choice.answer.row.strategy, kinds_of(choice.answer.row)
                 found.append(choice)
             for kernel in STRATEGIES[strategy]:
                 found.append(served(kernel, dispatch.kind_refusal(problem, gpu, kinds.get(kernel))))
