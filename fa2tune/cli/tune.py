@@ -120,7 +120,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """Line by line; ``width``: of the terminal, None where there is none."""
     from fa2tune.rows.describe import described
-    from fa2tune.rows.row import over_portable
+    from fa2tune.rows.row import PORTED, over_portable
 
     figures = ("TFLOP/s", "x port. default", "x portable", "tried", "pruned")
     titles = ("kernel", "dtype", "dim", "mask", "length", "config", *figures, "obtained, proof")
@@ -136,7 +136,8 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
         table.append([
             key.kernel, key.dtype, dim, key.mask, str(key.bucket), described(row), rate, gain,
             "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
-            f"{row.obtained}, {row.proof}" + (", not served" if row.barred else ""),
+            f"{row.obtained}{f' ({row.obtained_on})' if row.obtained == PORTED else ''}, {row.proof}"
+            + (", not served" if row.barred else ""),
         ])  # fmt: skip
     return _tables.lines(
         titles, table, width, right=("length", *figures), below=("config", "obtained, proof"), spare=("tried", "pruned")
