@@ -73,6 +73,7 @@ class SearchTask:
         self.proven = proven
         if proven is not None:
             self.search.only([dict(where) for where in proven])
+            self.trials = max(1, self.search.trials)
 
     def _studies(self) -> dict[TuningKey, KeyStudy]:
         """A study per length, with a sampler of its own."""
