@@ -87,7 +87,7 @@ def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_
                 say(f"{task.title}: no legal config ({reasons})")
                 refused |= dict.fromkeys(task.keys, f"no legal config ({reasons})")
     for task in tasks:
-        leader = plan.leader_of(task.spec)
+        leader = plan.leader_of(task.spec) if task.proven is None else None  # its own configs are all there are
         task.leader = next((f for f in tasks if f.variant is task.variant and f.spec.dtype == leader), None)
     return OpenJob(job, tasks, refused)
 
