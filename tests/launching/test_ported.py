@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,11 +60,9 @@ def test_the_same_ptx_is_assembled_for_the_host_and_kept(monkeypatch: pytest.Mon
 
 
 def test_what_ptxas_refuses_is_a_compile_error() -> None:
-    class Compiled:
-        asm = {"ptx": ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry kernel() { nonsense; }\n"}
-
+    ptx = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry kernel() { nonsense; }\n"
     with pytest.raises(compiler.CompileError, match="ptxas refuses the PTX of sm_80 for sm_90"):
-        ported.assembled(Compiled(), 90)
+        ported.assembled(SimpleNamespace(asm={"ptx": ptx}), 90)
 
 
 def test_a_process_that_has_begun_runs_its_code_and_gets_its_rows(apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
