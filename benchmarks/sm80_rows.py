@@ -493,8 +493,13 @@ def rows_of(entry: Mapping[str, Any], name: str, gpu: gpus.Gpu) -> Iterator[Row]
 @main.command("file")
 @STATE
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
-def file_rows(state: Path, out: Path) -> None:
-    """Write a cache file for each GPU into OUT, for `fa2tune cache merge`."""
+@click.option("--gpu", "wanted", callback=comma_separated(str), help="Of which.  [default: all of FILED]")
+def file_rows(state: Path, out: Path, wanted: list[str] | None) -> None:
+    """Write a cache file for each GPU into OUT, for `fa2tune cache merge`. A GPU without rows of its own gets those of one of
+    its compute capability."""
+    asked = [gpus.named(one).name for one in wanted or ()]
+    if odd := [one for one in asked if one not in sum(FILED.values(), ())]:
+        raise click.UsageError(f"--gpu: got {', '.join(odd)}, allowed are {', '.join(sum(FILED.values(), ()))}")
     races = [entry for entry in Journal(state).entries.values() if entry["what"] == "race"]
     old = set()
     for entry in races:
@@ -506,6 +511,8 @@ def file_rows(state: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, targets in FILED.items():
         for target in targets:
+            if asked and target not in asked:
+                continue
             gpu = gpus.named(target)
             rows = [row for entry in races for row in rows_of(entry, name, gpu)]
             path = out / f"{'a100' if gpu.name.startswith('a100') else gpu.name}.sqlite"

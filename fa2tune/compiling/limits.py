@@ -75,7 +75,7 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
 
 def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | None:
     """Why no config of a kernel computes calls like these on this GPU, or None."""
-    if is_gluon(variant) and interpreted():
+    if interpreted() and is_gluon(variant):
         return Refusal("interpreter", f"{variant.short_name} is written in Gluon, which has no interpreter")
     if not variant.runs_on(gpu.arch):
         if variant.max_arch == variant.min_arch:
