@@ -8,8 +8,8 @@
 Per kernel, head dim, mask and length: the portable default, the portable config of cache/a100.sqlite, and of the kernel of
 kernels/sm80 its defaults, ``EXTRA`` and what differs from the defaults in one dimension. They are screened; the leaders for
 163 KiB of shared memory a block and for 99 KiB are checked by the error rule, gradients included, and race the default once
-more: rows have the samples of that last race. STATE/races.jsonl holds all of it. ``file`` refuses races of other kernel
-sources.
+more: rows have the samples of that last race. STATE/races.jsonl holds all of it. Races of
+other kernel sources than today's count as not run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
+from sm80_candidates import CLASSES, candidates, fits
 
 from fa2tune import gpus
 from fa2tune.cli._options import comma_separated
@@ -39,59 +41,18 @@ from fa2tune.rows.row import PORTED, Row, backward_implementation
 from fa2tune.rows.store import Store
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, BUCKETS, FUSED, SPLIT, STRATEGIES, Config, Specialization
-from fa2tune.spec.variant import Variant, implementation_of
+from fa2tune.spec.variant import implementation_of
 from fa2tune.tuning.request.provenance import Provenance
-from fa2tune.tuning.search.candidates import Point, point
+from fa2tune.tuning.search.candidates import point
 from fa2tune.tuning.select import evidence, finalists
 
 SOURCE = Path(__file__).parents[1] / "cache" / "a100.sqlite"
-#: Shared memory a block -> the GPU whose limits stand for it.
-CLASSES = {"163 KiB": "a100", "99 KiB": "a10"}
 #: GPUs that get rows of a class.
 FILED = {
     "163 KiB": ("a100-sxm-80gb",),
     "99 KiB": ("a10", "rtx-3090", "l4", "l40s", "rtx-4090", "rtx-5090"),
 }
-SM80 = {"fwd": "sm80/fwd", "bwd_fused": "sm80/bwd_fused"}
 KERNELS = ("fwd", "bwd_fused", "bwd_dkdv", "bwd_dq")
-NEIGHBOURS = 8  #: binaries of a kernel and specialization, besides defaults and EXTRA, at most
-
-
-def _bwd(m: int, n: int, warps: int, through: str, buffers: int, *split: int) -> dict[str, Any]:
-    score, key, query = split
-    return {
-        "BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "P_THROUGH": through, "BUFFERS": buffers, "SCORE_WARPS": score,
-        "KEY_WARPS": key, "QUERY_WARPS": query,
-    }  # fmt: skip
-
-
-#: Kernel, padded head dim -> changes to the default: what earlier races had near the front (docs/experiments/mma-sync.md).
-#: What is no point of a search space is left out.
-EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
-    ("fwd", 64): (
-        {"SCHEDULE": "double", "BLOCK_N": 32, "maxnreg": 168, "Q_IN_REGISTERS": True, "SUMS": "add"},
-        {"SCHEDULE": "double", "Q_IN_REGISTERS": True, "SUMS": "mma"}, {"SCHEDULE": "double", "SUMS": "add"},
-        {"SCHEDULE": "double", "BLOCK_N": 128, "SUMS": "add"}, {"SCHEDULE": "fa2", "BLOCK_N": 128, "SUMS": "add"},
-        {"SCHEDULE": "fa2", "BLOCK_M": 64, "SUMS": "add"}, {"SCHEDULE": "fa2", "BLOCK_N": 128},
-    ),
-    ("fwd", 128): (
-        {"SCHEDULE": "double", "SUMS": "add"}, {"SCHEDULE": "double", "BLOCK_N": 32, "SUMS": "mma"},
-        {"SCHEDULE": "double", "BLOCK_N": 32, "SUMS": "add"}, {"SCHEDULE": "fa2", "SUMS": "add"}, {"SCHEDULE": "double"},
-    ),
-    ("fwd", 256): (
-        {"BLOCK_M": 64, "num_warps": 4}, {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 64, "num_warps": 8},
-        {"SCHEDULE": "double", "SUMS": "add"}, {"SCHEDULE": "double", "SUMS": "mma"},
-    ),
-    ("bwd_fused", 64): (
-        _bwd(64, 64, 4, "registers", 1, 1, 4, 2), _bwd(64, 128, 8, "registers", 1, 1, 8, 2),
-        _bwd(64, 64, 4, "shared", 1, 2, 2, 2), _bwd(64, 128, 8, "shared", 1, 2, 4, 2),
-    ),
-    ("bwd_fused", 128): (
-        _bwd(64, 64, 4, "shared", 1, 2, 2, 2), _bwd(64, 128, 8, "shared", 1, 2, 4, 2), _bwd(32, 64, 4, "shared", 2, 2, 2, 1),
-        _bwd(32, 128, 8, "shared", 2, 2, 2, 2), _bwd(64, 128, 8, "shared", 2, 2, 4, 2),
-    ),
-    ("bwd_fused", 256): (_bwd(16, 64, 8, "shared", 1, 1, 4, 1), _bwd(32, 64, 8, "shared", 1, 2, 4, 1)),
-}  # fmt: skip
 
 
 def key_of(kernel: str, spec: Specialization, length: int, gpu: gpus.Gpu) -> TuningKey:
@@ -107,54 +68,6 @@ def key_of(kernel: str, spec: Specialization, length: int, gpu: gpus.Gpu) -> Tun
         spec.mask,
         length,
     )
-
-
-def fits(variant: Variant, spec: Specialization, config: Config) -> tuple[str, ...]:
-    """The classes whose limits a config keeps, before a compile."""
-    return tuple(
-        name for name, gpu in CLASSES.items() if limits.before_compile(variant, spec, config, gpus.named(gpu)) is None
-    )
-
-
-def _neighbours(variant: Variant, config: Config) -> Iterator[dict[str, Any]]:
-    """What differs in one dimension."""
-    for name, values in variant.space.dimensions.items():
-        yield from ({**config, name: value} for value in values if value != config[name])
-
-
-def candidates(kernel: str, spec: Specialization, known: Sequence[Row]) -> list[dict[str, Any]]:
-    """What races for a kernel and specialization, at every length; the portable default first."""
-    arch = gpus.named(CLASSES["163 KiB"]).arch
-    portable = registry.portable_of(kernel)
-    wanted = [dict(portable.space.default(spec, arch))]
-    wanted += [
-        portable.space.completed(row.config)
-        for row in known
-        if (row.key.kernel, row.key.specialization(), row.implementation) == (kernel, spec, "pointer")
-    ]
-    if kernel in SM80:
-        variant = registry.variant_named(SM80[kernel])
-        defaults = [dict(variant.space.default(spec, gpus.named(gpu).arch)) for gpu in CLASSES.values()]
-        width = max(64, compiler.padded_head_dim(spec.head_dim))
-        first = defaults + [{**default, **change} for default in defaults for change in EXTRA[kernel, width]]
-        wanted += [config for config in first if _a_point(variant, config)]
-        seen, beside = {_binary(variant, config) for config in first}, 0
-        for config in (near for default in defaults for near in _neighbours(variant, default)):
-            new = _binary(variant, config) not in seen
-            if fits(variant, spec, config) and (not new or beside < NEIGHBOURS):
-                seen.add(_binary(variant, config))
-                beside += new
-                wanted.append(config)
-    legal = (config for config in wanted if fits(registry.variant_of(kernel, config), spec, config))
-    return [dict(where) for where in dict.fromkeys(map(point, legal))]
-
-
-def _a_point(variant: Variant, config: Config) -> bool:
-    return registry.misfit(variant.serves, implementation_of(config), config) is None
-
-
-def _binary(variant: Variant, config: Config) -> Point:
-    return point(compiler.binary_config(variant, config))
 
 
 def facts_of(kernel: str, spec: Specialization, config: Config) -> dict[str, Any] | str:
@@ -184,18 +97,29 @@ class Journal:
         state.mkdir(parents=True, exist_ok=True)
         self.path = state / "races.jsonl"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        self.entries = {_about(entry): entry for entry in map(json.loads, lines)}
+        found = map(json.loads, lines)
+        self.entries = {_about(entry): entry for entry in found if entry.get("sources") in (None, _now(entry))}
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries[_about(entry)] = entry
         with self.path.open("a") as file:
             file.write(json.dumps(entry, separators=(",", ":")) + "\n")
 
+    def ended(self, *about: Any) -> None:
+        """It did not kill the process."""
+        self.add({"what": "begun", "about": list(about), "times": 0})
+
     def begun(self, *about: Any) -> int:
         """How often something was begun, this time included: what kills the process is not tried for ever."""
         entry = self.entries.get(("begun", *about), {"what": "begun", "about": list(about), "times": 0})
         self.add({**entry, "times": entry["times"] + 1})
         return int(entry["times"]) + 1
+
+
+def _now(entry: Mapping[str, Any]) -> Any:
+    """What an entry's sources would be today."""
+    kernel, _, _, mask = entry["about"][:4]
+    return sources(kernel, mask)
 
 
 def _about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -244,7 +168,7 @@ class Slice:
             except (self.verify.WrongResult, compiler.CompileError) as error:
                 found = f"{type(error).__name__}: {error}"
                 click.echo(f"WRONG {kernel} {spec.dtype} {spec.head_dim} {spec.mask} {describe(config)}: {error}")
-            known = {"what": "check", "about": about, "found": found}
+            known = {"what": "check", "about": about, "found": found, "sources": sources(kernel, spec.mask)}
             self.journal.add(known)
         return known["found"]
 
@@ -326,6 +250,7 @@ def _of(kernel: str, spec: Specialization, length: int) -> tuple[Any, ...]:
     return kernel, spec.dtype, spec.head_dim, spec.mask, length
 
 
+@cache
 def sources(kernel: str, mask: str) -> dict[str, str]:
     """Of every implementation of a kernel, the hash of its source."""
     kernels = STRATEGIES[SPLIT] + STRATEGIES[FUSED] if kernel == BACKWARD else (kernel,)
@@ -425,6 +350,7 @@ def _slice(
             work.whole(spec, length)
         else:
             work.kernel(kernel, spec, length)
+        work.journal.ended(*_of(kernel, spec, length))
         left -= 1
     return left
 
@@ -501,13 +427,8 @@ def file_rows(state: Path, out: Path, wanted: list[str] | None) -> None:
     if odd := [one for one in asked if one not in sum(FILED.values(), ())]:
         raise click.UsageError(f"--gpu: got {', '.join(odd)}, allowed are {', '.join(sum(FILED.values(), ()))}")
     races = [entry for entry in Journal(state).entries.values() if entry["what"] == "race"]
-    old = set()
-    for entry in races:
-        kernel, spec, _ = _spec_of(entry["about"])
-        if entry["sources"] != sources(kernel, spec.mask):
-            old.add(f"{kernel} {spec.head_dim} {spec.mask}")
-    if old:
-        raise click.ClickException(f"raced with other kernel sources than these: {', '.join(sorted(old))}")
+    if not races:
+        raise click.ClickException(f"no race of these kernel sources in {state}")
     out.mkdir(parents=True, exist_ok=True)
     for name, targets in FILED.items():
         for target in targets:

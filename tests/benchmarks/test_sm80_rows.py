@@ -92,16 +92,18 @@ def test_fp16_races_what_won_in_bf16(raced: Path) -> None:
     assert all(config in [one["config"] for one in bf16["entries"]] for config in configs)
 
 
-def test_races_of_other_sources_are_not_filed(raced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm80_rows, "sources", lambda kernel, mask: {})
+def test_races_of_other_sources_count_as_not_run(raced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm80_rows, "sources", lambda kernel, mask: {"sm80/fwd": "another"})
     done = CliRunner().invoke(sm80_rows.main, ["file", str(raced), str(raced / "out")])
-    assert done.exit_code and "other kernel sources" in done.output
+    assert done.exit_code and "no race of these kernel sources" in done.output
+    assert {about[0] for about in sm80_rows.Journal(raced).entries} == {"begun"}
 
 
 def test_what_ended_the_process_twice_is_given_up(raced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     journal = sm80_rows.Journal(raced)
     del journal.entries["race", "fwd", "bf16", 128, "causal", 512]
-    journal.begun("fwd", "bf16", 128, "causal", 512)
+    for _ in range(2):
+        journal.begun("fwd", "bf16", 128, "causal", 512)
     work = sm80_rows.Slice(journal, 60.0, _Now())
     assert sm80_rows._slice(work, "bf16", [SPEC], [512, 4096], []) == 0
     assert "given up" in capsys.readouterr().out
