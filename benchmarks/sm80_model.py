@@ -1,7 +1,7 @@
 """How well the model predicts the kernels of kernels/sm80: its times against the races of sm_80 code on a Hopper GPU.
 
     python benchmarks/sm80_model.py                        # the recorded counts, the present model: no compile
-    python benchmarks/sm80_model.py --count benchmarks/calls/sm80_race.json   # compile a race's configs, record their counts
+    python benchmarks/sm80_model.py --count sm80_race.json   # compile the configs of a race (sm80_race.py), record their counts
 
 Counts are of the machine code: of sm_80's for an A100, and of the same PTX assembled for the GPU that raced. Per pass, head
 dim, mask and length: Spearman's rank correlation, what the model's first choice costs, and predicted over measured time.
