@@ -85,7 +85,7 @@ class Calibration:
 
 
 CALIBRATION = Calibration()
-#: Of kernels/sm80: the level alone, fitted to the times in benchmarks/calls/sm80_counts.json.gz; the ranks are those of CALIBRATION.
+#: Of kernels/sm80: the level alone is fitted, to the times in benchmarks/calls/sm80_counts.json.gz; ranks are CALIBRATION's.
 WRITTEN_OUT = replace(CALIBRATION, clock=0.942)
 
 
