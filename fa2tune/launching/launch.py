@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fa2tune import collected, versions
+from fa2tune import collected, gpus, versions
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.fingerprint import triton_version
@@ -181,7 +181,10 @@ def _loaded(
     compiled = compiler.compile_kernel(variant, spec, binary, arch)
     image = image_of(compiled)
     if ported.running():
-        image = replace(image, cubin=ported.assembled(compiled, capability_of(device_index)))
+        code = ported.assembled(compiled, capability_of(device_index))
+        image = replace(image, cubin=code)
+        if (other := ported.running_for()) is not None:
+            image = ported.crowded(image, other, gpus.device(device_index))
     try:
         return Function(image, wanted, device_index, f"compiled: {found}")
     except CudaError as error:

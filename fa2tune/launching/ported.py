@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fa2tune.compiling import compiler
 from fa2tune.gpus import Gpu
+from fa2tune.launching.image import Image
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant
 
@@ -26,6 +28,7 @@ from fa2tune.spec.variant import Variant
 CODE = 80
 #: Compute capabilities of GPUs that it was tried on.
 HOSTS = (90,)
+RESERVED = 1024  #: bytes of shared memory that the system takes for each block
 
 _running = 0
 _for: Gpu | None = None
@@ -38,7 +41,8 @@ def can_stand_for(arch: int, here: int) -> bool:
 
 def begin(gpu: Gpu | None = None) -> None:
     """From now on every kernel that this process compiles and loads is ``CODE``'s. ``gpu``: whose rows, defaults and limits its
-    calls of ``fa2tune.attention`` get."""
+    calls of ``fa2tune.attention`` get, and how many blocks a multiprocessor holds (``crowded``). Before the first kernel is
+    loaded."""
     global _running, _for
     _running, _for = CODE, gpu
 
@@ -82,6 +86,14 @@ def assembled(compiled: Any, here: int) -> bytes:
         code = cubin.read_bytes()
     kept.put(code, "ported.cubin", binary=True)
     return code
+
+
+def crowded(image: Image, other: Gpu, here: Gpu) -> Image:
+    """The same kernel, asking for so much shared memory that a multiprocessor of ``here`` holds no more blocks than one of
+    ``other``, by shared memory and warps."""
+    blocks = max(1, min(other.shared_per_sm // (image.shared + RESERVED), other.warps_per_sm // image.warps))
+    room = min(here.shared_per_sm // blocks - RESERVED, here.shared_per_block)
+    return replace(image, shared=max(image.shared, room))
 
 
 def prepare(variant: Variant, spec: Specialization, config: Config, here: int) -> None:

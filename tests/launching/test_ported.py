@@ -13,6 +13,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import launch, ported
+from fa2tune.launching.image import Image
 from fa2tune.spec.problem import Specialization
 
 SPEC = Specialization("bf16", 64, 64, "full")
@@ -71,6 +72,20 @@ def test_a_process_that_has_begun_runs_its_code_and_gets_its_rows(apart: None, m
     ported.begin(gpus.named("rtx-4090"))
     assert launch.arch_of(0) == 80
     assert dispatch.gpu_of(0).name == "rtx-4090"
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "warps", "blocks"),
+    [("a100", 64, 4, 2), ("a100", 96, 4, 1), ("a100", 30, 4, 5), ("a10", 48, 4, 2), ("a10", 90, 8, 1), ("a10", 8, 16, 3),
+     ("a100", 0, 8, 8)],
+)  # fmt: skip
+def test_as_many_blocks_on_a_multiprocessor(name: str, shared: int, warps: int, blocks: int) -> None:
+    """Shared memory in KiB; an H200 would hold more."""
+    other, here = gpus.named(name), gpus.named("h200")
+    image = Image("kernel", b"", shared * 1024, warps, 1, False, False, ())
+    found = ported.crowded(image, other, here)
+    assert image.shared <= found.shared <= here.shared_per_block
+    assert here.shared_per_sm // (found.shared + ported.RESERVED) == blocks
 
 
 def test_what_is_loaded_is_what_was_assembled(apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
