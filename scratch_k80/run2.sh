@@ -1,0 +1,83 @@
+#!/bin/bash
+# run2.sh PASS HEADDIM [more options]: candidates; each is checked by the error rule, then timed beside SDPA's FlashAttention-2
+cd "$(dirname "$0")/.." && export PYTHONPATH=$PWD TRITON_DISABLE_LINE_INFO=1
+case "$1 $2" in
+"fwd 64") C=( '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 168, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 168, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 128, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 128, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 168, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 168, "SUMS": "add", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 128, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 256, "num_warps": 8}');;
+"fwd 128") C=( '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 1, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 4, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 256, "num_warps": 8}');;
+"fwd 96") C=( '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": true, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 128, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 4}');;
+"fwd 256") C=( '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 8}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "add", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 8}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 8}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 128, "num_warps": 8}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 64, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "double", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}'
+ '{"SCHEDULE": "fa2", "BLOCK_N": 32, "Q_IN_REGISTERS": false, "maxnreg": 0, "SUMS": "mma", "HEADS_PER_WAVE": 16, "BLOCK_M": 64, "num_warps": 4}');;
+"bwd 64") C=( '{"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": true, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 4}'
+ '{"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 1, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "one", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "one", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 4, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 4, "KEY_WARPS": 8, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": true, "HEADS_PER_WAVE": 16}');;
+"bwd 128") C=( '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": true, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": true, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 4, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 4, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 4}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 4}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 1}');;
+"bwd 96") C=( '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": true, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 4, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "one", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}');;
+"bwd 256") C=( '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 4, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 4, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 4, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": true, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "one", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}'
+ '{"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "P_THROUGH": "shared", "SCORE_WARPS": 2, "KEY_WARPS": 4, "QUERY_WARPS": 2, "EARLY": false, "HEADS_PER_WAVE": 16}');;
+esac
+T=(); for c in "${C[@]}"; do T+=(--try "$c"); done
+python benchmarks/sm80_race.py --pass $1 --headdim $2 --configs 0 --rounds 10 --every --out scratch_k80/$1-$2.json "${T[@]}" "${@:3}"
