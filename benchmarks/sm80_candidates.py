@@ -14,6 +14,18 @@ from fa2tune.tuning.search.candidates import point
 SM80 = {"fwd": "sm80/fwd", "bwd_fused": "sm80/bwd_fused"}
 
 
+def _fwd(m: int, n: int, schedule: str, sums: str, held: bool, **more: Any) -> dict[str, Any]:
+    return {
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "SCHEDULE": schedule,
+        "SUMS": sums,
+        "Q_IN_REGISTERS": held,
+        "maxnreg": 0,
+        **more,
+    }
+
+
 def _bwd(m: int, n: int, warps: int, through: str, *split: int, **more: Any) -> dict[str, Any]:
     score, key, query = split
     return {
@@ -26,13 +38,12 @@ def _bwd(m: int, n: int, warps: int, through: str, *split: int, **more: Any) -> 
 #: What is no point of a search space, or breaks a limit, is left out.
 EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
     ("fwd", 64): (
-        {"SCHEDULE": "double", "BLOCK_N": 32, "maxnreg": 168, "Q_IN_REGISTERS": True, "SUMS": "add"},
-        {"SCHEDULE": "double", "Q_IN_REGISTERS": True, "SUMS": "mma"}, {"SCHEDULE": "double", "SUMS": "add"},
-        {"SCHEDULE": "fa2", "BLOCK_N": 128, "SUMS": "add"}, {"SCHEDULE": "fa2", "BLOCK_M": 64, "SUMS": "add"},
+        _fwd(128, 32, "double", "add", True, maxnreg=168), _fwd(128, 64, "double", "mma", True),
+        _fwd(128, 64, "double", "add", False), _fwd(128, 128, "fa2", "add", False), _fwd(64, 64, "fa2", "add", False),
     ),
     ("fwd", 128): (
-        {"SCHEDULE": "double", "BLOCK_N": 32, "SUMS": "mma"}, {"SCHEDULE": "double", "BLOCK_N": 32, "SUMS": "add"},
-        {"SCHEDULE": "fa2", "SUMS": "add"}, {"SCHEDULE": "double", "SUMS": "add"},
+        _fwd(128, 32, "double", "mma", False), _fwd(128, 32, "double", "add", False), _fwd(128, 64, "fa2", "add", False),
+        _fwd(128, 64, "fa2", "mma", False), _fwd(128, 64, "double", "add", False),
     ),
     ("fwd", 256): (
         {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 64, "num_warps": 8}, {"SCHEDULE": "double", "SUMS": "mma"},
