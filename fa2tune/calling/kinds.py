@@ -20,7 +20,7 @@ def kinds_of(row: Row) -> dict[str, bool | str]:
     return {kernel: kind_of(implementation) for kernel, implementation in row.config.items()}
 
 
-def in_turn(kind: Kind) -> tuple[Kind, ...]:
+def kinds_in_turn(kind: Kind) -> tuple[Kind, ...]:
     """The kinds to look for, one after the other: a portable row stands in where no other can serve."""
     return (kind, False) if kind else (kind,)
 

@@ -9,8 +9,8 @@ import pytest
 from cache_rows import FULL as ROW
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
-from fa2tune.calling.kinds import in_turn, kind_of, kinds_of, other_kind
+from fa2tune.calling import choosing
+from fa2tune.calling.kinds import kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling.registry import portable_of, variant_named
 from fa2tune.rows import reader
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row
@@ -25,7 +25,7 @@ SPEC = PROBLEM.specialization
 def row(
     kernel: str, implementation: str, config: dict[str, object], time_us: float, obtained: str = PORTED, **more: str
 ) -> Row:
-    key = dispatch.key_of(PROBLEM, kernel, A100)
+    key = choosing.key_of(PROBLEM, kernel, A100)
     return replace(
         ROW,
         key=key,
@@ -48,9 +48,9 @@ def among(*rows: Row) -> list[reader.Layer]:
 
 def served(*rows: Row, problem: Problem = PROBLEM) -> tuple[str, dict[str, object]]:
     layers = among(*rows)
-    strategy, kinds = dispatch.strategy_of(problem, A100, False, layers)
+    strategy, kinds = choosing.strategy_of(problem, A100, False, layers)
     kernel = "bwd_fused" if strategy == FUSED else "bwd_dkdv"
-    return strategy, dict(dispatch.choose(problem, kernel, A100, kinds.get(kernel), layers).config)
+    return strategy, dict(choosing.choose(problem, kernel, A100, kinds.get(kernel), layers).config)
 
 
 def whole(implementation: str, obtained: str = PORTED) -> Row:
@@ -72,7 +72,7 @@ def test_without_a_row_of_its_kernel_that_can_serve_the_whole_row_does_not_eithe
     assert served(whole("sm80"), OLD)[0] == SPLIT
     unaligned = replace(PROBLEM, aligned=False, tma=False)
     assert served(whole("sm80"), NEW, OLD, problem=unaligned)[0] == SPLIT
-    why = dispatch.strategy_refusal(unaligned, A100, False, among(NEW, OLD))(whole("sm80"))
+    why = choosing.Chooser(unaligned, A100, among(NEW, OLD)).strategy_refusal(whole("sm80"), False)
     assert why == "no row of its sm80 bwd_fused can serve this problem"
 
 
@@ -84,7 +84,7 @@ def test_kinds() -> None:
         "sm80",
     ]
     assert kinds_of(whole("sm80")) == {"bwd_fused": "sm80"}
-    assert [in_turn(kind) for kind in (None, False, True, "sm80")] == [
+    assert [kinds_in_turn(kind) for kind in (None, False, True, "sm80")] == [
         (None,),
         (False,),
         (True, False),

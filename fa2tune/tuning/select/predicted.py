@@ -21,10 +21,9 @@ from fa2tune.tuning.select import evidence, finalists
 from fa2tune.tuning.select.gpu_jobs import Steps
 from fa2tune.tuning.select.log import NONE_RIGHT, Log
 
-MARGIN = (
-    0.03  #: by which a written-out kernel's config must be predicted to be faster than its default, which was measured
-)
-TOLERANCE = 0.01  #: predictions closer than this are called equal
+#: By which a written-out kernel's config must be predicted to be faster than its default, which was measured.
+MARGIN = 0.03
+EQUAL_WITHIN = 0.01  #: predictions closer than this are called equal
 CHECK_DEADLINE = 180.0  #: seconds
 
 
@@ -75,7 +74,7 @@ class Predicted:
         """``portable``: the task whose default is the one to beat."""
         for implementation in task.space.implementations():
             rival = finalists.rival(portable.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
-            ranks = cover(task.studies.values(), implementation, rival, TOLERANCE)
+            ranks = cover(task.studies.values(), implementation, rival, EQUAL_WITHIN)
             if task.proven is not None:
                 ranks = {key: with_margin(found, task.default) for key, found in ranks.items()}
             for key, candidates in ranks.items():
