@@ -131,22 +131,22 @@ def test_configs_that_a_gpu_has_proved_compete_by_the_model(bench: Bench) -> Non
 
 
 def test_margin() -> None:
-    def outcome(block_n: int, time_us: float) -> TrialOutcome:
-        return TrialOutcome({**DEFAULT, "BLOCK_N": block_n}, time_us)
+    def outcome(heads: int, time_us: float) -> TrialOutcome:
+        return TrialOutcome({**DEFAULT, "HEADS_PER_WAVE": heads}, time_us)
 
-    default, near, far = outcome(64, 100.0), outcome(32, 98.0), outcome(128, 90.0)
+    default, near, far = outcome(DEFAULT["HEADS_PER_WAVE"], 100.0), outcome(1, 98.0), outcome(4, 90.0)
     assert with_margin([near, default], DEFAULT) == [default, near]
     assert with_margin([far, near, default], DEFAULT) == [far, default, near]
     assert with_margin([near], DEFAULT) == [near]
 
 
 def test_what_counts_as_proved() -> None:
-    other = {**DEFAULT, "BLOCK_N": 32}
+    other = {**DEFAULT, "BLOCK_M": 64}
     assert proven(portable_of("fwd"), SPEC, 80, []) is None
 
     def found(one: Row, spec: Specialization = SPEC) -> bool:
         known = proven(FORWARD, spec, 80, [one])
-        assert known is not None and next(iter(known)) == point(DEFAULT)
+        assert known is not None and next(iter(known)) == point(FORWARD.space.default(spec, 80))
         return point(other) in known
 
     assert found(of_another_gpu(other))
