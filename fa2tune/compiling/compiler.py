@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -175,6 +176,11 @@ def described(variant: Variant, spec: Specialization, config: Config) -> list[st
 def uses_descriptors(variant: Variant, config: Config) -> bool:
     """Whether what a Variant says a descriptor may read is read, and written, by one."""
     return bool(variant.descriptors) and implementation_of(config) != POINTER
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def is_gluon(variant: Variant) -> bool:

@@ -50,6 +50,7 @@ WORDS: Mapping[str, str] = {
     "without_wgmma": "mma.sync where the GPU has faster instructions",
     # limits of the GPU, before a compile
     "architecture": "other compute capability",
+    "interpreter": "no interpreter runs it",
     "instruction_cache": "loop exceeds the instruction cache",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",
