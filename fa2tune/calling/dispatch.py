@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, dense, group_schedule, schedule
+from fa2tune.calling import arguments, dense, forward_plans, group_schedule, schedule
 from fa2tune.calling.defaults import default_config, portable_default, specialized_default
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
@@ -33,7 +33,6 @@ from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
-    ForwardPlan,
     describe,
     empty_ordered,
     float32_precision,
@@ -403,7 +402,8 @@ def forward_plan(
         problem = describe(q, k, v, mask, softmax_scale, score)
 
     def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:
-        plan = ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"], measured.get("fwd", ""))
+        chosen = configs["fwd"], measured.get("fwd", "")
+        plan = forward_plans.forward_plan(problem, q, k, v, softmax_scale, *chosen, gpu_of(device_index))
         return dense.copying(plan, tuple(given), names)
 
     try:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops, varlen
+from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops, split_schedule, varlen
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, passes, precompiled
+from fa2tune.launching import group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
@@ -38,7 +38,6 @@ TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
-DECODING = 16  #: at most so many queries: few programs run, as keys are not split among them
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,9 @@ class Served:
     parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
+    split: Config | None = (
+        None  #: of the kernel that splits keys among programs and runs in place of the row's; None: the row's
+    )
 
     @property
     def kernel(self) -> str:
@@ -178,15 +180,6 @@ class Explanation:
         return f"Not tuned: no row serves {names}, so the default config does."
 
     @property
-    def about_call(self) -> str:
-        """What no row says of it, in one sentence; "" if nothing."""
-        if self.problem.seqlen_q > DECODING:
-            return ""
-        return (
-            f"At most {DECODING} queries (decoding): keys are not split among programs, so most of the GPU may be idle."
-        )
-
-    @property
     def about_gpu(self) -> str:
         """That the GPU is not in the catalogue, in one sentence; "" where it is."""
         return f"{self.gpu.name} is {self.gpu.note}." if self.gpu.note else ""
@@ -229,7 +222,7 @@ class Explanation:
         return " ".join(words)
 
     def __str__(self) -> str:
-        about = [sentence for sentence in (self.about_call, self.about_launch, self.about_gpu) if sentence]
+        about = [sentence for sentence in (self.about_launch, self.about_gpu) if sentence]
         return "\n".join([self.verdict, *about, *(f"  {served}" for served in self.kernels), f"Next: {self.next}"])
 
     def __repr__(self) -> str:
@@ -249,12 +242,13 @@ class Explanation:
             for one in self.kernels
             if one.parts > 1
         ]
+        said += [split_schedule.about(self.problem, one.split) for one in self.kernels if one.split is not None]
         return " ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_call or None,
+            "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_launch or None,
             "gpu": self.gpu.name,
             "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
             "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}
@@ -293,6 +287,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
         "parts": served.parts, "copied": list(served.copied),
+        "split": dict(served.split) if served.split is not None else None,
     }  # fmt: skip
 
 
@@ -351,19 +346,25 @@ def _served(
         scheduled = None if row is answer.row else row
     changed = {name: (config[name], value) for name, value in suited.items() if value != config[name]}
     parts = group_schedule.parts_of(problem, kernel, suited, gpu)
-    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "", parts)
+    split = split_schedule.config_of(problem, suited, gpu) if kernel == "fwd" else None
+    measured = (scheduled or answer.row).triton if answer else ""
+    binaries = _binaries(kernel, problem, suited, gpu, measured, parts, split)
     return Served(
-        key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured, parts
-    )
+        key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured, parts,
+        split=split,
+    )  # fmt: skip
 
 
-def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int) -> dict[str, str]:
+def _binaries(
+    kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int, split: Config | None
+) -> dict[str, str]:
     """Where a first call takes each kernel from that runs for a config; ``measured``: as ``precompiled.find`` has it."""
     found = {}
-    kernels = passes.runs(kernel, problem.specialization, config, gpu.arch)
-    needed = [(*one, problem) for one in kernels]
+    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, config, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
+    if split is not None:
+        needed, measured = key_splits.kernels(problem, split, gpu.arch), ""
     for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
         image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)

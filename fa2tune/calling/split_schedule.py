@@ -134,3 +134,13 @@ def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
         return None
     time, split = best(problem, gpu)
     return split if time < (1 - MARGIN) * ordinary_us(problem, config, gpu) else None
+
+
+def about(problem: Problem, split: Config) -> str:
+    """In one sentence, what runs in place of a forward's row."""
+    heads = f"the {problem.group} query heads of a key head" if problem.group > 1 else "a query head"
+    why = "fwd: few tiles, so fwd_split runs instead, which is expected to be faster and has no row"
+    rows = f"{why}: tiles have {heads} as rows"
+    if split["SPLITS"] == 1:
+        return f"{rows}."
+    return f"{rows}, and keys are split into {split['SPLITS']} parts, which are put together after."

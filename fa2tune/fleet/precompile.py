@@ -19,7 +19,7 @@ from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overru
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, launch, precompiled
+from fa2tune.launching import group_parts, key_splits, launch, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -110,6 +110,8 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, config, gpu.arch)]
                 if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
+                if kernel == "fwd" and not problem.extent.ragged:
+                    needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, posed.specialization, tuple(sorted(binary.items()))] = None

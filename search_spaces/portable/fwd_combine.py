@@ -1,12 +1,13 @@
 """kernels/portable/fwd_combine.py is bound by memory: its tile follows from the number of parts, and nothing is searched."""
 
-from fa2tune.search_spaces.portable.fwd_split import MOST_SPLITS
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import SearchSpace
 
 #: Parts that a program has at once where there are few of them, and where there are many; rows, so that it has PARTS of both.
 FEW, MANY = 4, 32
 PARTS = 32
+#: Parts that there are at most.
+MOST_SPLITS = 256
 
 
 def config_of(arch: int, splits: int) -> Config:
