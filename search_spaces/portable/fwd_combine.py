@@ -19,7 +19,7 @@ def config_of(arch: int, splits: int) -> Config:
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    return config_of(arch, MOST_SPLITS)
+    return {**config_of(arch, MOST_SPLITS), "EARLY": False}
 
 
 SPACE = SearchSpace(

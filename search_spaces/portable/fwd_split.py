@@ -50,7 +50,7 @@ def config_of(spec: Specialization, arch: int, tma: bool, rows: int, splits: int
 
 
 def default(spec: Specialization, arch: int) -> Config:
-    return config_of(spec, arch, spec.aligned, ROWS[0], MOST_SPLITS)
+    return {**config_of(spec, arch, spec.aligned, ROWS[0], MOST_SPLITS), "EARLY": False}
 
 
 def row_tiles(problem: Problem, rows: int) -> int:
