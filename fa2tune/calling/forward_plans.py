@@ -30,7 +30,7 @@ def forward_plan(
         except Exception as error:
             if not is_refusal(error):
                 raise
-            _log_once(f"keys are not split among programs, as that failed on {gpu.name}: {error}")
+            _log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: keys are not split")
     return ForwardPlan(problem, q, k, v, softmax_scale, config, measured)
 
 
