@@ -4,7 +4,7 @@ call's own batch, heads and lengths.
 The tuned kernels have a program for each tile of queries of each query head. A call of few queries has few such tiles: most
 multiprocessors are idle, each tile has more rows than queries, and the query heads of a group read the same keys one by one.
 ``launching/key_splits.py`` has a program for each part of the keys, and the queries of a whole group as rows of its tile. Both
-are estimated here in the same way: what the busiest multiprocessor computes, loads and waits for, and what memory has to give.
+are estimated here in the same way, with constants fitted to benchmarks/calls/few_queries.json.
 """
 
 from __future__ import annotations
@@ -21,30 +21,39 @@ from fa2tune.search_spaces.sm90.fwd import PROGRAMS
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
 
-#: Share of the peak rate that kernels reach inside a key block: warp-specialised, portable.
-HOPPER_RATE, PORTABLE_RATE = 0.7, 0.45
-#: Bytes a microsecond that one multiprocessor loads, and the share of the memory's bandwidth that all together reach.
-LOADED_PER_US, MEMORY_RATE = 60e3, 0.88
-#: Microseconds: of a launch, of the launch that puts parts together, of a program's start and end, and the least of a key
-#: block, whose steps wait for one another.
-LAUNCH_US, COMBINE_US, START_US, BLOCK_US = 3.0, 2.0, 1.5, 0.5
-#: Rows of a tile -> programs of the kernel that splits keys that a multiprocessor holds at once, at head dim 128.
+#: Warp-specialised, portable: share of the peak rate that kernels reach inside a key block, and bytes a microsecond that one
+#: multiprocessor loads.
+HOPPER, PORTABLE = (0.74, 80e3), (0.33, 44e3)
+#: Share of the memory's bandwidth that all multiprocessors together reach.
+MEMORY_RATE = 0.95
+#: Microseconds: of a launch, of the launch that puts parts together, and of a program's start and end.
+LAUNCH_US, COMBINE_US, START_US = 2.2, 1.6, 1.3
+#: Microseconds that a block of 64 keys takes at the least at head dim 128, since its steps wait for one another: of the tuned
+#: kernel, and by the rows of a tile of the one that splits keys; programs of the latter that a multiprocessor holds at once.
+TUNED_BLOCK_US = 0.6
+BLOCK_US = {16: 0.98, 32: 0.98, 64: 1.18, 128: 1.3}
 HELD = {16: 3, 32: 2, 64: 2, 128: 1}
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
-MARGIN, TIE = 0.1, 0.02
+MARGIN, TIE = 0.15, 0.01
+#: Only calls of so few rows a key head, or of so few tiles of TILE rows for each multiprocessor, are split: of others the tuned
+#: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
+FEW_ROWS, FEW_TILES, TILE = 256, 0.5, 128
 
 
 @dataclass(frozen=True)
 class Work:
-    """Programs of one kind, and what a multiprocessor does for them."""
+    """Programs of one kind."""
 
     programs: int
     blocks: int  #: of keys, in one program
     rows: int  #: of a tile
     keys: int  #: of a block
     held: int  #: programs that a multiprocessor holds at once
-    rate: float  #: share of the peak
+    sharing: int  #: programs that read the same keys at the same time
+    rates: tuple[float, float]  #: HOPPER or PORTABLE
+    least_us: float  #: a block
+    start_us: float  #: a program
 
 
 def keys_of_tile(problem: Problem, queries: int) -> int:
@@ -57,41 +66,51 @@ def _columns(problem: Problem) -> int:
 
 
 def _busy_us(problem: Problem, work: Work, gpu: Gpu) -> float:
-    """Of the multiprocessor with the most programs, or of memory: whichever is longer."""
-    size = ITEMSIZE[problem.dtype]
-    most = -(-work.programs // gpu.sm_count)  # of one multiprocessor
-    turns = -(-most // work.held)
-    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * work.rate / gpu.sm_count  # operations a microsecond
+    """Programs take turns, as many at once as all multiprocessors hold. A block takes what is longest: the wait of its steps
+    for one another, what the busiest multiprocessor computes or loads, or what all of them take from memory."""
+    loaded = work.keys * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]  # bytes a block
+    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * work.rates[0] / gpu.sm_count  # operations a microsecond
     computed = 2 * work.rows * work.keys * _columns(problem) / peak
-    loaded = work.keys * (problem.head_dim + problem.head_dim_v) * size / LOADED_PER_US
-    busy = turns * START_US + work.blocks * max(most * computed, most * loaded, turns * BLOCK_US)
-    seen = min(problem.seqlen_k, work.blocks * work.keys if work.programs else 0)
-    whole = max(seen, keys_of_tile(problem, problem.seqlen_q))
-    bytes_read = problem.batch * problem.heads_kv * whole * (problem.head_dim + problem.head_dim_v) * size
-    return max(busy, bytes_read / (gpu.hbm_gbs * 1e3 * MEMORY_RATE))
+    shared = loaded / work.sharing / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
+
+    def turn(programs: int) -> float:
+        most = -(-programs // gpu.sm_count)  # of one multiprocessor
+        block = max(work.least_us, most * computed, most * loaded / work.rates[1], programs * shared)
+        return work.start_us + work.blocks * block
+
+    whole, rest = divmod(work.programs, gpu.sm_count * work.held)
+    return whole * turn(gpu.sm_count * work.held) + (turn(rest) if rest else 0.0)
 
 
 def ordinary_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a tuned forward, estimated."""
     hopper = WARP_SPECIALIZED in variant_of("fwd", config).implementations
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
-    held = PROGRAMS[config["maxnreg"]] if hopper else 1
-    blocks = -(-keys_of_tile(problem, rows) // keys)
-    tiles = problem.query_tiles(rows) * problem.heads_q
-    work = Work(tiles, blocks, rows, keys, held, HOPPER_RATE if hopper else PORTABLE_RATE)
+    work = Work(
+        problem.query_tiles(rows) * problem.heads_q, -(-keys_of_tile(problem, rows) // keys), rows, keys,
+        PROGRAMS[config["maxnreg"]] if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
+        HOPPER if hopper else PORTABLE, TUNED_BLOCK_US * _part(problem, keys), 2 * START_US,
+    )  # fmt: skip
     return LAUNCH_US + _busy_us(problem, work, gpu)
 
 
 def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of the kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
-    blocks = -(-_blocks(problem, config) // splits)
-    work = Work(fwd_split.programs(problem, config), blocks, rows, keys, _held(problem, rows), PORTABLE_RATE)
+    work = Work(
+        fwd_split.programs(problem, config), -(-_blocks(problem, config) // splits), rows, keys, _held(problem, rows),
+        -(-problem.seqlen_q * problem.group // rows), PORTABLE, BLOCK_US[rows] * _part(problem, keys), START_US,
+    )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
     if splits == 1:
         return time
     summed = 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v + 2)
-    return time + COMBINE_US + 2 * summed / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
+    return time + COMBINE_US + 2 * summed / (gpu.hbm_gbs * 1e3)
+
+
+def _part(problem: Problem, keys: int) -> float:
+    """Of a block of 64 keys at head dim 128."""
+    return keys * _columns(problem) / (64 * 256)
 
 
 def _held(problem: Problem, rows: int) -> int:
@@ -128,9 +147,14 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
     return min(near, key=lambda one: (one[1]["SPLITS"], one[0]))
 
 
+def _few(problem: Problem, gpu: Gpu) -> bool:
+    tiles = problem.query_tiles(TILE) * problem.heads_q
+    return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= FEW_TILES * gpu.sm_count
+
+
 def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """How the keys of a forward are split that ``config`` would serve otherwise; None: they are not."""
-    if is_empty(problem) or problem.extent.ragged:
+    if is_empty(problem) or problem.extent.ragged or not _few(problem, gpu):
         return None
     time, split = best(problem, gpu)
     return split if time < (1 - MARGIN) * ordinary_us(problem, config, gpu) else None

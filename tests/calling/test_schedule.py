@@ -121,6 +121,13 @@ def test_a_row_without_a_time_stays():
     assert schedule.best(problem(shape), untimed, rows(128, "causal"), 132)[0] is untimed
 
 
+def among_rows(shape):
+    """The config chosen among those of rows, without the one for calls of few tiles, which these races did not have."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(schedule, "few_tiles_us", lambda *asked: None)
+        return chosen(shape)[1]
+
+
 def losses(path):
     """(of the config chosen when it was recorded, of the one chosen now), over the best candidate, for 64 random calls. Every
     shipped config in five tile orders was raced on an H200 by benchmarks/launch_choices.py."""
@@ -129,7 +136,7 @@ def losses(path):
     assert len(cases) == 64
     pinned, scheduled = [], []
     for case in cases:
-        _, config = chosen(case["shape"])
+        config = among_rows(case["shape"])
         raced = {json.dumps(each["configs"]["fwd"], sort_keys=True): each["us"] for each in case["candidates"]}
         raced[json.dumps(case["chosen"]["fwd"], sort_keys=True)] = case["chosen_us"]
         best = min(raced.values())
