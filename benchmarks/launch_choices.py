@@ -36,8 +36,8 @@ ORDERS = (0, 1, 4, 22, 64)
 MOST_FLOP = 2.5e12  #: of a forward: about 5 ms
 MOST_BYTES = 6 << 30
 SMALL_FLOP = (1e8, 3e10)
-#: (batch, query heads, key heads, queries, keys, head dim unless another is asked for, causal) of the first --small calls: prompts
-#: of a Llama, and others of few tiles.
+#: (batch, query heads, key heads, queries, keys, head dim unless another is asked for, causal) of the first --small calls:
+#: prompts of a Llama, and others of few tiles.
 PROMPTS = (
     (1, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 256, 128, True), (1, 32, 8, 512, 512, 128, True),
     (1, 32, 8, 777, 777, 128, True), (1, 32, 8, 1024, 1024, 128, True), (1, 32, 8, 1536, 1536, 128, True),
