@@ -21,7 +21,7 @@ from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, few_tiles, suited
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Config, Problem, padded_head_dim
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Variant
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -180,14 +180,18 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     return chosen if few is None or few[0] >= least else (chosen[0], few[1])
 
 
+def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
+    """The config for calls of few tiles; None: these head dims have none, or it was not measured with them."""
+    few = few_tiles(spec)
+    measured = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) in FEW_TILES_DIMS
+    return few if measured and SPACE.broken(few, spec, arch) is None else None
+
+
 def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:
     """Microseconds that the config for calls of few tiles is expected to take, and it itself; None: there is none. ``row``,
     ``config``: that would serve otherwise, whose measured time a block gives that of the other."""
-    spec = problem.specialization
-    few, block = few_tiles(spec), _block_us(row)
-    measured = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) in FEW_TILES_DIMS
-    measured = measured and problem.query_tiles(few["BLOCK_M"]) * problem.heads_q <= FEW_TILES * sm_count
-    if not measured or block is None or SPACE.broken(few, spec, row.key.arch) is not None:
+    few, block = for_few_tiles(problem.specialization, row.key.arch), _block_us(row)
+    if few is None or block is None or problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
         return None
     size = few["BLOCK_M"] * few["BLOCK_N"] * PROGRAMS[few["maxnreg"]] / (config["BLOCK_M"] * config["BLOCK_N"])
     return _fixed_us(problem, few) + block * size * SHARED * busiest(problem, few, sm_count), few

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import dispatch, schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.compiler import CompileError
@@ -93,7 +93,11 @@ def _choices(
     problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
     """(kernel, config) of everything that a node's dispatcher would choose for a problem, forward and backward."""
-    yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
+    chosen = dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
+    yield "fwd", chosen
+    few = schedule.for_few_tiles(problem.specialization, gpu.arch) if problem.mask.measured else None
+    if few is not None and schedule.covers(registry.variant_of("fwd", chosen)):
+        yield "fwd", few
     for deterministic in (False, True):
         strategy, kinds = dispatch.strategy_of(problem, gpu, deterministic, layers, node)
         for kernel in STRATEGIES[strategy]:

@@ -32,11 +32,8 @@ def sums(problem: Problem, splits: int) -> list[Workspace]:
 
 
 def plain(problem: Problem) -> Problem:
-    """As the kernel that puts parts together is compiled for: one binary serves all masks and score terms, and V alone has a
-    head dim."""
-    return replace(
-        problem, mask=FULL, score=NONE, negate=False, precision="ieee", head_dim=problem.head_dim_v, aligned=True
-    )
+    """As the kernel that puts parts together is compiled for: one binary serves all masks and score terms."""
+    return replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", aligned=True)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
