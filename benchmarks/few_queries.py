@@ -20,6 +20,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ TILES = (
     "256 queries, 1 x 32k", "decode 8 x 4k, head dim 64", "decode 8 x 4k, head dim 256",
 )  # fmt: skip
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SHAPE = ("dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 BURST_MS = 3.0
 SHOWN = 6
 
@@ -216,8 +218,10 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
         f"predicted { {one: round(us, 1) for one, us in predicted.items()} }"
     )
     print("    " + "; ".join(f"{one} {us}" for us, one in rest[:SHOWN]), flush=True)
+    asked = {one: value for one, value in asdict(problem).items() if one in SHAPE} | {"mask": problem.mask.name}
     return {
         "call": name,
+        "problem": asked,
         "served": served,
         "bytes": bytes_read,
         "us": times,

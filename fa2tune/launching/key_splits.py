@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import passes
+from fa2tune.launching import launch
 from fa2tune.launching.launch import Place, Workspace, bind, chain, strides_of
 from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, lse_shape, without_memory
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
@@ -65,7 +65,7 @@ class SplitPlan:
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
         self.extent = problem.extent
         device_index = q.get_device()
-        arch = passes.arch_of(device_index) if device_index >= 0 else 0
+        arch = launch.arch_of(device_index) if device_index >= 0 else 0
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
