@@ -90,8 +90,11 @@ def other_splits(problem: Problem, chosen: Config) -> Iterator[Config]:
     for rows in sizes[max(0, place - 1) : place + 2]:
         if rows > 16 and rows >= 2 * problem.seqlen_q * problem.group:
             continue
-        counts = {1, 2, 3, 4, 6, 8, 11, 16, 24, 33, 50, 64, 100, 128, chosen["SPLITS"]}
-        for splits in sorted(counts if rows == chosen["BLOCK_M"] else {1, 2, 4, 8, chosen["SPLITS"]}):
+        own = chosen["SPLITS"]
+        counts = {own // 2, own, 2 * own}
+        if rows == chosen["BLOCK_M"]:
+            counts |= {1, own // 4, own // 3, 2 * own // 3, own + 1, 3 * own // 2, 3 * own, 4 * own}
+        for splits in sorted(counts - {0}):
             config = fwd_split.config_of(spec, 90, problem.tma, rows, splits)
             if splits == 1 or splits * config["BLOCK_N"] <= problem.seqlen_k:
                 yield config

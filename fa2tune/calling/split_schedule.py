@@ -23,16 +23,18 @@ from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Warp-specialised, portable: share of the peak rate that kernels reach inside a key block, and bytes a microsecond that one
 #: multiprocessor loads.
-HOPPER, PORTABLE = (0.74, 80e3), (0.33, 44e3)
-#: Share of the memory's bandwidth that all multiprocessors together reach.
-MEMORY_RATE = 0.95
+HOPPER, PORTABLE = (0.73, 70e3), (0.5, 46e3)
+#: Share of the bandwidth of memory that all multiprocessors together reach, L2 included.
+MEMORY_RATE = 1.0
 #: Microseconds: of a launch, of the launch that puts parts together, and of a program's start and end.
-LAUNCH_US, COMBINE_US, START_US = 2.2, 1.6, 1.3
+LAUNCH_US, COMBINE_US, START_US = 1.9, 1.6, 1.6
 #: Microseconds that a block of 64 keys takes at the least at head dim 128, since its steps wait for one another: of the tuned
-#: kernel, and by the rows of a tile of the one that splits keys; programs of the latter that a multiprocessor holds at once.
-TUNED_BLOCK_US = 0.6
-BLOCK_US = {16: 0.98, 32: 0.98, 64: 1.18, 128: 1.3}
-HELD = {16: 3, 32: 2, 64: 2, 128: 1}
+#: kernel, and by the rows of a tile of the one that splits keys; programs of the latter that registers leave room for.
+TUNED_BLOCK_US = 0.57
+BLOCK_US = {16: 0.94, 32: 1.03, 64: 1.2, 128: 1.1}
+HELD = {16: 4, 32: 3, 64: 3, 128: 1}
+#: Of a turn, where there are several: programs do not end together, and the last ones are alone.
+UNEVEN = 0.1
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
 MARGIN, TIE = 0.15, 0.01
@@ -79,7 +81,9 @@ def _busy_us(problem: Problem, work: Work, gpu: Gpu) -> float:
         return work.start_us + work.blocks * block
 
     whole, rest = divmod(work.programs, gpu.sm_count * work.held)
-    return whole * turn(gpu.sm_count * work.held) + (turn(rest) if rest else 0.0)
+    full = turn(gpu.sm_count * work.held) if whole else 0.0
+    late = UNEVEN * full if work.programs > gpu.sm_count * work.held else 0.0
+    return whole * full + (turn(rest) if rest else 0.0) + late
 
 
 def ordinary_us(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -98,7 +102,7 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of the kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
     work = Work(
-        fwd_split.programs(problem, config), -(-_blocks(problem, config) // splits), rows, keys, _held(problem, rows),
+        fwd_split.programs(problem, config), -(-_blocks(problem, config) // splits), rows, keys, _held(problem, config, gpu),
         -(-problem.seqlen_q * problem.group // rows), PORTABLE, BLOCK_US[rows] * _part(problem, keys), START_US,
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
@@ -113,8 +117,10 @@ def _part(problem: Problem, keys: int) -> float:
     return keys * _columns(problem) / (64 * 256)
 
 
-def _held(problem: Problem, rows: int) -> int:
-    return max(1, HELD[rows] * 256 // max(256, _columns(problem)))
+def _held(problem: Problem, config: Config, gpu: Gpu) -> int:
+    """Programs that a multiprocessor holds at once; the system takes 1 KiB of shared memory for each."""
+    fitting = gpu.shared_per_sm // (fwd_split.shared_bytes(problem.specialization, config) + 1024)
+    return max(1, min(HELD[config["BLOCK_M"]], fitting))
 
 
 def _blocks(problem: Problem, config: Config) -> int:

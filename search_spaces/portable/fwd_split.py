@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping
 
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 
 #: Parts that keys are split into at most.
 MOST_SPLITS = 256
 #: BLOCK_M: rows of a tile, which are pairs of a query and one of the query heads of a key head.
 ROWS = (16, 32, 64, 128)
-#: padded head dim, at least 64 -> BLOCK_M -> (BLOCK_N, num_warps, num_stages)
+#: padded head dim, at least 64 -> BLOCK_M -> (BLOCK_N, num_warps, num_stages). HOPPER: by a sweep on an H200, tiles of more than
+#: 16 rows at head dim 128 alone (docs/experiments/few-queries.md).
 Tiles = Mapping[int, Mapping[int, tuple[int, int, int]]]
 HOPPER: Tiles = {
     64: {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)},
-    128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
-    256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (64, 4, 2), 128: (64, 8, 2)},
+    128: {16: (128, 4, 2), 32: (64, 4, 3), 64: (128, 4, 1), 128: (128, 8, 3)},
+    256: {16: (64, 4, 3), 32: (32, 4, 3), 64: (64, 4, 2), 128: (64, 8, 2)},
 }
 #: GPUs without TMA, and those with 99 KiB of shared memory a block.
 OLDER: Tiles = {
@@ -51,6 +52,15 @@ def config_of(spec: Specialization, arch: int, tma: bool, rows: int, splits: int
 
 def default(spec: Specialization, arch: int) -> Config:
     return {**config_of(spec, arch, spec.aligned, ROWS[0], MOST_SPLITS), "EARLY": False}
+
+
+def shared_bytes(spec: Specialization, config: Config) -> int:
+    """Of a program, about. Where a tile is too small for wgmma Triton buffers one stage less, and P goes through shared memory.
+    In one stage V takes the place of K."""
+    d, dv = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+    rows, keys, small = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_M"] < 64
+    columns = max(1, config["num_stages"] - small) * (d + dv) if config["num_stages"] > 1 else max(d, dv)
+    return int(ITEMSIZE[spec.dtype] * (keys * columns + rows * d + small * rows * keys)) + 1024
 
 
 def row_tiles(problem: Problem, rows: int) -> int:
