@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa2tune.calling import dispatch, split_schedule
+from fa2tune.calling import choosing, dispatch, split_schedule
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -134,7 +134,7 @@ def compile_all(wanted: dict[str, list[Config]]) -> int:
     for name, configs in wanted.items():
         for config in configs:
             spec = posed(name).specialization
-            binary = compiler.binary_config(registry.variant_named(key_splits.SPLIT), config)
+            binary = compiler.binary_config(registry.variant_named(key_splits.SPLIT_KERNEL), config)
             jobs.setdefault(repr((spec, sorted(binary.items()), config["SPLITS"] > 4)), (name, config))
     with multiprocessing.get_context("spawn").Pool(min(14, len(jobs))) as pool:
         pool.map(compile_one, jobs.values(), chunksize=2)
@@ -182,7 +182,7 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = d**-0.5
-    tuned = dispatch.choose(problem, "fwd", gpu).config
+    tuned = choosing.choose(problem, "fwd", gpu).config
     chosen = split_schedule.config_of(problem, tuned, gpu)
     predicted = {
         "tuned": split_schedule.ordinary_us(problem, tuned, gpu),
@@ -258,7 +258,7 @@ def main(tiles: bool, only: str, seconds: float, out: Path) -> None:
             break
         cases.append(measured(name, configs, gpu, stream))
         torch.cuda.empty_cache()
-    node = dispatch.toolchain()
+    node = choosing.toolchain()
     facts = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": node.triton, "driver": node.driver,
         "date": time.strftime("%Y-%m-%d"), "cases": cases,

@@ -23,7 +23,7 @@ from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Warp-specialised, portable: share of the peak rate that kernels reach inside a key block, and bytes a microsecond that one
 #: multiprocessor loads.
-HOPPER, PORTABLE = (0.73, 70e3), (0.5, 46e3)
+HOPPER_RATES, PORTABLE_RATES = (0.73, 70e3), (0.5, 46e3)
 #: Share of the bandwidth of memory that all multiprocessors together reach, L2 included.
 MEMORY_RATE = 1.0
 #: Microseconds: of a launch, of the launch that puts parts together, and of a program's start and end.
@@ -37,14 +37,14 @@ HELD = {16: 4, 32: 3, 64: 3, 128: 1}
 UNEVEN = 0.1
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
-MARGIN, TIE = 0.15, 0.01
-#: Only calls of so few rows a key head, or of so few tiles of TILE rows for each multiprocessor, are split: of others the tuned
+MARGIN, AS_NEAR = 0.15, 0.01
+#: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
 #: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
-FEW_ROWS, FEW_TILES, TILE = 256, 0.5, 128
+FEW_ROWS, IDLE_SHARE, FULL_TILE = 256, 0.5, 128
 
 
 @dataclass(frozen=True)
-class Work:
+class TileWork:
     """Programs of one kind."""
 
     programs: int
@@ -53,7 +53,7 @@ class Work:
     keys: int  #: of a block
     held: int  #: programs that a multiprocessor holds at once
     sharing: int  #: programs that read the same keys at the same time
-    rates: tuple[float, float]  #: HOPPER or PORTABLE
+    rates: tuple[float, float]  #: HOPPER_RATES or PORTABLE_RATES
     least_us: float  #: a block
     start_us: float  #: a program
 
@@ -67,7 +67,7 @@ def _columns(problem: Problem) -> int:
     return padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
 
 
-def _busy_us(problem: Problem, work: Work, gpu: Gpu) -> float:
+def _busy_us(problem: Problem, work: TileWork, gpu: Gpu) -> float:
     """Programs take turns, as many at once as all multiprocessors hold. A block takes what is longest: the wait of its steps
     for one another, what the busiest multiprocessor computes or loads, or what all of them take from memory."""
     loaded = work.keys * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]  # bytes a block
@@ -90,10 +90,10 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a tuned forward, estimated."""
     hopper = WARP_SPECIALIZED in variant_of("fwd", config).implementations
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
-    work = Work(
+    work = TileWork(
         problem.query_tiles(rows) * problem.heads_q, -(-keys_of_tile(problem, rows) // keys), rows, keys,
         PROGRAMS[config["maxnreg"]] if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
-        HOPPER if hopper else PORTABLE, TUNED_BLOCK_US * _part(problem, keys), 2 * START_US,
+        HOPPER_RATES if hopper else PORTABLE_RATES, TUNED_BLOCK_US * _part(problem, keys), 2 * START_US,
     )  # fmt: skip
     return LAUNCH_US + _busy_us(problem, work, gpu)
 
@@ -101,9 +101,9 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu) -> float:
 def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of the kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
-    work = Work(
+    work = TileWork(
         fwd_split.programs(problem, config), -(-_blocks(problem, config) // splits), rows, keys, _held(problem, config, gpu),
-        -(-problem.seqlen_q * problem.group // rows), PORTABLE, BLOCK_US[rows] * _part(problem, keys), START_US,
+        -(-problem.seqlen_q * problem.group // rows), PORTABLE_RATES, BLOCK_US[rows] * _part(problem, keys), START_US,
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
     if splits == 1:
@@ -149,13 +149,13 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
     """(estimated microseconds, config) of the fastest split; fewer parts where two are as fast."""
     found = [(split_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
     least = min(time for time, _ in found)
-    near = (one for one in found if one[0] <= (1 + TIE) * least)
+    near = (one for one in found if one[0] <= (1 + AS_NEAR) * least)
     return min(near, key=lambda one: (one[1]["SPLITS"], one[0]))
 
 
 def _few(problem: Problem, gpu: Gpu) -> bool:
-    tiles = problem.query_tiles(TILE) * problem.heads_q
-    return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= FEW_TILES * gpu.sm_count
+    tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
+    return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= IDLE_SHARE * gpu.sm_count
 
 
 def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:

@@ -21,7 +21,7 @@ from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant
 
-SPLIT, COMBINE = "portable/fwd_split", "portable/fwd_combine"
+SPLIT_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "portable/fwd_combine"
 
 
 def sums(problem: Problem, splits: int) -> list[Workspace]:
@@ -39,9 +39,9 @@ def plain(problem: Problem) -> Problem:
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config of the first, in order, each with its config and a problem whose specialization it is compiled
     for."""
-    found = [(variant_named(SPLIT), config, problem)]
+    found = [(variant_named(SPLIT_KERNEL), config, problem)]
     if config["IN_PARTS"]:
-        found.append((variant_named(COMBINE), fwd_combine.config_of(arch, config["SPLITS"]), plain(problem)))
+        found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, config["SPLITS"]), plain(problem)))
     return found
 
 

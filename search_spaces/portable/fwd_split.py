@@ -9,12 +9,12 @@ from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 MOST_SPLITS = 256
 #: BLOCK_M: rows of a tile, which are pairs of a query and one of the query heads of a key head.
 ROWS = (16, 32, 64, 128)
-#: padded head dim, at least 64 -> BLOCK_M -> (BLOCK_N, num_warps, num_stages). HOPPER: by a sweep on an H200, tiles of more than
-#: 16 rows at head dim 128 alone (docs/experiments/few-queries.md).
+#: padded head dim, at least 64 -> BLOCK_M -> (BLOCK_N, num_warps, num_stages). HOPPER: by a sweep on an H200, tiles of more
+#: than 16 rows at head dim 128 alone (docs/experiments/few-queries.md).
 Tiles = Mapping[int, Mapping[int, tuple[int, int, int]]]
 HOPPER: Tiles = {
     64: {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (128, 8, 3)},
-    128: {16: (128, 4, 2), 32: (64, 4, 3), 64: (128, 4, 1), 128: (128, 8, 3)},
+    128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 4, 1), 128: (128, 8, 3)},
     256: {16: (64, 4, 3), 32: (32, 4, 3), 64: (64, 4, 2), 128: (64, 8, 2)},
 }
 #: GPUs without TMA, and those with 99 KiB of shared memory a block.

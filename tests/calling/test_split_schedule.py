@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, serving, split_schedule
+from fa2tune.calling import choosing, serving, split_schedule
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.spec.extent import Extent
@@ -25,7 +25,7 @@ TUNED = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0}
 
 
 def split_of(problem, gpu=H200):
-    return split_schedule.config_of(problem, dispatch.choose(problem, "fwd", gpu).config, gpu)
+    return split_schedule.config_of(problem, choosing.choose(problem, "fwd", gpu).config, gpu)
 
 
 def losses():

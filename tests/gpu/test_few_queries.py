@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, split_schedule
+from fa2tune.calling import choosing, dispatch, split_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -153,4 +153,4 @@ def test_gradients_follow_a_split_forward():
 def test_no_split_where_the_tuned_kernel_has_tiles_enough():
     gpu = dispatch.gpu_of(0)
     asked = Problem("bf16", 8, 32, 8, 4096, 4096, 128, 128, CAUSAL)
-    assert split_schedule.config_of(asked, dispatch.choose(asked, "fwd", gpu).config, gpu) is None
+    assert split_schedule.config_of(asked, choosing.choose(asked, "fwd", gpu).config, gpu) is None
