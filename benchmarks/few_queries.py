@@ -182,7 +182,7 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = d**-0.5
-    tuned = choosing.choose(problem, "fwd", gpu).config
+    tuned = choosing.choose(problem, "fwd", gpu, True).config
     chosen = split_schedule.config_of(problem, tuned, gpu)
     predicted = {
         "tuned": split_schedule.ordinary_us(problem, tuned, gpu),

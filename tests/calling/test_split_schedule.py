@@ -25,7 +25,7 @@ TUNED = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0}
 
 
 def split_of(problem, gpu=H200):
-    return split_schedule.config_of(problem, choosing.choose(problem, "fwd", gpu).config, gpu)
+    return split_schedule.config_of(problem, choosing.choose(problem, "fwd", gpu, True).config, gpu)
 
 
 def losses():
