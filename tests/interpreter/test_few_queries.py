@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fa2tune
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -125,3 +126,16 @@ def test_number_of_parts_changes_rounding_alone():
     whole = split_forward(asked, inputs, 1)
     for one, other in zip(whole, split_forward(asked, inputs, 5), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_public_call_takes_it_and_its_backward_is_the_same():
+    asked = problem_of((4, 2), (2, 400), CAUSAL, dims=(16, 16), dtype="fp32", batch=1)
+    inputs = reference.make_inputs(asked, "cpu")
+    q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    split = fa2tune.explain(q, k, v, causal=True).kernels[0].split
+    assert split is not None and split["SPLITS"] > 1
+    o, lse = fa2tune.attention(q, k, v, causal=True, return_lse=True)
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do)
+    oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL)
+    got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    verify.compare(got, oracle, same)
