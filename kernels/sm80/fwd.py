@@ -206,7 +206,7 @@ def fwd_sm80_kernel(
     acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
     more = none_yet(BLOCK_M, OTHER, MMA)
     by_thread = gl.sum(gl.sum(lanes(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)), 3), 1)
-    if SUMS == "mma":
+    if SUMS == "mma":  # noqa: SIM108
         total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
     else:
         total = by_thread
@@ -230,7 +230,7 @@ def fwd_sm80_kernel(
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
-    if SUMS == "mma":
+    if SUMS == "mma":  # noqa: SIM108
         row_total = gl.max(total, 1)
     else:
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)
