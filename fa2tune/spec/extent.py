@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DENSE, RAGGED = "dense", "ragged"
-#: Tensor parameters of kernels with a constexpr RAGGED. In a dense call they are compiled in as 0, so they cost nothing.
+#: Tensor parameters of kernels with a constexpr RAGGED: a call's own. In a dense call they are compiled in as 0, so they cost
+#: nothing.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+#: And all that packed calls alone have: also the order of their tiles (kernels/portable/packed_order.py).
+PACKED = (*OFFSETS, "order")
 
 
 @dataclass(frozen=True, slots=True)
