@@ -227,12 +227,12 @@ def choose(
 def suited(problem: Problem, gpu: Gpu, answer: lookup.Answer, node: lookup.Toolchain) -> tuple[Row, Config]:
     """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
     variant = variant_of(answer.row.key.kernel, answer.row.config)
-    by_work = not problem.mask.measured and answer.row.specialized
-    if not schedule.covers(variant) and not by_work:
+    played = schedule.covers(variant) and not problem.extent.ragged  # packed tiles come from a queue
+    if not played and not (problem.unmeasured and answer.row.specialized):
         return answer.row, variant.suited(problem, _fitted(problem, answer.row).config)
     acceptable = refusal(problem, gpu)
     others = [row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None]
-    if not schedule.covers(variant):
+    if not played:
         row = schedule.of_like_work(problem, answer.row, others)
         return row, variant.suited(problem, _fitted(problem, row).config)
     served, *others = (_fitted(problem, row) for row in (answer.row, *others))

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
-from fa2tune.kernels.lib.hopper_forward import K_EMPTY, V_EMPTY, await_room, heads_in_band, load_q
+from fa2tune.kernels.lib.hopper_forward import K_EMPTY, V_EMPTY, await_room, heads_in_band, load_q, produce
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.search_spaces.sm90 import fwd as forward_space
@@ -46,7 +46,7 @@ def _get(numbers, place, WARPS: gl.constexpr):
 
 @gluon.jit
 def _tell(queue, turn, index, heads, heads_per_wave):
-    """The producer tells its turn-th tile, of this number in the queue. Bands of heads as in tile_of of lib/hopper_forward.py."""
+    """The producer tells its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
     order, numbers, told = queue
     tiles = gl.load(order)
     band = index // gl.maximum(tiles * heads_per_wave, 1)
@@ -64,8 +64,8 @@ def _tell(queue, turn, index, heads, heads_per_wave):
 
 @gluon.jit
 def tile_told(queue, turn, WARPS: gl.constexpr):
-    """(head, first row, row where the sequence ends, its rows, key where it ends, its keys) of this program's turn-th tile; head
-    -1: there is none. WARPS: of the partition that asks."""
+    """(head, first row, row where the sequence ends, its rows, key where it ends, its keys) of this program's turn-th tile; a
+    head of -1: there is none. WARPS: of the partition that asks."""
     _, numbers, told = queue
     mbarrier.wait(told.index(turn % PLACES), (turn // PLACES) & 1)
     place = turn % PLACES * TOLD
@@ -79,13 +79,13 @@ def tile_told(queue, turn, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def produce_packed(
+def _produce_packed(
     q, k, v, smem, barriers, queue, heads_q, group, all_rows, all_keys, heads_per_wave, window,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
     NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """``produce`` of lib/hopper_forward.py over the tiles of a queue. all_rows, all_keys: of all sequences together. Coordinates
-    are counted so that a block ends where its sequence does (``_addressed`` in fa2tune/launching/launch.py)."""
+    """As ``produce``, over the tiles of a queue. all_rows, all_keys: of all sequences together. Coordinates are counted so that
+    a block ends where its sequence does (``_addressed`` in fa2tune/launching/launch.py)."""
     q_smem, k_smem, v_smem, _ = smem
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     order, _, _ = queue
@@ -125,3 +125,23 @@ def produce_packed(
         for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: no warp is left at a barrier
             await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
             await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+
+
+@gluon.jit
+def produce_tiles(
+    q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NUMBERED: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr, COLUMNS: gl.constexpr,
+    RAGGED: gl.constexpr,
+):  # fmt: skip
+    """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
+    if RAGGED:
+        _produce_packed(
+            q, k, v, smem, barriers, queue, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
+            STAGES, Q_STAGES, COLUMNS, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
+        )  # fmt: skip
+    else:
+        produce(
+            q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
+            STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST,
+        )  # fmt: skip

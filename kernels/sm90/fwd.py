@@ -1,6 +1,5 @@
 """FlashAttention forward for Hopper: one warp feeds K and V by TMA, groups of four warps multiply and exponentiate."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -16,7 +15,6 @@ from fa2tune.kernels.lib.hopper_forward import (
     of_carried,
     pass_by,
     pass_turn_on,
-    produce,
     q_again,
     quotients,
     repack,
@@ -41,7 +39,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_packed, tile_told
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, tile_told
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -71,8 +69,9 @@ def _one_tile(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next tile
-    is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: of its sequence, which ends in row end_q of all."""
+    """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
+    tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
+    ends at row end_q of all."""
     q_smem, k_smem, v_smem, o_smem = smem
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
@@ -190,7 +189,7 @@ def _one_tile(
     v_entry = done - 1
     if Q_STAGES > 1:
         if RAGGED:
-            next_head, next_m, next_end, next_q, _, next_k = tile_told(queue, turn + 1, 4)
+            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
             more = next_head >= 0
         else:
             more = turn + 1 < turns
@@ -211,7 +210,7 @@ def _one_tile(
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_entry % STAGES), acc)
     if Q_STAGES == 1:  # the divisions run beside P V
         if RAGGED:
-            next_head, next_m, next_end, next_q, _, next_k = tile_told(queue, turn + 1, 4)
+            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
         else:
             next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
     else:
@@ -266,8 +265,8 @@ def _consume(
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
-    q_smem, k_smem, v_smem, o_smem = smem
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
+    q_smem, k_smem, _, _ = smem
+    q_ready, _, k_ready, k_empty, _, _ = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     s_layout: gl.constexpr = product_layout(BLOCK_N)
@@ -278,7 +277,7 @@ def _consume(
     turns = turns_of(tiles * heads)
     done = 0  # key blocks of earlier tiles
     if RAGGED:
-        head, start_m, end_q, seqlen_q, _, seqlen_k = tile_told(queue, 0, 4)
+        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = tile_told(queue, 0, 4)
         alive = head >= 0
     else:
         start_m, head = tile_of(0, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
@@ -323,25 +322,6 @@ def _consume(
     if PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)
-
-
-@gluon.jit
-def _produce(
-    q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NUMBERED: gl.constexpr,
-    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr, COLUMNS: gl.constexpr,
-    RAGGED: gl.constexpr,
-):  # fmt: skip
-    if RAGGED:
-        produce_packed(
-            q, k, v, smem, barriers, queue, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-            STAGES, Q_STAGES, COLUMNS, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
-        )  # fmt: skip
-    else:
-        produce(
-            q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-            STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -403,50 +383,50 @@ def fwd_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_produce, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_produce, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 2,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 2, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
                 LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_produce, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if NUMBERED:
         # No warp waits at these. Without a use behind the partitions Triton would give their memory to what it hands these,
