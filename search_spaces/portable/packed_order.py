@@ -1,4 +1,4 @@
-"""kernels/portable/packed_order.py works on a few numbers: a single point, not searched."""
+"""kernels/portable/packed_order.py works on a few numbers and is not searched. BLOCK_Q is what the kernel behind it says."""
 
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import SearchSpace
@@ -13,7 +13,7 @@ def order_shape(problem: Problem, block: int) -> tuple[int, int]:
 
 SPACE = SearchSpace(
     name="packed_order",
-    dimensions={"num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
+    dimensions={"BLOCK_Q": (64, 128, 192), "num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
     constraints=(),
-    default=lambda spec, arch: {"num_warps": 4, "num_stages": 1, "maxnreg": 0},
+    default=lambda spec, arch: {"BLOCK_Q": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 0},
 )
