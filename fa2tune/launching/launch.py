@@ -229,7 +229,7 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
-#: Coordinate of what stands in front of a packed tensor's dimensions, and how many rows the tensor seems to have: the same number.
+#: The coordinate in front of a packed tensor's own ones, and how many rows it seems to have; and sizes that bound nothing.
 _PACKED_ROWS, _MOST_ROWS = 1 << 30, (1 << 31) - (1 << 16)
 
 
@@ -240,9 +240,9 @@ def _addressed(
 
     A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends. Rows are
     counted so that the tensor's bound falls on that row: row r of a sequence of n rows has the coordinate 2^30 - n + r. The
-    hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave the next sequence alone. What that is
-    too far, 2^30 rows, one more dimension takes back: its coordinate is always 2^30, and 2^30 of its strides are 2^64 bytes less
-    2^30 rows, as addresses wrap around there. (Subtracted from the base instead, it would name memory that is not mapped.)"""
+    hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave the next sequence alone. One more
+    dimension takes the 2^30 rows back: its coordinate is always 2^30, and 2^30 of its strides are 2^64 bytes, where addresses
+    wrap around, less 2^30 rows. (A base 2^30 rows, or fewer, before the tensor would lie in memory that is not mapped.)"""
     shape = _shape(name, problem, workspaces)
     steps = _steps(shape, strides)
     if not problem.extent.ragged or name in workspaces:

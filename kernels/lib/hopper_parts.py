@@ -35,8 +35,8 @@ def descriptors_of(first, rest):
 
 @gluon.jit
 def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
-    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it; of packed sequences [SLOTS, 1, 1, 1,
-    HEIGHT, columns]. REST 0: there is one part."""
+    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it; of packed sequences [SLOTS, 1, 1,
+    1, HEIGHT, columns]. REST 0: there is one part."""
     found = (_slots_for(descriptors[0], SLOTS, HEIGHT, WIDTH),)
     if REST > 0:
         found = (found[0], _slots_for(descriptors[1], SLOTS, HEIGHT, REST))

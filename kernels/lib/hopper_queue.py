@@ -136,7 +136,8 @@ def produce_tiles(
     """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
     if RAGGED:
         _produce_packed(
-            q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, COLUMNS, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
+            q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, COLUMNS,
+            NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
         )  # fmt: skip
     else:
         produce(
