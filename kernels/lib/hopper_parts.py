@@ -9,9 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
-    load_block,
     mbarrier,
-    store_block,
+    tma_load,
+    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -35,20 +35,12 @@ def descriptors_of(first, rest):
 
 @gluon.jit
 def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
-    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it; of packed sequences [SLOTS, 1, 1,
-    1, HEIGHT, columns]. REST 0: there is one part."""
-    found = (_slots_for(descriptors[0], SLOTS, HEIGHT, WIDTH),)
+    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it. REST 0: there is one part."""
+    first = descriptors[0]
+    found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], first.layout),)
     if REST > 0:
-        found = (found[0], _slots_for(descriptors[1], SLOTS, HEIGHT, REST))
-    return found
-
-
-@gluon.jit
-def _slots_for(descriptor, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    if len(descriptor.block_type.shape) == 5:
-        found = gl.allocate_shared_memory(descriptor.dtype, [SLOTS, 1, 1, 1, HEIGHT, WIDTH], descriptor.layout)
-    else:
-        found = gl.allocate_shared_memory(descriptor.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], descriptor.layout)
+        rest = descriptors[1]
+        found = (found[0], gl.allocate_shared_memory(rest.dtype, [SLOTS, 1, 1, HEIGHT, REST], rest.layout))
     return found
 
 
@@ -64,9 +56,9 @@ def expect_parts(descriptors, barrier):
 @gluon.jit
 def load_parts(descriptors, b, h, row, barrier, smem, slot):
     """A tile's parts, from row ``row`` on, into a slot."""
-    load_block(descriptors[0], b, h, row, 0, barrier, smem[0].index(slot))
+    tma_load(descriptors[0], [b, h, row, 0], barrier, smem[0].index(slot))
     if len(descriptors) > 1:
-        load_block(descriptors[1], b, h, row, smem[0].shape[-1], barrier, smem[1].index(slot))
+        tma_load(descriptors[1], [b, h, row, smem[0].shape[-1]], barrier, smem[1].index(slot))
 
 
 @gluon.jit
@@ -159,14 +151,14 @@ def store_parts(tiles, descriptors, b, h, row, smem, slot):
     first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
     if len(tiles) == 1:
         fence_async_shared()
-        store_block(descriptors[0], b, h, row, 0, first)
+        tma_store(descriptors[0], [b, h, row, 0], first)
     else:
         rest = smem[1].index(slot)
         REST: gl.constexpr = smem[1].shape[-1]
         rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
         fence_async_shared()
-        store_block(descriptors[0], b, h, row, 0, first)
-        store_block(descriptors[1], b, h, row, WIDTH, rest)
+        tma_store(descriptors[0], [b, h, row, 0], first)
+        tma_store(descriptors[1], [b, h, row, WIDTH], rest)
 
 
 @gluon.jit
@@ -179,11 +171,11 @@ def store_in_halves(tiles, descriptors, b, h, row, smem, slot):
     left, right = gl.split(tiles[0].to(place.dtype).reshape([HEIGHT, 2, HALF]).permute((0, 2, 1)))
     place.reshape([HEIGHT, HALF]).store(left)
     fence_async_shared()
-    store_block(descriptors[0], b, h, row, 0, place)
+    tma_store(descriptors[0], [b, h, row, 0], place)
     tma_store_wait(0)
     place.reshape([HEIGHT, HALF]).store(right)
     fence_async_shared()
-    store_block(descriptors[0], b, h, row, HALF, place)
+    tma_store(descriptors[0], [b, h, row, HALF], place)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ def order_shape(problem: Problem, block: int) -> tuple[int, int]:
 
 SPACE = SearchSpace(
     name="packed_order",
-    dimensions={"BLOCK_Q": (64, 128, 192), "num_warps": (4,), "num_stages": (1,), "maxnreg": (0,)},
+    dimensions={"BLOCK_Q": (64, 128, 192), "num_warps": (1,), "num_stages": (1,), "maxnreg": (0,)},
     constraints=(),
-    default=lambda spec, arch: {"BLOCK_Q": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 0},
+    default=lambda spec, arch: {"BLOCK_Q": 128, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
 )

@@ -36,27 +36,30 @@ def ordered(starts_q, starts_k, rows, keys):
     ("starts_q", "starts_k"),
     [
         ((0, 63, 63, 127, 192, 320), (0, 63, 70, 134, 134, 400)),
+        ((0, 100, 170, 300), (0, 90, 180, 270)),
         ((0, 300), (0, 1)),
         ((0, *range(1, 300, 2), 320), (0, *range(2, 301, 2), 400)),
         ((0,), (0,)),
     ],
-    ids=["mixed", "one", "more than are read at once", "none"],
+    ids=["mixed", "alike", "one", "more than are read at once", "none"],
 )
-def test_every_row_is_in_one_tile(starts_q, starts_k):
+def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k):
     rows, keys = 330, 410
-    longest, entries = ordered(starts_q, starts_k, rows, keys)
-    lengths = [*(b - a for a, b in pairwise(starts_k)), 0]
-    assert longest == max(lengths)
+    found, entries = ordered(starts_q, starts_k, rows, keys)
+    sequences = []  # (keys, tiles, first row, row behind it, key behind it)
+    for (first, end), behind, seen in zip(
+        pairwise((*starts_q, rows)), (*starts_k[1:], starts_k[-1]),
+        (*(b - a for a, b in pairwise(starts_k)), 0), strict=True,
+    ):  # fmt: skip
+        if end > first:
+            sequences.append((seen, -(-(end - first) // BLOCK), first, end, behind))
     expected = []
-    for (first, end), keys_end, seen in zip(
-        pairwise((*starts_q, rows)), (*starts_k[1:], starts_k[-1]), lengths, strict=True
-    ):
-        expected += [[tile, end, end - first, keys_end, seen] for tile in range(0, end - first, BLOCK)]
-    assert sorted(entries) == sorted(expected)
-    assert [entry[4] for entry in entries] == sorted((entry[4] for entry in entries), reverse=True)
-    for one, following in pairwise(entries):
-        if one[1] == following[1]:
-            assert one[0] > following[0], "of a sequence the last tile first"
+    for kind in sorted({one[:2] for one in sequences}, reverse=True):
+        for tile in reversed(range(kind[1])):
+            alike = [one for one in sequences if one[:2] == kind]
+            expected += [[tile * BLOCK, end, end - first, behind, kind[0]] for *_, first, end, behind in alike]
+    assert entries == expected
+    assert found == sum(one[0] for one in sequences if one[:2] == max(sequences)[:2])
 
 
 @pytest.mark.parametrize("wrong", [(-5, 100, 40000), (300, 20, 330), (0, 2**31 - 1, 5), (0, 330, 0, 330, 0)])
