@@ -22,7 +22,7 @@ import click
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
@@ -104,8 +104,8 @@ def measured(packing: Packing) -> dict[str, Any]:
     do, (packed_q, packed_k, packed_v) = torch.randn_like(o), (tensor.detach() for tensor in (q, k, v))
     views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
     ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
-    served = dispatch.choose(ragged, "fwd", dispatch.gpu_of(0)).config
-    portable = dispatch.choose(ragged, "fwd", dispatch.gpu_of(0), specialized=False).config
+    served = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
+    portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), specialized=False).config
     plan = passes.ForwardPlan(ragged, *views, scale, portable)
     calls: dict[str, Callable[[], Any]] = {
         "packed forward": lambda: fa2tune.attention_varlen(packed_q, packed_k, packed_v, offsets, causal=True),
@@ -131,7 +131,7 @@ def main(out: Path | None) -> None:
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):  # a cool GPU clocks higher
         matrix @ matrix
-    here = dispatch.toolchain()
+    here = choosing.toolchain()
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},
