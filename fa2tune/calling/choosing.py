@@ -215,7 +215,8 @@ class Chooser:
         variant = own.variant
         assert variant is not None  # of an answer
         by_schedule = schedule.covers(variant) and not problem.extent.ragged  # packed tiles come from a queue
-        if not by_schedule and not (problem.unmeasured and answer.row.specialized):
+        by_work = not problem.mask.measured and answer.row.specialized
+        if not by_schedule and not by_work:
             return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
         others = [self.fitted(row) for row in lookup.of_other_lengths(answer, self.node)]
         rows = {id(one.row): one for one in (own, *others) if one.refused is None}
