@@ -62,7 +62,7 @@ class Fitted:
     """A kernel's row for a problem."""
 
     given: Row
-    row: Row  #: with every dimension of the search, as for the problem's head dims where they are other than its own
+    row: Row  #: with every dimension of the search, as for the problem's head dims and (packed sequences) forms
     variant: Variant | None  #: None: the row is of none that is here
     refused: str | None  #: why it cannot serve; None: it can
 
@@ -113,8 +113,10 @@ class Chooser:
             return Fitted(row, row, None, str(odd))
         if not lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v):
             config = dict(variant.fitted(self._spec, config))
+        if problem.extent.ragged:
+            config = dict(variant.suited(problem, config))
         ours = row if config == row.config else replace(row, config=config)
-        if uses_descriptors(variant, config) and not problem.tma and not problem.extent.ragged:
+        if uses_descriptors(variant, config) and not problem.tma:
             why = "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
             return Fitted(row, ours, variant, why)
         refused = limits.before_compile(variant, self._spec, config, self.gpu)
@@ -207,7 +209,8 @@ class Chooser:
         problem, own = self.problem, self.fitted(answer.row)
         variant = own.variant
         assert variant is not None  # of an answer
-        by_schedule, by_work = schedule.covers(variant), not problem.mask.measured and answer.row.specialized
+        by_schedule = schedule.covers(variant) and not problem.extent.ragged  # packed tiles come from a queue
+        by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
             return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
         others = [self.fitted(row) for row in lookup.of_other_lengths(answer, self.node)]

@@ -23,7 +23,7 @@ from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
-from fa2tune.spec.extent import DENSE, OFFSETS, RAGGED
+from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, RAGGED
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
@@ -109,7 +109,7 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
 def _compiled_in(spec: Specialization) -> dict[str, Any]:
     """Parameters that are compiled in: for a mask without run-time integers, for no score term, for sequences of one length."""
     found: dict[str, Any] = {} if mask_named(spec.mask).values else dict.fromkeys(WINDOW, 0)
-    found |= dict.fromkeys(OFFSETS, 0) if spec.extent == DENSE else {}
+    found |= dict.fromkeys(PACKED, 0) if spec.extent == DENSE else {}
     return found if score_named(spec.score).values else {**found, **dict.fromkeys(SCORE, 0.0)}
 
 
@@ -320,11 +320,13 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     """The kernels that run right before a config's, and right after it, with their own configs."""
     told = variant.passes_on(spec, config)
 
-    def with_configs(names: tuple[str, ...]) -> KernelSequence:
-        found = map(variant_named, variant.runs_with(config, names))
+    def with_configs(names: list[str]) -> KernelSequence:
+        found = map(variant_named, names)
         return [(one, {**one.space.default(spec, arch), **told}) for one in found]
 
-    return with_configs(variant.before), with_configs(variant.after)
+    packed = variant.packed_before if spec.ragged else ()
+    before, after = (variant.runs_with(config, names) for names in (variant.before, variant.after))
+    return with_configs([*before, *packed]), with_configs(after)
 
 
 @cache
