@@ -84,7 +84,7 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
     found: list[int | None] = []
     for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral | torch.SymInt | None):
+        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
             raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
         number: Any = side
         unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)

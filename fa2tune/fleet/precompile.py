@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, launch, precompiled
+from fa2tune.launching import group_parts, key_splits, launch, precompiled
 from fa2tune.launching.passes import describe, runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -117,7 +117,10 @@ def _choices(
 ) -> Iterator[tuple[str, Choice]]:  # fmt: skip
     """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
     chooser = choosing.Chooser(problem, gpu, layers, node)
-    yield "fwd", chooser.choose("fwd")
+    yield "fwd", (chosen := chooser.choose("fwd"))
+    few = schedule.for_few_tiles(problem.specialization, gpu.arch) if problem.mask.measured else None
+    if few is not None and schedule.covers(chosen.variant):
+        yield "fwd", replace(chosen, config=few)
     for deterministic in (False, True):
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
@@ -134,6 +137,8 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
                     kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
                 ):  # a call decides whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
+                if kernel == "fwd" and not problem.extent.ragged:
+                    needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
