@@ -22,8 +22,8 @@ from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, key_splits, launch, precompiled
-from fa2tune.launching.passes import describe, runs
+from fa2tune.launching import group_parts, key_splits, launch, passes, precompiled
+from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row
@@ -97,7 +97,7 @@ def _packed(problem: Problem) -> Problem:
     def tensor(heads: int, rows: int, dim: int) -> torch.Tensor:
         return torch.empty(1, problem.batch * rows, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
 
-    found = describe(
+    found = passes.describe(
         tensor(problem.heads_q, problem.seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim),
         tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim_v), problem.mask, 1.0, problem.score, extent,
