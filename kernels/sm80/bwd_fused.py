@@ -37,8 +37,8 @@ def _places(
     sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows
-    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
-    kernels/sm80/bwd_finish.py puts them back."""
+    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a
+    row. kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
