@@ -6,8 +6,8 @@
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
-mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: forward calls of 0.1 to 30 GFLOP, head dim
-128, and the candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
+mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: prompts, then drawn forward calls of 0.1
+to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
 calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
 dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import click
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, registry
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -36,6 +36,13 @@ ORDERS = (0, 1, 4, 22, 64)
 MOST_FLOP = 2.5e12  #: of a forward: about 5 ms
 MOST_BYTES = 6 << 30
 SMALL_FLOP = (1e8, 3e10)
+#: (batch, query heads, key heads, queries, keys, head dim unless another is asked for, causal) of the first --small calls:
+#: prompts of a Llama, and others of few tiles.
+PROMPTS = (
+    (1, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 256, 128, True), (1, 32, 8, 512, 512, 128, True),
+    (1, 32, 8, 777, 777, 128, True), (1, 32, 8, 1024, 1024, 128, True), (1, 32, 8, 1536, 1536, 128, True),
+    (4, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 4096, 128, True), (8, 16, 16, 256, 256, 128, False),
+)  # fmt: skip
 
 
 def drawn(seed: int, count: int, backward: bool) -> list[dict[str, Any]]:
@@ -68,18 +75,21 @@ def _mask(shape: dict[str, Any]) -> Mask:
     return CAUSAL if shape["causal"] else FULL
 
 
-def drawn_small(seed: int, count: int) -> list[dict[str, Any]]:
-    """Few tiles: prompts and short sequences, head dim 128, batch 1 to 8."""
+def drawn_small(seed: int, count: int, dim: int) -> list[dict[str, Any]]:
+    """Few tiles: prompts and short sequences, batch 1 to 8; ``dim``: the head dim."""
     rng = random.Random(seed)
-    found: list[dict[str, Any]] = []
+    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "causal")
+    found: list[dict[str, Any]] = [
+        {**dict(zip(names, one, strict=True)), "head_dim": dim, "space": True} for one in PROMPTS[:count]
+    ]
     while len(found) < count:
         seqlen, batch = int(math.exp(rng.uniform(math.log(64), math.log(4000)))), rng.choice((1, 1, 1, 2, 4, 8))
         heads_kv, group, causal = rng.choice((2, 4, 8, 16)), rng.choice((1, 4)), rng.random() < 0.6
-        flop = 4 * batch * heads_kv * group * seqlen * seqlen * 128 * (0.5 if causal else 1)
+        flop = 4 * batch * heads_kv * group * seqlen * seqlen * dim * (0.5 if causal else 1)
         if SMALL_FLOP[0] <= flop <= SMALL_FLOP[1]:
             found.append({
                 "batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen,
-                "head_dim": 128, "causal": causal, "space": True,
+                "head_dim": dim, "causal": causal, "space": True,
             })  # fmt: skip
     return found
 
@@ -95,7 +105,7 @@ def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
 def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
     """Distinct configs of the measured warp-specialised rows."""
     found: dict[str, dict[str, Any]] = {}
-    for layer in dispatch.layers():
+    for layer in choosing.layers():
         for row in layer.rows:
             key = row.key
             if layer.path.name == "h200.sqlite" and (key.kernel, key.dtype, key.head_dim, key.mask) == (
@@ -153,6 +163,12 @@ def compile_all(shapes: list[dict[str, Any]], backward: bool) -> int:
     return len(jobs)
 
 
+def differing(config: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """What a config has that the chosen one has not."""
+    other = {name: value for name, value in config.items() if chosen.get(name) != value}
+    return " ".join(f"{name}={value}" for name, value in other.items()) or "the same"
+
+
 def graphed(call: Any, count: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -198,14 +214,14 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
     scale, mask = d**-0.5, _mask(shape)
     gpu = dispatch.gpu_of(0)
     problem = passes.describe(q, k, v, mask, scale)
-    choice = dispatch.choose(problem, "fwd", gpu)
+    choice = choosing.choose(problem, "fwd", gpu)
     forward = passes.ForwardPlan(problem, q, k, v, scale, choice.config)
     o, lse = forward(q, k, v)
     chosen: dict[str, Any] = {"fwd": choice.config}
     if backward:
         problem = passes.describe(q, k, v, mask, scale, o=o, do=do)
-        strategy, kinds = dispatch.strategy_of(problem, gpu, False)
-        chosen = {n: dispatch.choose(problem, n, gpu, kinds.get(n)).config for n in passes.STRATEGIES[strategy]}
+        strategy, kinds = choosing.strategy_of(problem, gpu, False)
+        chosen = {n: choosing.choose(problem, n, gpu, kinds.get(n)).config for n in passes.STRATEGIES[strategy]}
     plans, names, refused = [], [], []
     first = None
     for configs in [chosen, *candidates(shape, backward)]:
@@ -237,15 +253,16 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--backward", is_flag=True)
 @click.option("--small", is_flag=True)
+@click.option("--dim", type=int, default=128, help="Head dim of --small calls.")
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, out: Path) -> None:
+def main(backward: bool, small: bool, dim: int, seed: int, shapes: int, seconds: float, out: Path) -> None:
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
     random.seed(seed)
-    asked = drawn_small(seed, shapes) if small else drawn(seed, shapes, backward)
+    asked = drawn_small(seed, shapes, dim) if small else drawn(seed, shapes, backward)
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -257,13 +274,18 @@ def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, ou
             print(f"stopped after {len(cases)} of {shapes} shapes")
             break
         cases.append(measured(shape, backward, stream))
-        best = min(cases[-1]["candidates"], key=lambda c: c["us"])
+        first = sorted(cases[-1]["candidates"], key=lambda c: c["us"])[:3]
+        best = first[0]
         print(f"{list(shape.values())} chosen {cases[-1]['chosen_us']} best {best['us']} "
               f"({cases[-1]['chosen_us'] / best['us']:.3f})", flush=True)  # fmt: skip
+        if small:
+            print(f"    chosen {cases[-1]['chosen']['fwd']}")
+            for one in first:
+                print(f"    {one['us']:7.2f} {differing(one['configs']['fwd'], cases[-1]['chosen']['fwd'])}")
         torch.cuda.empty_cache()
     facts = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": seed,
-        "triton": dispatch.toolchain().triton, "driver": dispatch.toolchain().driver,
+        "triton": choosing.toolchain().triton, "driver": choosing.toolchain().driver,
         "date": time.strftime("%Y-%m-%d"), "cases": cases,
     }  # fmt: skip
     out.write_text(json.dumps(facts, indent=None, separators=(",", ":")))

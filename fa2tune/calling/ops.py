@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 
 from fa2tune.calling import arguments, dispatch
 from fa2tune.calling.arguments import MISSING
+from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
-from fa2tune.launching.launch import TORCH_DTYPES, interpreted
+from fa2tune.launching.launch import TORCH_DTYPES
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator, sides_of
 from fa2tune.spec.mask import checked as checked_mask
@@ -25,7 +26,7 @@ from fa2tune.spec.score import score_of
 Layout = Literal["bhsd", "bshd"]
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
 LARGEST_SCALE = 2e38  #: times log2(e) it is still a float32
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  #: output and lse
 
 
 @overload

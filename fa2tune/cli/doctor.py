@@ -18,7 +18,7 @@ from fa2tune.cli._output import echo
 from fa2tune.text import plain
 
 if TYPE_CHECKING:
-    from fa2tune.devices import Device, Found
+    from fa2tune.devices import Device, FoundDevices
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Diagnosis:
     """Everything that was found."""
 
     findings: list[Check] = field(default_factory=list)
-    seen: Found | None = None  #: what the driver says; None: not asked, as a package is missing
+    seen: FoundDevices | None = None  #: what the driver says; None: not asked, as a package is missing
     rows: dict[int, list[RowClass]] = field(default_factory=dict)  #: GPU by number -> what the cache files hold for it
     triton: str = ""
     gpu_wanted: bool = True
@@ -97,12 +97,14 @@ class Diagnosis:
 
 
 def _verdict_on(device: Device, classes: Sequence[RowClass], triton: str) -> str:
+    from fa2tune.compiling.measured_code import NONE
+
     name = plain(device.name)
     if not classes:
         return f"{name} has no rows, so attention() takes the default configs."
     best = classes[0]
     if best.fresh_keys == best.keys:
-        return f"{name} has {best.words(best.fresh)}, fresh for Triton {triton}."
+        return f"{name} has {best.words(best.fresh)}, fresh {f'for Triton {triton}' if triton != NONE else 'without Triton'}."
     reasons = "; ".join(best.stale[:3])
     if not best.fresh_keys:
         return f"{name} has {best.words()}. All are stale ({reasons}), and still serve."

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fa2tune import gpus
 from fa2tune.gpus import Gpu
-from fa2tune.rows.describe import described
-from fa2tune.rows.row import Row, over_portable, precedence, winner
+from fa2tune.rows.describe import described_row
+from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
@@ -137,7 +137,8 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
         for row in ranked:
             problem = workload(row)
             flops = problem.flops(key.kernel) if key.kernel in KERNEL_TITLES else 0.0
-            share = None if top is None or row.tflops is None else row.tflops / top
+            elsewhere = row.obtained == PORTED  # its time is of a GPU with another peak
+            share = None if top is None or row.tflops is None or elsewhere else row.tflops / top
             keeps = row.gain_low is not None and row.gain_low <= 1.0
             found.append(
                 Standing(
@@ -179,14 +180,14 @@ def gain_text(row: Row) -> str:
 
 def config_of(row: Row) -> str:
     """Its config on half a line, heads-per-wave as hpw; the strategy of a whole backward, and the implementations in it."""
-    return described(row).replace("heads-per-wave=", "hpw")
+    return described_row(row).replace("heads-per-wave=", "hpw")
 
 
 # ---- predicted against measured
 
 
 @dataclass(frozen=True)
-class Pair:
+class TimedPrediction:
     """One candidate's time by the model and by measurement."""
 
     key: TuningKey
@@ -195,7 +196,7 @@ class Pair:
     measured_us: float
 
 
-def rank_correlation(pairs: Sequence[Pair]) -> float | None:
+def rank_correlation(pairs: Sequence[TimedPrediction]) -> float | None:
     """Spearman's, equal values ranked alike; None where one side does not vary."""
     sides = [_ranks([p.predicted_us for p in pairs]), _ranks([p.measured_us for p in pairs])]
     try:
@@ -211,9 +212,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(first[value] + last[value]) / 2 for value in values]
 
 
-def rank_correlations(pairs: Iterable[Pair]) -> dict[tuple[str, int], float]:
+def rank_correlations(pairs: Iterable[TimedPrediction]) -> dict[tuple[str, int], float]:
     """(kernel, head dim) -> the median over its keys of their rank correlations."""
-    by_key: dict[TuningKey, list[Pair]] = {}
+    by_key: dict[TuningKey, list[TimedPrediction]] = {}
     for pair in pairs:
         by_key.setdefault(pair.key, []).append(pair)
     groups: dict[tuple[str, int], list[float]] = {}

@@ -30,6 +30,8 @@ WORDS: Mapping[str, str] = {
     "orders_are_for_persistent_programs": "PAIRS or DYNAMIC has no effect here",
     "others_take_over_what_comes_late": "BESIDE needs DYNAMIC if PERSISTENT",
     "p_in_registers_has_one_split": "P_THROUGH registers needs SCORE_WARPS 1 and KEY_WARPS num_warps",
+    "parts_are_added_apart": "IN_PARTS needs REDUCE vector and num_warps 4",
+    "parts_are_of_both_head_dims": "IN_PARTS of head dims that have not the same two parts",
     "passed_blocks_fit_ring": "too few STAGES, so this mask deadlocks",
     "register_cap_binds": "maxnreg is no lower than the block's own limit",
     "register_cap_holds_wgmma": "maxnreg leaves too few registers for a product",
@@ -48,6 +50,7 @@ WORDS: Mapping[str, str] = {
     "without_wgmma": "mma.sync where the GPU has faster instructions",
     # limits of the GPU, before a compile
     "architecture": "other compute capability",
+    "interpreter": "no interpreter runs it",
     "instruction_cache": "loop exceeds the instruction cache",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",

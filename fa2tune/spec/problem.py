@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from fa2tune.spec.extent import DENSE, WHOLE, Extent
+from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.score import NONE, Score
 
@@ -40,6 +41,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(MIN_HEAD_DIM, 1 << (head_dim - 1).bit_length())
 
 
+@cache
 def head_dim_parts(head_dim: int) -> tuple[int, int]:
     """A head dim as a sum of two powers of two, the larger first, where that is less than ``padded_head_dim``: 80 = 64 + 16.
     Where it is not, the second is 0: 112 needs 64 + 64 as well."""
@@ -69,6 +71,10 @@ class Specialization:
     negate: bool = False  #: softmax_scale is negative (the forward flips the sign of Q K^T)
     score: str = "none"  #: name of its file in kernels/scores/
     extent: str = DENSE  #: ``Extent.name``
+
+    @property
+    def ragged(self) -> bool:
+        return self.extent == RAGGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +130,9 @@ class Problem:
 
     @property
     def keys_seen(self) -> float:
-        """Keys that a query row sees, on average over the rows."""
-        return self.mask.pairs(self.seqlen_q, self.seqlen_k) / max(1, self.seqlen_q)
+        """Keys that a query row sees, on average over the rows; of a ragged call, in a sequence of ``Extent.length`` rows."""
+        seqlen_q, seqlen_k = self.extent.length(self.seqlen_q), self.extent.length(self.seqlen_k)
+        return self.mask.pairs(seqlen_q, seqlen_k) / max(1, seqlen_q)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for

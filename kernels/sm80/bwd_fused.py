@@ -67,7 +67,7 @@ def _trip(
     do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr,
-    TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
     ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr,
     DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -85,13 +85,20 @@ def _trip(
     delta = gl.load(gl.multiple_of(deltas + rows, [8]))  # whole blocks of padded rows
     if TRANSPOSED:
         s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_smem, HEAD_DIM, STEP, SCORES)
+        if EARLY:
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             if CAUSAL:
                 p = hidden_behind(p, columns[:, None], gl.minimum(rows + offset, seqlen_k - 1)[None, :], ZERO)
             else:
                 p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
-        dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES)
+        if not EARLY:
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(KEYS))
@@ -100,7 +107,7 @@ def _trip(
         dk_acc, dk_more = add_columns(dk_acc, dk_more, ds_tile, q_smem, 0, BLOCK_M, DK_FIRST, DK_OTHER, KEYS)
     else:
         s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_smem, k_smem, HEAD_DIM, STEP, SCORES)
-        if not ONE:  # before P is stored, which no load passes
+        if EARLY:
             dp = a_bt(
                 gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
             )
@@ -122,6 +129,10 @@ def _trip(
             p_smem.store((p * (dp - delta[:, None])).to(dtype))
             dk_acc, dk_more = at_b(dk_acc, dk_more, p_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
         else:
+            if not EARLY:
+                dp = a_bt(
+                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+                )
             ds_smem.store((p * (dp - delta[:, None])).to(dtype))
             dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
             dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
@@ -149,7 +160,7 @@ def _over_queries(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
     QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
-    ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
@@ -158,7 +169,7 @@ def _over_queries(
             dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
             q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
             BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
-            HIDE_QUERIES, CAUSAL, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, MASK,
+            HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, MASK,
         )  # fmt: skip
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
@@ -172,7 +183,7 @@ def bwd_fused_sm80_kernel(
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr,
+    SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
     DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
@@ -184,7 +195,7 @@ def bwd_fused_sm80_kernel(
     bf16 or fp16; bases and strides are multiples of 16 bytes.
     P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
     the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
-    are operands where they are, and dS goes through shared memory for dQ alone.
+    are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
     Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
@@ -253,20 +264,20 @@ def bwd_fused_sm80_kernel(
             dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
             k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-            HIDE, HIDE_QUERIES, CAUSAL, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
         )  # fmt: skip
         dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
             dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
             k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-            HIDE, HIDE_QUERIES, CAUSAL, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
         )  # fmt: skip
         if LEFT_BOUNDED:
             dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
                 dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
                 k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window,
                 qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS,
-                QUERY_WARPS, TRANSPOSED, HIDE, HIDE_QUERIES, CAUSAL, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER,
+                QUERY_WARPS, TRANSPOSED, HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER,
                 DQ_FIRST, DQ_OTHER, True,
             )  # fmt: skip
         q += stride_qh

@@ -51,11 +51,20 @@ def _scores(
 
 
 @gluon.jit
+def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
+    """total [BLOCK_M, 8], eight times the sum of a row, times shrink [BLOCK_M, 4], plus the products of P with ones."""
+    eight = lanes(total)
+    eight = eight * for_lanes(shrink, eight)
+    eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
+    return mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, p_tile.dtype, layout=operand_b(MMA)), eight)
+
+
+@gluon.jit
 def _trip(
     acc, more, total, peak, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
     offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
     FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is. What is asked for beyond the first block
@@ -92,13 +101,16 @@ def _trip(
         more = scaled_if(raised, more, shrink, WARPS)
     p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
     p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
-    # sums of rows are the products with ones, of what P V is made of; after P V they would be waited for, by themselves
-    eight = lanes(total)
-    eight = gl.convert_layout((eight * for_lanes(shrink, eight)).reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
-    total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), eight)
+    if SUMS == "first":
+        total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
     acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
     if OTHER > 0:
         more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+    if SUMS == "mma":
+        total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
+    elif SUMS == "add":
+        parts = lanes(p)
+        total = total * shrink + gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), total.type.layout, assert_trivial=True)
     return acc, more, total, peak
 
 
@@ -107,7 +119,7 @@ def _over_keys(
     acc, more, total, peak, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
     offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
     FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1. Two buffers change places with every block: by a branch,
@@ -117,13 +129,13 @@ def _over_keys(
             acc, more, total, peak = _trip(
                 acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, FIRST, OTHER, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
         else:
             acc, more, total, peak = _trip(
                 acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0,
                 rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, FIRST, OTHER, MASK,
+                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
             )  # fmt: skip
     return acc, more, total, peak
 
@@ -137,7 +149,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -145,7 +157,8 @@ def fwd_sm80_kernel(
     that see no key: o = 0, lse = -inf.
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
-    one accumulator and in a second, as ``head_dim_parts`` has them. CAUSAL: the mask is that one, which HIDE
+    one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
+    products with ones, "mma" after P V, "first" before it, which hides their latency. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
@@ -201,29 +214,35 @@ def fwd_sm80_kernel(
 
     acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
     more = none_yet(BLOCK_M, OTHER, MMA)
-    total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)  # eight times the sum of a row
-    by_thread = gl.sum(gl.sum(lanes(total), 3), 1)
+    by_thread = gl.sum(gl.sum(lanes(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)), 3), 1)
+    if SUMS != "add":  # noqa: SIM108
+        total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
+    else:
+        total = by_thread
     peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=by_thread.type.layout)
     acc, more, total, peak = _over_keys(
         acc, more, total, peak, 0, n_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
         offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, FIRST, OTHER, True,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
     )  # fmt: skip
     acc, more, total, peak = _over_keys(
         acc, more, total, peak, n_masked, n_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
         rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, FIRST, OTHER, False,
+        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, False,
     )  # fmt: skip
     if LEFT_BOUNDED:
         acc, more, total, peak = _over_keys(
             acc, more, total, peak, n_clear, n_blocks, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0,
             v1, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, FIRST, OTHER, True,
+            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
         )  # fmt: skip
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
-    row_total = gl.max(total, 1)
+    if SUMS != "add":  # noqa: SIM108
+        row_total = gl.max(total, 1)
+    else:
+        row_total = gl.convert_layout(gl.sum(total, 1), ROW)
     scale = 1.0 / row_total
     out = acc * scale[:, None]
     rest = more

@@ -32,12 +32,12 @@ def _do_once(PTX: tl.constexpr):
 def bwd_finish_hopper_kernel(
     words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded, flags, batch, seqlen_k,
     HEAD_DIM: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr,
-    FINISH_BESIDE: tl.constexpr,
+    FINISH_BESIDE: tl.constexpr, USED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
-    divides rows_padded. flags int32, only if FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the
-    tiles that have added to dQ of a head."""
+    divides rows_padded. Columns from USED_COLUMNS on, the last words of each 64 rows, are not read. flags int32, only if
+    FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the tiles that have added to dQ of a head."""
     tiles = tl.cdiv(seqlen_q, BLOCK_R)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -47,7 +47,11 @@ def bwd_finish_hopper_kernel(
             _do_once(_REST)
     dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
-    sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
+    at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
+    if USED_COLUMNS == SUM_COLUMNS:
+        sums = tl.load(words + at) * softmax_scale
+    else:
+        sums = tl.load(words + at, mask=at % (64 * SUM_COLUMNS) < 64 * USED_COLUMNS, other=0.0) * softmax_scale
     PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
     # (64 rows, piece), column / 8, row / 16, row % 8, column % 8 / 2, row / 8 % 2, column % 2
     tile = tl.reshape(sums, [BLOCK_R // 64 * PIECES, PERMUTED_COLUMNS // 8, 4, 8, 4, 2, 2])
@@ -68,5 +72,6 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: (
         triton.cdiv(problem.seqlen_q, config["BLOCK_R"]) * problem.batch * problem.heads_q
     ),
+    constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
     early=lambda config: bool(config.get("FINISH_BESIDE")),
 )

@@ -1,4 +1,4 @@
-"""What a tuning run was asked for, checked before anything is compiled: request -> Plan."""
+"""What a tuning run was asked for, checked before anything is compiled: request -> TuningPlan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fa2tune import gpus, versions
 from fa2tune.compiling import fingerprint
 from fa2tune.compiling.registry import variants_of
 from fa2tune.gpus import Gpu
+from fa2tune.launching import ported
 from fa2tune.rows import reader
-from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING
 from fa2tune.sharing.storage import Storage, parsed
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
@@ -71,12 +72,13 @@ class Target:
     """The GPU the rows are for, and how they will be obtained."""
 
     gpu: Gpu
-    obtained: str  #: MEASURED (it is present), SIBLING (another of its silicon is), PREDICTED
+    #: MEASURED (it is present), SIBLING (another of its silicon is), PORTED (a GPU that can run its code is), PREDICTED
+    obtained: str
     present: Gpu | None
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     request: TuneRequest
     target: Target
     kernels: tuple[str, ...]
@@ -154,6 +156,8 @@ def resolve_target(name: str | None) -> Target:
         return Target(present, MEASURED, present)
     if gpus.same_silicon(present, asked):
         return Target(asked, SIBLING, present)
+    if ported.can_stand_for(asked.arch, present.arch):
+        return Target(asked, PORTED, present)
     return Target(asked, PREDICTED, present)
 
 
@@ -210,7 +214,7 @@ def _places(request: TuneRequest) -> tuple[Path | None, Storage]:
     return cache, Storage.of_studies(studies)
 
 
-def make_plan(request: TuneRequest) -> Plan:
+def make_plan(request: TuneRequest) -> TuningPlan:
     """Check everything. ValueError names the argument, what came and what is allowed; VersionError, what is too old."""
     versions.check("torch", importlib.metadata.version("torch"))
     versions.check("triton", fingerprint.triton_version())
@@ -250,4 +254,4 @@ def make_plan(request: TuneRequest) -> Plan:
             trials = PREDICTED_TRIALS
             budget = budget or PREDICTED_SECONDS * len(r.head_dims)
     kernels = tuple(kernel for kernel in KERNELS_OF_PASS[r.pass_] if r.kernels is None or kernel in r.kernels)
-    return Plan(request, target, kernels, trials, budget, workers, cache, storage, devices)
+    return TuningPlan(request, target, kernels, trials, budget, workers, cache, storage, devices)

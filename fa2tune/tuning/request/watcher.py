@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa2tune.tuning.request.jobs import TuningJob
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,19 @@ class WorkerFunctions:
     check_backward: str = "fa2tune.measuring.verify:check_backward"
 
 
+#: Of a run for a GPU whose code another one runs (``launching/ported.py``).
+PORTED_FUNCTIONS = WorkerFunctions(
+    compile_check="fa2tune.tuning.search.compile_check:compile_check_ported",
+    race="fa2tune.measuring.ported:race",
+    check="fa2tune.measuring.ported:check",
+    check_backward="fa2tune.measuring.ported:check_backward",
+)
+
+
 class Watcher:
     """Follows a run; does nothing."""
 
-    def planned(self, plan: Plan, jobs: Sequence[TuningJob]) -> None:
+    def planned(self, plan: TuningPlan, jobs: Sequence[TuningJob]) -> None:
         """Before anything else."""
 
     def opened(self, job: TuningJob, tasks: Sequence[Any]) -> None:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fa2tune.compiling import limits, registry
+from fa2tune.predicting import model
 from fa2tune.rows import pruned
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import STRATEGIES, Specialization
 from fa2tune.spec.variant import Variant
 from fa2tune.tuning.request.jobs import TuningJob
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.search.proposals import incumbents, winners
+from fa2tune.tuning.search.proven import proven
 from fa2tune.tuning.search.task import SearchTask
 
 if TYPE_CHECKING:
@@ -63,8 +65,8 @@ class OpenJob:
         return [members for members in by_spec.values() if {task.kernel for task in members} == kernels]
 
 
-def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_record: FailureRecord, known: Sequence[Row],
-           say: Callable[[str], None], retry: bool = False) -> OpenJob:  # fmt: skip
+def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, failure_record: FailureRecord,
+           known: Sequence[Row], say: Callable[[str], None], retry: bool = False) -> OpenJob:  # fmt: skip
     """The tasks of a job, with every trial there is of them. ``known``: rows whose configs are tried early; ``retry``:
     strike out what failed before."""
     tasks: list[SearchTask] = []
@@ -76,6 +78,8 @@ def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_
             own = [row for row in known if row.implementation in variant.implementations]
             task.search.also(incumbents(own, task.keys))
             task.search.seeds.extend(winners(own, task.kernel, spec, gpu.arch))
+            if plan.target.obtained == PREDICTED:
+                task.keep_to(proven(variant, spec, gpu.arch, own))
             if task.space.legal.configs:
                 tasks.append(task)
             elif variant.portable:  # another implementation of a kernel need not have one
@@ -83,12 +87,12 @@ def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_
                 say(f"{task.title}: no legal config ({reasons})")
                 refused |= dict.fromkeys(task.keys, f"no legal config ({reasons})")
     for task in tasks:
-        leader = plan.leader_of(task.spec)
+        leader = plan.leader_of(task.spec) if task.proven is None else None  # its own configs are all there are
         task.leader = next((f for f in tasks if f.variant is task.variant and f.spec.dtype == leader), None)
     return OpenJob(job, tasks, refused)
 
 
-def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
+def _variants(job: TuningJob, plan: TuningPlan) -> list[Variant]:
     """What is searched: every variant of every kernel; where times are predicted, those that the model knows."""
     predicted, arch = plan.target.obtained == PREDICTED, plan.target.gpu.arch
     return [
@@ -96,11 +100,11 @@ def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
         for kernel in plan.kernels
         if kernel in job.kernels
         for variant in registry.variants_of(kernel)
-        if variant.portable or ((variant.modelled or not predicted) and variant.runs_on(arch))
+        if variant.portable or ((model.knows(variant) or not predicted) and variant.runs_on(arch))
     ]
 
 
-def unmodelled(plan: Plan) -> list[str]:
+def unmodelled(plan: TuningPlan) -> list[str]:
     """Kernels that the GPU could run and that are not searched, since times are predicted and the model does not know them."""
     if plan.target.obtained != PREDICTED:
         return []
@@ -111,10 +115,10 @@ def unmodelled(plan: Plan) -> list[str]:
         return any(limits.before_compile(variant, spec, config, gpu) is None for spec, config in configs)
 
     others = (one for kernel in plan.kernels for one in registry.variants_of(kernel) if not one.portable)
-    return [one.short_name for one in others if not one.modelled and runs(one)]
+    return [one.short_name for one in others if not model.knows(one) and runs(one)]
 
 
-def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: Plan) -> tuple[int, int]:
+def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: TuningPlan) -> tuple[int, int]:
     """About how many candidates, and finals (of all variants of a kernel together), are to come: of ``tasks``, and of jobs
     that are not opened yet."""
     candidates = sum(max(0, f.search.goal - f.search.binaries) for f in tasks if not f.selected)
