@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from fa2tune.calling import choosing, schedule
+from fa2tune.calling import choosing, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
@@ -113,7 +113,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
                 if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
-                if kernel == "fwd" and not problem.extent.ragged:
+                if kernel == "fwd" and gpu.arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
                     needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
