@@ -154,6 +154,8 @@ class Explanation:
             return f"Tuned, but stale: {names} {runs} measured on {self.gpu.name} with {'; '.join(parts)}."
         if self.status == OTHER_GPU:
             others = sorted({served.row.obtained_on or served.row.key.gpu for served in worst if served.row})
+            if any(served.row and served.row.obtained == PORTED for served in worst):
+                return f"Ported: {names} {runs} raced as sm_80 code on {', '.join(others)}; no {self.gpu.name} has timed them."
             return f"Tuned on another GPU: {names} {runs} measured on {', '.join(others)}."
         if self.status == NEAR:
             steps = sorted({served.answer.problem_step for served in worst if served.answer})

@@ -15,6 +15,7 @@ from fa2tune.calling import arguments, choosing, dense, dispatch, group_schedule
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
+from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -66,9 +67,9 @@ def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, s
     return tuple((what, layer.name) for what, layer in lookup.near_misses(key, chooser.layers))
 
 
-def _served(chooser: Chooser, kernel: str, specialized: bool | None = None) -> Served:
-    """As the dispatcher finds it. ``specialized``: as ``Chooser.choose`` has it."""
-    (answer, refused), problem, gpu = chooser.find_preferring(kernel, specialized), chooser.problem, chooser.gpu
+def _served(chooser: Chooser, kernel: str, kind: Kind = None) -> Served:
+    """As the dispatcher finds it. ``kind``: as ``Chooser.choose`` has it."""
+    (answer, refused), problem, gpu = chooser.find_preferring(kernel, kind), chooser.problem, chooser.gpu
     choice = chooser.suited(answer) if answer else chooser.default(kernel)
     in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}

@@ -139,7 +139,7 @@ class Variants(Mapping[str, Variant]):
         return {
             name: variant
             for name, variant in found.items()
-            if all(self.get(neighbour) for neighbour in (*variant.before, *variant.after))
+            if all(self.get(one) for one in (*variant.before, *variant.packed_before, *variant.after))
         }
 
     def serving(self, kernel: str) -> Iterable[Variant]:

@@ -151,9 +151,10 @@ def _ways_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[st
 
 
 def suited(problem: Problem, config: Config) -> Config:
-    """The config for this problem: no pass over all keys where few queries, or a window, read part of them. Rows were measured
-    with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2."""
-    if not problem.mask.measured:
+    """The config for this problem: no pass over all keys where few queries, a window or packed sequences read part of them.
+    Rows were measured with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2.
+    Of packed sequences the GPU alone knows how many heads' K and V that is."""
+    if not problem.mask.measured or problem.extent.ragged:
         config = {**config, "HEADS_PER_WAVE": 0}
         return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
     few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
