@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing, schedule
+from fa2tune.calling import choosing, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
@@ -137,7 +137,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
                     kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
                 ):  # a call decides whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
-                if kernel == "fwd" and not problem.extent.ragged:
+                if kernel == "fwd" and gpu.arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
                     needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
