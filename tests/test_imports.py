@@ -42,6 +42,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.lib.hopper_joined",
     "fa2tune.kernels.lib.hopper_parts",
     "fa2tune.kernels.lib.hopper_sums",
+    "fa2tune.kernels.lib.packed_heads",
 }
 
 

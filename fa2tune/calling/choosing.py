@@ -79,7 +79,7 @@ class Chooser:
         self.layers = layers() if among is None else among
         self.node = node or toolchain()
         self._spec = problem.specialization
-        self._ladders: dict[TuningKey, list[lookup.Candidate]] = {}
+        self._ladders: dict[TuningKey, lookup.Ladder] = {}
         self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
         self._found: dict[tuple[str, Kind], Lookup] = {}  # kernel and kind, backward and deterministic
         self._better_defaults: dict[str, Config | None] = {}
@@ -92,11 +92,11 @@ class Chooser:
         other._ladders = self._ladders
         return other
 
-    def ladder(self, kernel: str) -> list[lookup.Candidate]:
+    def ladder(self, kernel: str) -> lookup.Ladder:
         """Every row that could serve a kernel, or the whole backward, best first."""
         key = key_of(self.problem, kernel, self.gpu)
         if key not in self._ladders:
-            self._ladders[key] = list(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
+            self._ladders[key] = lookup.Ladder(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
         return self._ladders[key]
 
     def fitted(self, row: Row) -> Fitted:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import uncollected
-from fa2tune.calling import arguments, choosing, dense, group_schedule
+from fa2tune.calling import arguments, choosing, dense, forward_plans, group_schedule
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
@@ -32,7 +32,6 @@ from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
-    ForwardPlan,
     empty_ordered,
     float32_precision,
     lse_of,
@@ -187,7 +186,8 @@ def forward_plan(
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
     def make(choices: Mapping[str, Choice]) -> Any:
-        return dense.copying(ForwardPlan(chooser.problem, q, k, v, softmax_scale, choices["fwd"]), tuple(given), names)
+        plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu)
+        return dense.copying(plan, tuple(given), names)
 
     try:
         with uncollected():

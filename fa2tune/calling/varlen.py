@@ -150,8 +150,8 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 def _longest(*given: Any) -> int:
     """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
-        number = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
-        if not number and not isinstance(value, torch.Tensor | None):
+        number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+        if not number and not isinstance(value, (torch.Tensor, type(None))):
             raise TypeError(f"{name}: got {value!r:.80}, must be an integer, a tensor or None")
     known = [int(value) for value in given if isinstance(value, numbers.Integral)]
     if any(value < 0 for value in known):

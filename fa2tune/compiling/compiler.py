@@ -17,9 +17,11 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+from fa2tune import versions
 from fa2tune.compiling import hostside
 from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
 from fa2tune.spec.extent import DENSE, OFFSETS, RAGGED
 from fa2tune.spec.maskfile import mask_named
@@ -39,12 +41,12 @@ class HostTrouble(RuntimeError):
 
 
 class NoTritonError(ImportError):
-    """A kernel has to be compiled, and Triton cannot be imported."""
+    """A kernel has to be compiled, and Triton cannot be imported, or is too old."""
 
     def __init__(self, cause: BaseException, kernel: str = "a kernel", why: str = "") -> None:
         super().__init__(
             f"fa2tune has no machine code of {kernel}{why and f' ({why})'}, and to compile it takes Triton, which cannot be "
-            f"imported here ({type(cause).__name__}: {str(cause)[:200]}). Install a Triton that works: pip install triton",
+            f"used here ({type(cause).__name__}: {str(cause)[:200]}). Install a Triton that works: pip install triton",
             name="triton",
         )
         self.cause = cause
@@ -284,6 +286,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     """Triton's CompiledKernel. Raises CompileError with the compiler's reason; HostTrouble, OSError or MemoryError where the
     host is to blame; NoTritonError."""
     try:
+        versions.check("triton", triton_version())
         import triton
         from triton.backends.compiler import GPUTarget
     except Exception as error:  # a broken Triton raises what it likes

@@ -29,13 +29,15 @@ from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SCORE, WINDOW, Variant
 
 versions.check("torch", torch.__version__)
-versions.check("triton", triton_version())
 
 log = logging.getLogger("fa2tune")
 
 LOG2E = 1.4426950408889634
 TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+
+if compiler.interpreted():  # elsewhere Triton matters only to what is compiled
+    versions.check("triton", triton_version())
 
 #: Aligned as TMA wants it; what is there does not matter to encode a descriptor.
 ANY_ADDRESS = 1 << 32
@@ -175,6 +177,9 @@ def _loaded(
         try:
             return Function(image, wanted, device_index, found)
         except CudaError as error:
+            log.warning("%s kernels of %s are not used: %s", variant.short_name, found, error)
+            if error.code != cuda.OUT_OF_MEMORY:  # which may pass
+                precompiled.refuse(image, str(error))
             found = f"{found}: {error}"
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes

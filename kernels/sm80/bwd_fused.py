@@ -86,7 +86,9 @@ def _trip(
     if TRANSPOSED:
         s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_smem, HEAD_DIM, STEP, SCORES)
         if EARLY:
-            dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES)
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             if CAUSAL:
@@ -94,7 +96,9 @@ def _trip(
             else:
                 p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
         if not EARLY:
-            dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES)
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(KEYS))
@@ -104,7 +108,9 @@ def _trip(
     else:
         s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_smem, k_smem, HEAD_DIM, STEP, SCORES)
         if EARLY:
-            dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES)
+            dp = a_bt(
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+            )
         weight = gl.fma(s, qk_scale, peak[:, None])
         if MASK:
             if CAUSAL:
@@ -116,13 +122,17 @@ def _trip(
         p_smem.store(p.to(dtype))
         if ONE:
             dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
-            dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES)
+            dp = a_bt(
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+            )
             p = p_smem.load(SCORES).to(gl.float32)
             p_smem.store((p * (dp - delta[:, None])).to(dtype))
             dk_acc, dk_more = at_b(dk_acc, dk_more, p_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
         else:
             if not EARLY:
-                dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES)
+                dp = a_bt(
+                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+                )
             ds_smem.store((p * (dp - delta[:, None])).to(dtype))
             dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
             dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)

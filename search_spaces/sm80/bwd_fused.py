@@ -19,7 +19,11 @@ ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole block
 
 #: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the best of
 #: docs/experiments/mma-sync.md.
-BEST = {64: (32, 128, 4, "registers", 1, 4, 2), 128: (64, 128, 8, "shared", 2, 4, 2), 256: (64, 64, 8, "shared", 2, 4, 2)}
+BEST = {
+    64: (32, 128, 4, "registers", 1, 4, 2),
+    128: (64, 128, 8, "shared", 2, 4, 2),
+    256: (64, 64, 8, "shared", 2, 4, 2),
+}
 #: Under a causal mask.
 BEST_CAUSAL = {**BEST, 128: (64, 64, 4, "shared", 2, 2, 2)}
 #: For 99 KiB of shared memory a block.
@@ -43,7 +47,10 @@ def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: dK, dV, and scores and dP or dQ, whichever are more."""
     d, dv = sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    return int((n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d)) // (config["num_warps"] * THREADS))
+    return int(
+        (n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
+        // (config["num_warps"] * THREADS)
+    )
 
 
 def _warps_fit(config: Config, spec: Specialization) -> bool:

@@ -104,6 +104,18 @@ def fitted(spec: Specialization, config: Config) -> Config:
     return {**config, "O_THROUGH": o, "STAGES": stages}
 
 
+def few_tiles(spec: Specialization) -> Config:
+    """For calls of few tiles: half as many rows a tile, and two programs a multiprocessor. It may be none of the space's, where
+    these head dims leave no room for two."""
+    widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    shared = {
+        "BLOCK_M": ROWS, "BLOCK_N": 128 if widest == 64 else 64, "Q_STAGES": 1, "PINGPONG": False, "RESCALE": "lazy",
+        "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": False, "HEADS_PER_WAVE": 0, "IN_PARTS": "none",
+        "maxnreg": 128, "num_warps": 4,
+    }  # fmt: skip
+    return fitted(spec, {**shared, "STAGES": 2})
+
+
 def _roomier(spec: Specialization, config: Config) -> Config:
     """With 128 keys a block, else with a second Q beside three stages, where parts have room for it and padded columns have
     not: what padded columns have room for, the row was measured against. On an H200 blocks of 128 keys for 64 took 192 with a
