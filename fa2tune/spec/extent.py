@@ -15,6 +15,8 @@ DENSE, RAGGED = "dense", "ragged"
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 #: And all that packed calls alone have: also the order of their tiles (kernels/portable/packed_order.py).
 PACKED = (*OFFSETS, "order")
+#: Tensors with a row a token: behind a descriptor they have one dimension more (``_addressed`` in launching/launch.py).
+PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)

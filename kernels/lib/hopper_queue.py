@@ -4,7 +4,7 @@ kernels/portable/packed_order.py has ordered them, and tells the consumer groups
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier
 from fa2tune.kernels.lib.hopper_forward import K_EMPTY, V_EMPTY, await_room, heads_in_band, load_q, produce
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.search_spaces.portable import packed_order as space
@@ -89,12 +89,12 @@ def tile_told(queue, turn, WARPS: gl.constexpr):
 
 @gluon.jit
 def _produce_packed(
-    q, k, v, smem, barriers, queue, heads_q, group, all_rows, all_keys, heads_per_wave, window,
+    q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
     NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """As ``produce``, over the tiles of a queue. all_rows, all_keys: of all sequences together. Coordinates are counted so that
-    a block ends where its sequence does (``_addressed`` in fa2tune/launching/launch.py)."""
+    """As ``produce``, over the tiles of a queue. Coordinates are counted so that a block ends where its sequence does
+    (``_addressed`` in fa2tune/launching/launch.py)."""
     q_smem, k_smem, v_smem, _ = smem
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     order, _, _ = queue
@@ -116,10 +116,10 @@ def _produce_packed(
     while head >= 0:
         _tell(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
         h_kv = head // group
-        row_q = all_rows - rows + start_m
+        row_q = PACKED_ROWS - rows + start_m
         below = gl.maximum(BLOCKS_BELOW(start_m + BLOCK_M, rows, keys, window, BLOCK_N), 1)
         n_blocks = below - FIRST_BLOCK(start_m, rows, keys, window, BLOCK_N)
-        row_k = all_keys - keys + (below - 1) * BLOCK_N
+        row_k = PACKED_ROWS - keys + (below - 1) * BLOCK_N
         load_q(q, end_q, head, row_q, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
         for j in range(n_blocks):
             stage = (done + j) % STAGES
@@ -153,8 +153,8 @@ def produce_tiles(
     """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
     if RAGGED:
         _produce_packed(
-            q, k, v, smem, barriers, queue, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-            STAGES, Q_STAGES, COLUMNS, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
+            q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, COLUMNS,
+            NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
         )  # fmt: skip
     else:
         produce(

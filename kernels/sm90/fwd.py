@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
@@ -232,7 +232,7 @@ def _one_tile(
         word = gl.where(sees_a_key, word, float("-inf"))
         out = where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY, RAGGED)
     if RAGGED:  # the coordinates are such that the tile ends where its sequence does
-        b, h, row = end_q, head, all_rows - seqlen_q + first
+        b, h, row = end_q, head, PACKED_ROWS - seqlen_q + first
         gl.store(lse + head.to(gl.int64) * all_rows + (end_q - seqlen_q) + rows, word, mask=rows < seqlen_q)
     else:
         gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
