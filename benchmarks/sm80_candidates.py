@@ -38,11 +38,11 @@ def _bwd(m: int, n: int, warps: int, through: str, *split: int, **more: Any) -> 
 #: What is no point of a search space, or breaks a limit, is left out.
 EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
     ("fwd", 64): (
-        _fwd(128, 32, "double", "add", True, maxnreg=168), _fwd(128, 64, "double", "mma", True),
+        _fwd(128, 32, "double", "add", True, maxnreg=168), _fwd(128, 64, "double", "first", True),
         _fwd(128, 64, "double", "add", False), _fwd(128, 128, "fa2", "add", False), _fwd(64, 64, "fa2", "add", False),
     ),
     ("fwd", 128): (
-        _fwd(128, 32, "double", "mma", False), _fwd(128, 32, "double", "add", False), _fwd(128, 64, "fa2", "add", False),
+        _fwd(128, 32, "double", "first", False), _fwd(128, 32, "double", "add", False), _fwd(128, 64, "fa2", "add", False),
         _fwd(128, 64, "fa2", "mma", False), _fwd(128, 64, "double", "add", False),
     ),
     ("fwd", 256): (

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 import click
-from sm80_candidates import candidates
+from sm80_candidates import SM80, candidates
 
 from fa2tune import gpus
 from fa2tune.cli._options import comma_separated
@@ -59,14 +59,15 @@ Asked = tuple[str, Specialization, Point]
 
 @cache
 def sources(kernel: str, mask: str) -> dict[str, str]:
-    """Of everything that a race of a kernel runs, the hash of its source."""
-    kernels = (*STRATEGIES[SPLIT], *STRATEGIES[FUSED]) if kernel == BACKWARD else (kernel,)
-    return {
-        variant.name: fingerprint.kernel_hash(variant, mask)
-        for one in kernels
-        for variant in registry.variants_of(one)
-        if variant.runs_on(ported.CODE)
-    }
+    """Of the kernel that the rows of a race are of, the hash of its source."""
+    name = SM80["fwd" if kernel == "fwd" else "bwd_fused"]
+    return {name: fingerprint.kernel_hash(registry.variant_named(name), mask)}
+
+
+def of_today(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is of the sources that are here."""
+    now = sources(entry["about"][0], entry["about"][3])
+    return now.items() <= entry["sources"].items()
 
 
 def key_of(kernel: str, spec: Specialization, length: int, gpu: Gpu) -> TuningKey:
@@ -183,9 +184,7 @@ class Journal:
         self.path = state / "races.jsonl"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         found = map(json.loads, lines)
-        self.entries = {
-            _about(entry): entry for entry in found if entry["sources"] == sources(entry["about"][0], entry["about"][3])
-        }
+        self.entries = {_about(entry): entry for entry in found if of_today(entry)}
 
     def add(self, entry: dict[str, Any]) -> None:
         entry = {**entry, "sources": sources(entry["about"][0], entry["about"][3])}

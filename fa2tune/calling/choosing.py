@@ -174,8 +174,8 @@ class Chooser:
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
         for kernel in STRATEGIES[row.strategy]:
-            if (kind := kinds_of(row).get(kernel)) and not self.find(kernel, kind)[0]:
-                return f"no row of its {'warp-specialised' if kind is True else kind} {kernel} can serve this problem"
+            if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
+                return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
         return None
 
     def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:

@@ -21,7 +21,7 @@ from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, few_tiles, suited
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -35,8 +35,8 @@ LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
 #: Share of the rate of two programs on a multiprocessor that one alone has, and time for as many query rows and keys that a
 #: config of ``few_tiles`` takes, over that of a row's config: fitted to benchmarks/calls/launch_choices_small.json.
 ALONE, SHARED = 1 / 1.4, 1.1
-#: Its tiles for each multiprocessor up to which it was measured, and the padded head dims.
-FEW_TILES, FEW_TILES_DIMS = 5, (128,)
+#: Its tiles for each multiprocessor up to which it was measured, and the head dim of Q, K and V.
+FEW_TILES, FEW_TILES_DIM = 5, 128
 #: Another config or order must be predicted to be faster by this share: a measured choice stands against a guess.
 MARGIN = 0.02
 #: Tiles played through at most; of more heads than that a part stands for the whole.
@@ -182,8 +182,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
 
 def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
     """The config for calls of few tiles; None: these head dims have none, or it was not measured with them."""
-    few = few_tiles(spec)
-    measured = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) in FEW_TILES_DIMS
+    few, measured = few_tiles(spec), spec.head_dim == spec.head_dim_v == FEW_TILES_DIM
     return few if measured and SPACE.broken(few, spec, arch) is None else None
 
 

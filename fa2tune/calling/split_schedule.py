@@ -38,6 +38,8 @@ UNEVEN = 0.1
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
 MARGIN, AS_NEAR = 0.15, 0.01
+#: Compute capabilities that the kernels and the constants were measured on.
+MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
 #: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
 FEW_ROWS, IDLE_SHARE, FULL_TILE = 256, 0.5, 128
@@ -160,7 +162,7 @@ def _few(problem: Problem, gpu: Gpu) -> bool:
 
 def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """How the keys of a forward are split that ``config`` would serve otherwise; None: they are not."""
-    if is_empty(problem) or problem.extent.ragged or not _few(problem, gpu):
+    if gpu.arch not in MEASURED_ON or is_empty(problem) or problem.extent.ragged or not _few(problem, gpu):
         return None
     time, split = best(problem, gpu)
     return split if time < (1 - MARGIN) * ordinary_us(problem, config, gpu) else None

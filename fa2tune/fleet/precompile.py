@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing, schedule
+from fa2tune.calling import choosing, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, key_splits, launch, precompiled
-from fa2tune.launching.passes import describe, runs
+from fa2tune.launching import group_parts, key_splits, launch, passes, precompiled
+from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row
@@ -97,7 +97,7 @@ def _packed(problem: Problem) -> Problem:
     def tensor(heads: int, rows: int, dim: int) -> torch.Tensor:
         return torch.empty(1, problem.batch * rows, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
 
-    found = describe(
+    found = passes.describe(
         tensor(problem.heads_q, problem.seqlen_q, problem.head_dim),
         tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim),
         tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim_v), problem.mask, 1.0, problem.score, extent,
@@ -137,7 +137,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
                     kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
                 ):  # a call decides whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
-                if kernel == "fwd" and not problem.extent.ragged:
+                if kernel == "fwd" and gpu.arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
                     needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)

@@ -193,8 +193,9 @@ def bwd_fused_sm80_kernel(
     fixed.
 
     bf16 or fp16; bases and strides are multiples of 16 bytes.
-    P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "registers":
-    scores [keys, queries]; P and dS are operands where they are, and dS goes through shared memory for dQ alone.
+    P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
+    the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
+    are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
     Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"

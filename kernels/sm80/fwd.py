@@ -51,6 +51,15 @@ def _scores(
 
 
 @gluon.jit
+def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MMA: gl.constexpr):
+    """total [BLOCK_M, 8], eight times the sum of a row, times shrink [BLOCK_M, 4], plus the products of P with ones."""
+    eight = lanes(total)
+    eight = eight * for_lanes(shrink, eight)
+    eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
+    return mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, p_tile.dtype, layout=operand_b(MMA)), eight)
+
+
+@gluon.jit
 def _trip(
     acc, more, total, peak, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
     offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -92,15 +101,14 @@ def _trip(
         more = scaled_if(raised, more, shrink, WARPS)
     p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
     p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
+    if SUMS == "first":
+        total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
     acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
     if OTHER > 0:
         more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
     if SUMS == "mma":
-        eight = lanes(total)
-        eight = eight * for_lanes(shrink, eight)
-        eight = gl.convert_layout(eight.reshape([BLOCK_M, 8]), MMA, assert_trivial=True)
-        total = mma_v2(p_tile, gl.full([BLOCK_N, 8], 1.0, v_now.dtype, layout=operand_b(MMA)), eight)
-    else:
+        total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
+    elif SUMS == "add":
         parts = lanes(p)
         total = total * shrink + gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), total.type.layout, assert_trivial=True)
     return acc, more, total, peak
@@ -149,7 +157,8 @@ def fwd_sm80_kernel(
     that see no key: o = 0, lse = -inf.
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
-    one accumulator and in a second, as ``head_dim_parts`` has them. CAUSAL: the mask is that one, which HIDE
+    one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
+    products with ones, "mma" after P V, "first" before it, which hides their latency. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
@@ -206,7 +215,7 @@ def fwd_sm80_kernel(
     acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
     more = none_yet(BLOCK_M, OTHER, MMA)
     by_thread = gl.sum(gl.sum(lanes(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)), 3), 1)
-    if SUMS == "mma":  # noqa: SIM108
+    if SUMS != "add":  # noqa: SIM108
         total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
     else:
         total = by_thread
@@ -230,7 +239,7 @@ def fwd_sm80_kernel(
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
-    if SUMS == "mma":  # noqa: SIM108
+    if SUMS != "add":  # noqa: SIM108
         row_total = gl.max(total, 1)
     else:
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)

@@ -17,17 +17,16 @@ from fa2tune.spec.variant import Constraint, SearchSpace
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
 ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
 
-#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the best of
-#: docs/experiments/mma-sync.md.
+#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, EARLY, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the
+#: best of docs/experiments/mma-sync.md at 64 and 128; at 256 what fits.
 BEST = {
-    64: (32, 128, 4, "registers", 1, 4, 2),
-    128: (64, 128, 8, "shared", 2, 4, 2),
-    256: (64, 64, 8, "shared", 2, 4, 2),
-}
+    64: (32, 128, 4, "registers", False, 1, 4, 2), 128: (128, 128, 8, "one", False, 4, 4, 4),
+    256: (64, 64, 8, "shared", False, 2, 4, 2),
+}  # fmt: skip
 #: Under a causal mask.
-BEST_CAUSAL = {**BEST, 128: (64, 64, 4, "shared", 2, 2, 2)}
+BEST_CAUSAL = {**BEST, 128: (64, 128, 8, "shared", True, 2, 2, 2)}
 #: For 99 KiB of shared memory a block.
-BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", 2, 2, 2), 256: (16, 64, 8, "shared", 1, 4, 1)}
+BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2), 256: (16, 64, 8, "shared", False, 1, 4, 1)}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -67,14 +66,14 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     d, dv = block_dims(spec)
     best = BEST_SMALL if shared_limit(arch) < 160 * 1024 else BEST if spec.mask == "full" else BEST_CAUSAL
-    block_m, block_n, warps, through, score, key, query = best[max(64, d, dv)]
+    block_m, block_n, warps, through, early, score, key, query = best[max(64, d, dv)]
     while 8 * (warps // key) > min(d, dv):  # few columns of one of the two
         key *= 2
     while 8 * (warps // query) > d:
         query *= 2
     block_m = max(block_m, 16 * query)
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "EARLY": False, "SCORE_WARPS": score,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "EARLY": early, "SCORE_WARPS": score,
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
         "maxnreg": 0,
     }  # fmt: skip
@@ -86,10 +85,10 @@ SPACE = SearchSpace(
         "IMPLEMENTATION": (NAME,),
         "BLOCK_M": (16, 32, 64, 128),
         "BLOCK_N": (64, 128),
-        # scores [queries, keys], and P and dS to the products of dK and dV through shared memory; or scores [keys, queries],
-        # whose P and dS are operands in registers
+        # scores [queries, keys], and P and dS to the products of dK and dV through shared memory, in two buffers or in one; or
+        # scores [keys, queries], whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers", "one"),
-        "EARLY": (False, True),
+        "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),

@@ -48,7 +48,7 @@ def default(spec: Specialization, arch: int) -> Config:
     small = shared_limit(arch) < 160 * 1024
     block_m, block_n, warps, schedule, q_in_registers = (BEST_SMALL if small else BEST)[widest]
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "mma",
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "first",
         "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
     }  # fmt: skip
 
@@ -62,7 +62,7 @@ SPACE = SearchSpace(
         # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
         "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
-        "SUMS": ("add", "mma"),
+        "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
         "maxnreg": (0, 128, 168),  # 128: four blocks of four warps share a multiprocessor, 168: three

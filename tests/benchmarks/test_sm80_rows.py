@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 import click
@@ -17,7 +20,7 @@ from fa2tune.compiling import limits
 from fa2tune.launching import launch, ported
 from fa2tune.launching.image import Image
 from fa2tune.measuring import verify
-from fa2tune.measuring.samples import Race
+from fa2tune.measuring.samples import Race, ratios
 from fa2tune.rows import reader
 from fa2tune.rows.row import PORTED
 from fa2tune.spec.problem import BACKWARD, FUSED, Specialization
@@ -184,6 +187,25 @@ def test_what_is_built_is_all_that_a_race_takes(racing: Any) -> None:
         "portable/fwd", "sm80/fwd", "portable/bwd_dq", "portable/bwd_dkdv", "sm80/bwd_prepare", "sm80/bwd_fused",
         "sm80/bwd_finish",
     }  # fmt: skip
+
+
+def test_the_page_has_what_was_recorded() -> None:
+    """docs/experiments/ported.md, of benchmarks/calls/sm80_rows.jsonl.gz, whatever the sources are now."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs/experiments/ported.md").read_text(encoding="utf-8")
+    entries = map(json.loads, gzip.decompress((root / "benchmarks/calls/sm80_rows.jsonl.gz").read_bytes()).splitlines())
+    found: dict[str, dict[int, float]] = {}
+    for entry in (one for one in entries if one["what"] == "race"):
+        best = sm80_rows.leader(entry["entries"], entry["tainted"])
+        kernel, _, dim, mask, length, _ = entry["about"]
+        name = f"{'forward' if kernel == 'fwd' else 'backward'}, {dim}, {mask}"
+        found.setdefault(name, {})[length] = median(ratios(entry["default"]["times"], best["times"]))
+    assert len(found) == 16
+    for name, cells in found.items():
+        assert f"| {name} | {' | '.join(f'{cells[length]:.2f}' for length in sorted(cells))} |" in page
+    for word in ("forward", "backward"):
+        mean = geometric_mean(x for name, cells in found.items() if name.startswith(word) for x in cells.values())
+        assert f"{word} {mean:.2f}" in page
 
 
 def test_race_needs_a_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

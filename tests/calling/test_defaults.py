@@ -40,7 +40,13 @@ def test_other_architectures_take_the_portable_default() -> None:
     assert all(default_config(one, problem(), B200) == portable_default(one, problem(), B200.arch) for one in KERNELS)
 
 
-@pytest.mark.parametrize("name", ["a100", "a10", "l4", "rtx-5090"])
+@pytest.mark.parametrize("name", ["a10", "l4", "rtx-5090", "orin-agx-64gb"])
+def test_where_their_kernels_were_not_raced_the_portable_default_serves(name: str) -> None:
+    gpu = gpus.named(name)
+    assert all(default_config(one, problem(), gpu) == portable_default(one, problem(), gpu.arch) for one in KERNELS)
+
+
+@pytest.mark.parametrize("name", ["a100", "a100-sxm-40gb", "a100@42sm"])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (96, 96), (128, 128), (256, 256)])
 def test_gpus_without_wgmma_take_the_default_of_their_own_kernels(name: str, dims: tuple[int, int]) -> None:
     gpu, asked = gpus.named(name), problem(dims, causal=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fa2tune
+from fa2tune.calling import dispatch, split_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -128,7 +129,9 @@ def test_number_of_parts_changes_rounding_alone():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_public_call_takes_it_and_its_backward_is_the_same():
+def test_the_public_call_takes_it_and_its_backward_is_the_same(monkeypatch):
+    monkeypatch.setattr(split_schedule, "MEASURED_ON", (80, 90))  # the interpreter passes for an A100
+    monkeypatch.setattr(dispatch, "FORWARD_PLANS", {})
     asked = problem_of((4, 2), (2, 400), CAUSAL, dims=(16, 16), dtype="fp32", batch=1)
     inputs = reference.make_inputs(asked, "cpu")
     q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
