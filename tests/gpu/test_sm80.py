@@ -60,6 +60,13 @@ def test_head_dims_and_lengths(variant: Variant, mask: Mask, dims: tuple[int, in
 
 
 @masks
+@pytest.mark.parametrize("sums", ["add", "mma", "first"])
+def test_sums_of_rows(sums: str, mask: Mask) -> None:
+    for lengths in LENGTHS:
+        checked(FORWARD, posed(*lengths, mask=mask), {"SUMS": sums})
+
+
+@masks
 @pytest.mark.parametrize("in_registers", [False, True])
 @pytest.mark.parametrize("schedule", ["fa2", "double"])
 def test_schedules_of_the_forward(schedule: str, in_registers: bool, mask: Mask) -> None:
@@ -114,7 +121,7 @@ def test_weights_that_rise_along_the_keys(step: float, falling: bool) -> None:
     "form",
     [
         ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
-        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)),
+        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)), ("one", 64, 128, 4, (2, 4, 2)),
     ],
     ids=lambda form: f"{form[0]}{form[1]}",
 )  # fmt: skip
