@@ -40,8 +40,11 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.lib.hopper_forward",
     "fa2tune.kernels.lib.hopper_fused",
     "fa2tune.kernels.lib.hopper_joined",
+    "fa2tune.kernels.lib.hopper_keys",
     "fa2tune.kernels.lib.hopper_parts",
+    "fa2tune.kernels.lib.hopper_queue",
     "fa2tune.kernels.lib.hopper_sums",
+    "fa2tune.kernels.lib.packed_heads",
 }
 
 

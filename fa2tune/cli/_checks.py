@@ -187,7 +187,7 @@ def _clock(reading: Reading) -> str:
 class RowClass:
     """The rows of one class of evidence that can serve a GPU."""
 
-    evidence: str  #: "measured", "sibling" or "predicted"
+    evidence: str  #: one of ``rows.row.OBTAINED``
     on: str  #: one of lookup.GPU_STEPS: of which GPU
     filed_under: tuple[str, ...]  #: names of these GPUs
     rows: int
@@ -206,6 +206,8 @@ class RowClass:
         )
         if self.evidence == "sibling":
             where = f"on other GPUs of the same silicon, for {names}"
+        if self.evidence == "ported":
+            where = f"as code of this architecture on another one, for {names}"
         if self.evidence == "predicted":
             where = "for this GPU, not measured" if self.on == "exact" else f"for {names}, not measured"
         how = "predicted" if self.evidence == "predicted" else "measured"

@@ -157,14 +157,14 @@ def used(
     """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
     _check(call, {"q": q, "k": k, "v": v}, 4)
     batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
-    starts = [
+    starts_q, starts_k = (
         torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         if length
         else torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
         for length in (rows, keys)
-    ]
+    )
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out, lse = packed(call, q, k, v, *starts, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
+    out, lse = packed(call, q, k, v, starts_q, starts_k, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
                       seqused_k=seqused_k, **options)  # fmt: skip
     # (heads, batch * rows) as (batch, heads, rows)
     lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous() if return_lse else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
-from fa2tune.spec.extent import DENSE, OFFSETS, RAGGED
+from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, PACKED_ROWS_OF, RAGGED
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
@@ -108,7 +109,7 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
 def _compiled_in(spec: Specialization) -> dict[str, Any]:
     """Parameters that are compiled in: for a mask without run-time integers, for no score term, for sequences of one length."""
     found: dict[str, Any] = {} if mask_named(spec.mask).values else dict.fromkeys(WINDOW, 0)
-    found |= dict.fromkeys(OFFSETS, 0) if spec.extent == DENSE else {}
+    found |= dict.fromkeys(PACKED, 0) if spec.extent == DENSE else {}
     return found if score_named(spec.score).values else {**found, **dict.fromkeys(SCORE, 0.0)}
 
 
@@ -150,7 +151,8 @@ def block_of(variant: Variant, spec: Specialization, config: Config, name: str) 
     """Shape of the block that the descriptor of a tensor addresses."""
     known = _known(variant, spec, config)
     block = [known[side] if isinstance(side, str) else side for side in variant.descriptors[name]]
-    return [1, 1, *block] if len(block) == 2 else block
+    packed = spec.ragged and variant.rest_of.get(name, name) in PACKED_ROWS_OF
+    return [*[1] * (3 if packed else 2), *block] if len(block) == 2 else block
 
 
 def _absent(variant: Variant, spec: Specialization, config: Config) -> dict[str, None]:
@@ -175,6 +177,11 @@ def described(variant: Variant, spec: Specialization, config: Config) -> list[st
 def uses_descriptors(variant: Variant, config: Config) -> bool:
     """Whether what a Variant says a descriptor may read is read, and written, by one."""
     return bool(variant.descriptors) and implementation_of(config) != POINTER
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def is_gluon(variant: Variant) -> bool:
@@ -314,11 +321,13 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     """The kernels that run right before a config's, and right after it, with their own configs."""
     told = variant.passes_on(spec, config)
 
-    def with_configs(names: tuple[str, ...]) -> KernelSequence:
-        found = map(variant_named, variant.runs_with(config, names))
+    def with_configs(names: list[str]) -> KernelSequence:
+        found = map(variant_named, names)
         return [(one, {**one.space.default(spec, arch), **told}) for one in found]
 
-    return with_configs(variant.before), with_configs(variant.after)
+    packed = variant.packed_before if spec.ragged else ()
+    before, after = (variant.runs_with(config, names) for names in (variant.before, variant.after))
+    return with_configs([*before, *packed]), with_configs(after)
 
 
 @cache

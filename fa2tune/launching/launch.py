@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fa2tune import collected, versions
+from fa2tune import collected, gpus, versions
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.fingerprint import triton_version
-from fa2tune.launching import cuda, precompiled
+from fa2tune.launching import cuda, ported, precompiled
 from fa2tune.launching.cuda import Chain, CudaError, Function, Launch, Maps
 from fa2tune.launching.image import Image, MapFormat
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.variant import SCORE, WINDOW, Variant
 
 versions.check("torch", torch.__version__)
@@ -37,12 +36,7 @@ LOG2E = 1.4426950408889634
 TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-if interpreted():  # elsewhere Triton matters only to what is compiled
+if compiler.interpreted():  # elsewhere Triton matters only to what is compiled
     versions.check("triton", triton_version())
 
 #: Aligned as TMA wants it; what is there does not matter to encode a descriptor.
@@ -131,9 +125,15 @@ def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[b
 
 
 @cache
-def arch_of(device_index: int) -> int:
+def capability_of(device_index: int) -> int:
+    """Of a device: 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device_index)
     return 10 * major + minor
+
+
+def arch_of(device_index: int) -> int:
+    """Whose code a device runs: its own, unless this process runs ported code."""
+    return ported.running() or capability_of(device_index)
 
 
 @cache
@@ -152,6 +152,8 @@ def load(
     Raises CompileError, Triton's OutOfResources, NoTritonError, or CaptureMiss."""
     if not cuda.may_load():
         raise CaptureMiss(variant.short_name)
+    if ported.running():
+        return _loaded(variant, spec, dict(config), device_index, None, "ported code")
     image, found = precompiled.find(variant, spec, dict(config), arch_of(device_index), measured)
     try:
         return _loaded(variant, spec, dict(config), device_index, image, found)
@@ -182,8 +184,14 @@ def _loaded(
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes
     compiled = compiler.compile_kernel(variant, spec, binary, arch)
+    image = image_of(compiled)
+    if ported.running():
+        code = ported.assembled(compiled, capability_of(device_index))
+        image = replace(image, cubin=code)
+        if (other := ported.running_for()) is not None:
+            image = ported.crowded(image, other, gpus.device(device_index))
     try:
-        return Function(image_of(compiled), wanted, device_index, f"compiled: {found}")
+        return Function(image, wanted, device_index, f"compiled: {found}")
     except CudaError as error:
         raise CompileError(str(error)) from error
 
@@ -234,6 +242,30 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
+#: The coordinate in front of a packed tensor's own ones, and how many rows it seems to have; and sizes that bound nothing.
+_PACKED_ROWS, _MOST_ROWS = 1 << 30, (1 << 31) - (1 << 16)
+
+
+def _addressed(
+    name: str, problem: Problem, strides: tuple[int, int, int] | None, workspaces: Placed
+) -> tuple[list[int], list[int]]:
+    """(shape, strides), as ``cuda.Maps`` has them, of a tensor behind a descriptor.
+
+    A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends. Rows are
+    counted so that the tensor's bound falls on that row: row r of a sequence of n rows has the coordinate 2^30 - n + r. The
+    hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave the next sequence alone. One more
+    dimension takes the 2^30 rows back: its coordinate is always 2^30, and 2^30 of its strides are 2^64 bytes, where addresses
+    wrap around, less 2^30 rows. (A base 2^30 rows, or fewer, before the tensor would lie in memory that is not mapped.)"""
+    shape = _shape(name, problem, workspaces)
+    steps = _steps(shape, strides)
+    if not problem.extent.ragged or name in workspaces:
+        return shape, steps
+    _, heads, _, dim = shape
+    _, head_step, row_step, one = steps
+    back = (1 << 64) // _PACKED_ROWS // ITEMSIZE[problem.dtype] - row_step
+    return [_MOST_ROWS, _MOST_ROWS, heads, _PACKED_ROWS, dim], [back, row_step, head_step, row_step, one]
+
+
 def starts_early(variant: Variant, config: Config) -> bool:
     """Whether a config's kernel will start before the one before it has ended."""
     return variant.early(config) and cuda.may_start_early()
@@ -257,8 +289,7 @@ def _bound(
             continue
         if name in described:
             whole = variant.rest_of.get(name, name)
-            shape = _shape(whole, problem, workspaces)
-            steps = _steps(shape, strides.get(whole))
+            shape, steps = _addressed(whole, problem, strides.get(whole), workspaces)
             maps = Maps(next(formats), shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)

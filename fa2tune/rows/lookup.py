@@ -229,7 +229,7 @@ def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int, in
     """(problem step, distances in bucket, columns and head dims); smaller is better."""
     same_dims = (key.head_dim, key.head_dim_v) == (row.head_dim, row.head_dim_v)
     theirs = _columns(row)
-    columns = 0 if theirs == _columns(key) else 1 if theirs[0][1] == theirs[1][1] == 0 else 2
+    columns = 0 if same_dims or theirs == _columns(key) else 1 if theirs[0][1] == theirs[1][1] == 0 else 2
     step = 4 if key.dtype != row.dtype else 3 if key.bucket != row.bucket else 0 if same_dims else 2 if columns else 1
     buckets = math.log2(row.bucket / key.bucket)
     dims = abs(key.head_dim - row.head_dim) + abs(key.head_dim_v - row.head_dim_v)

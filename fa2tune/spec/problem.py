@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fa2tune.spec.extent import DENSE, WHOLE, Extent
+from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.score import NONE, Score
 
@@ -72,6 +72,10 @@ class Specialization:
     score: str = "none"  #: name of its file in kernels/scores/
     extent: str = DENSE  #: ``Extent.name``
 
+    @property
+    def ragged(self) -> bool:
+        return self.extent == RAGGED
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -126,8 +130,9 @@ class Problem:
 
     @property
     def keys_seen(self) -> float:
-        """Keys that a query row sees, on average over the rows."""
-        return self.mask.pairs(self.seqlen_q, self.seqlen_k) / max(1, self.seqlen_q)
+        """Keys that a query row sees, on average over the rows; of a ragged call, in a sequence of ``Extent.length`` rows."""
+        seqlen_q, seqlen_k = self.extent.length(self.seqlen_q), self.extent.length(self.seqlen_k)
+        return self.mask.pairs(seqlen_q, seqlen_k) / max(1, seqlen_q)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for

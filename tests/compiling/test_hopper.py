@@ -23,6 +23,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.extent import DENSE, PACKED, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED, WINDOW, Variant
@@ -134,7 +135,21 @@ def of_the_sanitizer() -> Iterator[Case]:
         )
 
 
-CASES = once([*defaults(), *of_the_sanitizer(), *representatives(named_by_rows())])
+def packed_forwards() -> Iterator[Case]:
+    """The forms of the forward that rows name, each for packed sequences."""
+    variant = NAMED["sm90/fwd"]
+    three = {"BLOCK_M": 64, "BLOCK_N": 64, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80, "Q_IN_REGISTERS": True}
+    for dim, mask, settings in (
+        (64, "causal", three), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2}), (64, "causal", {}), (64, "full", {}),
+        (128, "causal", {}), (128, "full", {}), (128, "band", {}), (256, "causal", {}), (96, "causal", {}),
+    ):  # fmt: skip
+        spec = bf16(dim, dim, mask, extent=RAGGED)
+        config = {**variant.space.default(spec, 90), **settings}
+        assert limits.before_compile(variant, replace(spec, extent=DENSE), config, H200) is None
+        yield case_of(variant, spec, config, "packed")
+
+
+CASES = once([*defaults(), *packed_forwards(), *of_the_sanitizer(), *representatives(named_by_rows())])
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -172,11 +187,12 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
     for config in legal(variant, spec)[::97]:
         assert variant.programs(problem, config, 132) >= 1
         values = compiler.constexprs(variant, spec, config)
-        window = set(WINDOW) & set(variant.parameters)  # compiled in: neither mask is bounded on the left
+        # compiled in: neither mask is bounded on the left, and no sequences are packed
+        fixed = {*WINDOW, *PACKED} & set(variant.parameters)
         described = compiler.described(variant, spec, config)
         absent = set(variant.descriptors) - set(described)  # of a second part of a head dim: 128 has one
         assert absent == set(variant.rest_of)
-        assert set(values) == set(variant.constexpr_names) | window | absent
+        assert set(values) == set(variant.constexpr_names) | fixed | absent
         workspaces = variant.workspaces(problem, config)
         for name in described:
             block = compiler.block_of(variant, spec, config, name)
@@ -431,7 +447,8 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
         assert "STS.128" in text, "dQ is staged without bank conflicts"
     narrow = re.findall(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})\S+", text)
     beside, finish = bool(case.config.get("BESIDE")), bool(case.config.get("FINISH_BESIDE"))
-    counters = bool(case.config.get("DYNAMIC")) + finish
+    queue = case.variant.serves == "fwd" and case.spec.ragged
+    counters = bool(case.config.get("DYNAMIC")) + finish + queue
     assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"
     waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
     assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": finish}, (
