@@ -254,14 +254,8 @@ def damage(kind: str, good: Path, to: Path) -> None:
     os.chmod(to, 0o666 if kind == "writable by all" else 0o644)
 
 
-def _of_a_newer_compiler(cubin: bytes) -> bytes:
-    """The version of the ELF's ABI, by which a driver tells what it does not know."""
-    return cubin[:8] + bytes([255]) + cubin[9:]
-
-
 MADE_ANEW: dict[str, Any] = {
     "another architecture": None,  # compiled once, by ``faults``
-    "of a newer compiler than the driver knows": _of_a_newer_compiler,
     "no machine code at all": lambda cubin: hashlib.sha256(cubin).digest() * (len(cubin) // 32),
 }
 #: fault -> what a message has to say
@@ -272,7 +266,6 @@ FAULTS = {
     "a byte of each binary": r"a binary's hash is wrong",
     "writable by all": r"not trusted: it can be written by all users",
     "another architecture": r"loading \w+",
-    "of a newer compiler than the driver knows": r"loading \w+",
     "no machine code at all": r"loading \w+",
 }
 

@@ -61,6 +61,20 @@ def test_a_triton_that_is_too_old_is_named_where_it_would_compile(tmp_path: Path
     assert f"cannot be used here (VersionError: {SAID['triton']}" in done.stdout
 
 
+@pytest.mark.parametrize("body", ["raise OSError('libtriton.so')", None])
+def test_without_triton_and_machine_code_the_error_names_the_kernel(body: str | None, tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f"__version__ = '3.9.0'\n{body}\n")
+    hide = "" if body else "import sys; sys.modules['triton'] = None\n"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", hide + COMPILES], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("fa2tune has no machine code of fwd, and to compile it takes Triton, which cannot"), (
+        done.stderr
+    )
+
+
 def test_an_interpreter_that_is_too_old_is_named(tmp_path: Path) -> None:
     done = with_old("triton", tmp_path, "-c", "import os; os.environ['TRITON_INTERPRET'] = '1'\n" + COMPILES)
     assert done.stdout.startswith(SAID["triton"])

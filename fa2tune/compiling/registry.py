@@ -76,6 +76,15 @@ def _variants_in(text: str, where: str) -> list[ast.expr]:
     ]
 
 
+@cache
+def _triton_imports() -> bool:
+    try:
+        importlib.import_module("triton")
+    except Exception:  # a broken Triton raises what it likes
+        return False
+    return True
+
+
 class Variants(Mapping[str, Variant]):
     """Every kernel, by its path: kernels/<folder>/<name>.py holds ``VARIANT``, which is called "<folder>/<name>". A file is run
     when it is needed.
@@ -122,6 +131,8 @@ class Variants(Mapping[str, Variant]):
 
     @staticmethod
     def _with_triton(module_name: str) -> Variant | None:
+        if not _triton_imports():  # what is wanted of it can be told, and a compile says what is missing
+            return hostside.variant(module_name)
         try:
             module = importlib.import_module(f"fa2tune.kernels.{module_name}")
         except (ImportError, AttributeError) as error:
