@@ -25,9 +25,10 @@ SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 64, "bwd_dq": 64, "bwd_dkdv": 64}
 
 
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
-    """Of the portable variant, with pointer loads where a descriptor cannot address the tensors."""
+    """Of the portable variant, with pointer loads where its descriptors cannot address the tensors."""
     spec = problem.specialization
-    return portable_of(kernel).space.default(spec if problem.tma else replace(spec, aligned=False), arch)
+    by_descriptor = problem.tma and not problem.extent.ragged
+    return portable_of(kernel).space.default(spec if by_descriptor else replace(spec, aligned=False), arch)
 
 
 def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bool) -> Config | None:

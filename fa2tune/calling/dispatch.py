@@ -131,11 +131,12 @@ def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
 
 
 def _fitted(problem: Problem, row: Row) -> Row:
-    """A kernel's row with every dimension of the search, as for the problem's head dims where they are other than its own."""
+    """A kernel's row with every dimension of the search, as for the problem's head dims and (packed sequences) forms."""
     variant = variant_of(row.key.kernel, row.config)
     config = variant.space.completed(row.config)
     alike = lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v)
-    return replace(row, config=config if alike else dict(variant.fitted(problem.specialization, config)))
+    config = config if alike else dict(variant.fitted(problem.specialization, config))
+    return replace(row, config=dict(variant.suited(problem, config)) if problem.extent.ragged else config)
 
 
 def refusal(
@@ -167,7 +168,7 @@ def refusal(
             return odd
         variant = variant_of(row.key.kernel, row.config)
         config = _fitted(problem, row).config
-        if uses_descriptors(variant, config) and not problem.tma and not problem.extent.ragged:
+        if uses_descriptors(variant, config) and not problem.tma:
             return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
         refused = limits.before_compile(variant, problem.specialization, config, gpu)
         return refused.why if refused else None

@@ -229,6 +229,24 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
+def _addressed(
+    name: str, problem: Problem, strides: tuple[int, int, int] | None, workspaces: Placed
+) -> tuple[list[int], list[int], int]:
+    """(shape, strides, elements ahead of the tensor's start), as ``cuda.Maps`` has them, of a tensor behind a descriptor.
+
+    A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends, and rows
+    are counted so that the tensor's bound falls on that row: row r of a sequence of n rows, of ``rows`` in all, has the
+    coordinate ``rows`` - n + r. The hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave
+    the next sequence alone (kernels/lib/hopper_packed.py)."""
+    shape = _shape(name, problem, workspaces)
+    steps = _steps(shape, strides)
+    if not problem.extent.ragged or name in workspaces:
+        return shape, steps, 0
+    _, heads, rows, dim = shape
+    _, head_step, row_step, one = steps
+    return [rows + 1, heads, rows, dim], [row_step, head_step, row_step, one], rows * row_step
+
+
 def starts_early(variant: Variant, config: Config) -> bool:
     """Whether a config's kernel will start before the one before it has ended."""
     return variant.early(config) and cuda.may_start_early()
@@ -252,11 +270,10 @@ def _bound(
             continue
         if name in described:
             whole = variant.rest_of.get(name, name)
-            shape = _shape(whole, problem, workspaces)
-            steps = _steps(shape, strides.get(whole))
-            maps = Maps(next(formats), shape, steps)
+            shape, steps, ahead = _addressed(whole, problem, strides.get(whole), workspaces)
+            maps = Maps(next(formats), shape, steps, ahead)
             try:  # what TMA cannot take is to be known now, while another config can be had
-                maps.encode(ANY_ADDRESS)
+                maps.encode(ANY_ADDRESS + maps.ahead)
             except CudaError as error:
                 raise CompileError(f"{variant.short_name}, {name}: {error}") from error
             slots[name] = len(arguments), maps

@@ -72,7 +72,7 @@ def describe(
         mask.fitted(seqlen_q, seqlen_k),
         precision=float32_precision() if dtype == "fp32" else "ieee",
         aligned=aligned, wide=wide, negate=not gradient and softmax_scale < 0,
-        score=score, tma=tma and not extent.ragged, extent=extent,
+        score=score, tma=tma, extent=extent,
     )  # fmt: skip
 
 

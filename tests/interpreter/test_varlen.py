@@ -263,7 +263,7 @@ def test_the_problem_of_a_packed_call():
     (q, k, v), _ = packed(torch.float16, lengths=((100, 200),), spare=(0, 0))
     views = [t.transpose(0, 1)[None] for t in (q, k, v)]
     found = passes.describe(*views, mask_of(True), 1.0, extent=Extent(RAGGED, 3))
-    assert isinstance(found, Problem) and not found.tma and found.specialization.extent == RAGGED
+    assert isinstance(found, Problem) and found.specialization.extent == RAGGED
     assert (found.query_tiles(64), found.key_tiles(64)) == (100 // 64 + 4, 200 // 64 + 4)
 
 
