@@ -12,6 +12,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
+from fa2tune.kernels.lib.hopper_packed import tell_place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -229,12 +230,13 @@ def await_prepared(flags, head, rows_padded):
 @gluon.jit
 def produce(
     q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, window, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
+    heads_per_wave, window, offsets, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
     LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
-    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to."""
+    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
+    hopper_packed.py has it."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -244,10 +246,31 @@ def produce(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end, rotation = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-            RIGHT_BOUNDED, PAIRS, DYNAMIC,
-        )  # fmt: skip
+        if RAGGED:
+            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = tell_place(
+                lap, counter, tiles_told, offsets, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave
+            )
+            laps = gl.where(alive, lap + 2, 0)
+            first, full, end, rotation = query_blocks(
+                start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+            )
+            # coordinates of descriptors that end where the sequence ends
+            q_entry = first_q + queries
+            k_entry = first_k + keys
+            q_shift = seqlen_q - queries
+            start_n += seqlen_k - keys
+            b = 0
+            entries = 1
+        else:
+            alive, b, h_kv, start_n, first, full, end, rotation = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+            )  # fmt: skip
+            q_entry = b
+            k_entry = b
+            q_shift = 0
+            own_row = 0
+            entries = batch
         n_blocks = end - first
         total = gl.where(alive, group * n_blocks, 0)
         for i in range(total):
@@ -263,27 +286,27 @@ def produce(
             elif turn >= STAGES:
                 meet(EMPTY + stage, 288)
             mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
-            tma_load(terms, [b, h, row, 0], q_ready.index(stage), lse_smem.index(stage))
+            tma_load(q, [q_entry, h, row + q_shift, 0], q_ready.index(stage), q_smem.index(stage))
+            tma_load(terms, [b, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
                 k_stage = filled % K_STAGES
                 ready = k_ready.index(k_stage)
                 mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
                 mbarrier.expect(ready, PARTS * k.block_type.nbytes)
                 for c in gl.static_range(PARTS):
-                    tma_load(k, [b, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(k_stage * PARTS + c))
+                    tma_load(k, [k_entry, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(k_stage * PARTS + c))
                 if K_STAGES > 1:
                     if filled > 0:
                         meet(V_EMPTY, 288)
                 mbarrier.expect(v_ready, PARTS * v.block_type.nbytes)
                 for c in gl.static_range(PARTS):
-                    tma_load(v, [b, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
+                    tma_load(v, [k_entry, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
             mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
-            tma_load(terms, [batch + b, h, row, 0], do_ready.index(stage), delta_smem.index(stage))
+            tma_load(do, [q_entry, h, row + q_shift, 0], do_ready.index(stage), do_smem.index(stage))
+            tma_load(terms, [entries + b, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC:
+        if DYNAMIC and not RAGGED:
             taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
         lap += 1
     if BESIDE:  # a kernel that follows this one follows the overlapped one too

@@ -17,6 +17,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     taken_for,
     work,
 )
+from fa2tune.kernels.lib.hopper_packed import told_work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -137,7 +138,7 @@ def add(
     sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave, window,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, JOINED: gl.constexpr, ADDS: gl.constexpr,
-    COUNTS: gl.constexpr,
+    COUNTS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
     add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
@@ -150,16 +151,24 @@ def add(
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-                RIGHT_BOUNDED, PAIRS, DYNAMIC,
-            )  # fmt: skip
+            if RAGGED:
+                alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = told_work(
+                    lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 1
+                )
+                laps = gl.where(alive, lap + 2, 0)
+                b = 0
+            else:
+                alive, b, h_kv, start_n, first, full, end, rotation = work(
+                    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                    LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+                )  # fmt: skip
+                own_row = 0
             if ADDS:
                 n_blocks = end - first
                 total = gl.where(alive, group * n_blocks, 0)
                 for i in range(total):
                     h = h_kv * group + i // n_blocks
-                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
+                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + own_row
                     if JOINED:
                         meet(PIECE_READY, 288)
                         tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
@@ -178,6 +187,6 @@ def add(
                     else:
                         mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
                     _count_tile(counts, (b * heads_kv + h_kv) * group, group)
-            if DYNAMIC:
+            if DYNAMIC and not RAGGED:
                 taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
             lap += 1

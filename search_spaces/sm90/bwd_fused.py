@@ -3,6 +3,7 @@
 from typing import Any
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
+from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace
 
@@ -33,8 +34,9 @@ def columns(spec: Specialization) -> int:
 
 
 def padded_rows(problem: Problem) -> int:
-    """Query rows of the workspaces: whole blocks, of any config and of the kernels before and after."""
-    return (problem.seqlen_q + 127) // 128 * 128
+    """Query rows of the workspaces: whole blocks, of any config and of the kernels before and after; of packed sequences whole
+    blocks of each (kernels/lib/hopper_packed.py)."""
+    return problem.extent.tiles(1, problem.seqlen_q, CHUNK) * CHUNK
 
 
 def joined(config: Config) -> bool:
@@ -97,6 +99,16 @@ def keys_worked(problem: Problem) -> int:
 def permuted_columns(spec: Specialization, config: Config) -> int:
     """Columns of a piece of sums in register order."""
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
+
+
+#: The one form for packed sequences: whose turn it is, and where a tile lies, the producer finds out and tells; rows are
+#: prepared before and dQ is finished after, by kernels of their own.
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "BESIDE": False, "FINISH_BESIDE": False}
+
+
+def suited(problem: Problem, config: Config) -> Config:
+    """The config for this problem: of packed sequences, in the form that they can have."""
+    return {**config, **PACKED} if problem.extent.ragged else config
 
 
 def default(spec: Specialization, arch: int) -> Config:
@@ -194,6 +206,19 @@ SPACE = SearchSpace(
                     and (config["REDUCE"] == "vector" or config["ORDER"] == "together")
                 )
             ),
+        ),
+        Constraint(
+            "packed_sequences_in_one_form",
+            "the producer finds where a packed tile lies when it takes it from the counter; nothing is prepared or finished "
+            "overlapped, as flags are counted by batch entry",
+            lambda config, spec, arch: (
+                spec.extent != RAGGED or all(config[name] == value for name, value in PACKED.items())
+            ),
+        ),
+        Constraint(
+            "packed_tensors_within_32_bits",
+            "descriptors of packed tensors start as far ahead of the tensor as it is long, which is untried from 4 GiB on",
+            lambda config, spec, arch: spec.extent != RAGGED or not spec.wide,
         ),
         Constraint(
             "tiles_fit_shared_memory",
