@@ -37,9 +37,11 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.lib.extent",
     "fa2tune.kernels.lib.hopper",
     "fa2tune.kernels.lib.hopper_blocks",
+    "fa2tune.kernels.lib.hopper_extent",
     "fa2tune.kernels.lib.hopper_forward",
     "fa2tune.kernels.lib.hopper_fused",
     "fa2tune.kernels.lib.hopper_joined",
+    "fa2tune.kernels.lib.hopper_packed",
     "fa2tune.kernels.lib.hopper_parts",
     "fa2tune.kernels.lib.hopper_sums",
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fa2tune.spec.extent import DENSE, WHOLE, Extent
+from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import Mask
 from fa2tune.spec.score import NONE, Score
 
@@ -69,6 +69,10 @@ class Specialization:
     negate: bool = False  #: softmax_scale is negative (the forward flips the sign of Q K^T)
     score: str = "none"  #: name of its file in kernels/scores/
     extent: str = DENSE  #: ``Extent.name``
+
+    @property
+    def ragged(self) -> bool:
+        return self.extent == RAGGED
 
 
 @dataclass(frozen=True, slots=True)

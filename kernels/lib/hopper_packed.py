@@ -54,16 +54,23 @@ def tell_place(lap, counter, tiles_told, offsets, sequences, heads, total_q, tot
     tile_smem, told, heard = tiles_told
     every = packed_tiles(total_k, sequences, BLOCK_N) * heads
     index = gl.program_id(0)
-    if lap > 0:
-        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    head, start_n, queries, keys, first_q, first_k, row = _place_of(
-        index, offsets, sequences, heads, total_q, total_k, heads_per_wave
-    )
-    while (index < every) & (start_n >= keys):
-        index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    own = lap == 0
+    looking = lap >= 0
+    head = index
+    start_n = index
+    queries = index
+    keys = index
+    first_q = index
+    first_k = index
+    row = index
+    while looking:
+        if not own:
+            index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         head, start_n, queries, keys, first_q, first_k, row = _place_of(
             index, offsets, sequences, heads, total_q, total_k, heads_per_wave
         )
+        own = lap < 0  # never again
+        looking = (index < every) & (start_n >= keys)
     alive = index < every
     slot = lap % 2
     mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)

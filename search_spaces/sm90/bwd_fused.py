@@ -3,7 +3,6 @@
 from typing import Any
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
-from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace
 
@@ -211,14 +210,12 @@ SPACE = SearchSpace(
             "packed_sequences_in_one_form",
             "the producer finds where a packed tile lies when it takes it from the counter; nothing is prepared or finished "
             "overlapped, as flags are counted by batch entry",
-            lambda config, spec, arch: (
-                spec.extent != RAGGED or all(config[name] == value for name, value in PACKED.items())
-            ),
+            lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
         ),
         Constraint(
             "packed_tensors_within_32_bits",
             "descriptors of packed tensors start as far ahead of the tensor as it is long, which is untried from 4 GiB on",
-            lambda config, spec, arch: spec.extent != RAGGED or not spec.wide,
+            lambda config, spec, arch: not spec.ragged or not spec.wide,
         ),
         Constraint(
             "tiles_fit_shared_memory",

@@ -23,6 +23,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.extent import OFFSETS, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED, WINDOW, Variant
@@ -134,7 +135,22 @@ def of_the_sanitizer() -> Iterator[Case]:
         )
 
 
-CASES = once([*defaults(), *of_the_sanitizer(), *representatives(named_by_rows())])
+def of_packed_sequences() -> Iterator[Case]:
+    """The forms of the fused backward that rows name, each for packed sequences."""
+    variant = NAMED["sm90/bwd_fused"]
+    joined = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+    added = {"ORDER": "together", "REDUCE": "tma"}  # by a warp of its own
+    for dim, mask, settings in (
+        (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
+        (128, "full", {}),
+    ):  # fmt: skip
+        spec = bf16(dim, dim, mask, extent=RAGGED)
+        config = {**variant.space.default(spec, 90), **settings}
+        assert limits.before_compile(variant, spec, config, H200) is None
+        yield case_of(variant, spec, config, "packed")
+
+
+CASES = once([*defaults(), *of_packed_sequences(), *of_the_sanitizer(), *representatives(named_by_rows())])
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -172,11 +188,12 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
     for config in legal(variant, spec)[::97]:
         assert variant.programs(problem, config, 132) >= 1
         values = compiler.constexprs(variant, spec, config)
-        window = set(WINDOW) & set(variant.parameters)  # compiled in: neither mask is bounded on the left
+        # compiled in: neither mask is bounded on the left, and no sequences are packed
+        fixed = {*WINDOW, *OFFSETS} & set(variant.parameters)
         described = compiler.described(variant, spec, config)
         absent = set(variant.descriptors) - set(described)  # of a second part of a head dim: 128 has one
         assert absent == set(variant.rest_of)
-        assert set(values) == set(variant.constexpr_names) | window | absent
+        assert set(values) == set(variant.constexpr_names) | fixed | absent
         workspaces = variant.workspaces(problem, config)
         for name in described:
             block = compiler.block_of(variant, spec, config, name)
