@@ -95,7 +95,9 @@ def attention_varlen(
             tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they are, no
             memory outside the tensors is read or written.
 
-    The portable kernels serve it, with configs that were tuned without packing. Differentiable once, through output and lse.
+    On a Hopper its fused backward serves 16-bit dtypes and head dims up to 128, but no deterministic calls and none with a soft
+    cap; the portable kernels serve all else. Configs are those tuned without packing. Differentiable once, through output and
+    lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
