@@ -254,29 +254,30 @@ def produce(
             first, full, end, rotation = query_blocks(
                 start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
             )
-            # coordinates of descriptors that end where the sequence ends
-            q_entry = first_q + queries
+            # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
+            b = first_q + queries
             k_entry = first_k + keys
             q_shift = seqlen_q - queries
+            own_row -= q_shift
             start_n += seqlen_k - keys
-            b = 0
+            of_lse = 0
             entries = 1
         else:
             alive, b, h_kv, start_n, first, full, end, rotation = work(
                 lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
                 LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
             )  # fmt: skip
-            q_entry = b
             k_entry = b
             q_shift = 0
             own_row = 0
+            of_lse = b
             entries = batch
         n_blocks = end - first
         total = gl.where(alive, group * n_blocks, 0)
         for i in range(total):
             turn = base + i
             h = h_kv * group + i // n_blocks
-            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
+            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + q_shift
             stage = turn % STAGES
             if BESIDE:
                 if i % n_blocks == 0:
@@ -286,8 +287,8 @@ def produce(
             elif turn >= STAGES:
                 meet(EMPTY + stage, 288)
             mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(q, [q_entry, h, row + q_shift, 0], q_ready.index(stage), q_smem.index(stage))
-            tma_load(terms, [b, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
+            tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
+            tma_load(terms, [of_lse, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
                 k_stage = filled % K_STAGES
                 ready = k_ready.index(k_stage)
@@ -302,8 +303,8 @@ def produce(
                 for c in gl.static_range(PARTS):
                     tma_load(v, [k_entry, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
             mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(do, [q_entry, h, row + q_shift, 0], do_ready.index(stage), do_smem.index(stage))
-            tma_load(terms, [entries + b, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
+            tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
+            tma_load(terms, [entries + of_lse, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
         if DYNAMIC and not RAGGED:
