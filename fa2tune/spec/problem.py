@@ -128,8 +128,9 @@ class Problem:
 
     @property
     def keys_seen(self) -> float:
-        """Keys that a query row sees, on average over the rows."""
-        return self.mask.pairs(self.seqlen_q, self.seqlen_k) / max(1, self.seqlen_q)
+        """Keys that a query row sees, on average over the rows; of a ragged call, in a sequence of ``Extent.length`` rows."""
+        seqlen_q, seqlen_k = self.extent.length(self.seqlen_q), self.extent.length(self.seqlen_k)
+        return self.mask.pairs(seqlen_q, seqlen_k) / max(1, seqlen_q)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations as the FlashAttention-2 paper counts them (section 4.1): 4 b h s^2 d, halved for

@@ -228,6 +228,26 @@ def await_prepared(flags, head, rows_padded):
 
 
 @gluon.jit
+def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_row, queries):
+    """The same of a packed sequence's rows, which are ``queries`` from own_row on in the workspaces. Flags lie in the order in
+    which rows are prepared: a band's heads fastest."""
+    wide = heads_per_wave * group
+    first_head = head // wide * wide
+    width = gl.minimum(heads_kv * group - first_head, wide)
+    flags += first_head * (rows_padded // CHUNK) + own_row // CHUNK * width + head - first_head
+    count = gl.cdiv(queries, CHUNK)
+    for i in range(0, count, 32):
+        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1) * width
+        prepared = 0
+        while prepared == 0:
+            seen = gl.inline_asm_elementwise(
+                _SEEN, "=r,l", [(flags + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+            )
+            prepared = gl.min(seen, 0)
+    do_once(_SEEN_BY_TMA)
+
+
+@gluon.jit
 def produce(
     q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
     heads_per_wave, window, offsets, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
@@ -281,7 +301,10 @@ def produce(
             stage = turn % STAGES
             if BESIDE:
                 if i % n_blocks == 0:
-                    await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
+                    if RAGGED:
+                        await_packed(flags, h, group, heads_kv, heads_per_wave, rows_padded, own_row + q_shift, queries)
+                    else:
+                        await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
             if DQ_BEHIND:
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             elif turn >= STAGES:

@@ -100,9 +100,8 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
 
 
-#: The one form for packed sequences: whose turn it is, and where a tile lies, the producer finds out and tells; rows are
-#: prepared before and dQ is finished after, by kernels of their own.
-PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "BESIDE": False, "FINISH_BESIDE": False}
+#: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells. dQ is finished after.
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "FINISH_BESIDE": False}
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -208,8 +207,8 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "packed_sequences_in_one_form",
-            "the producer finds where a packed tile lies when it takes it from the counter; nothing is prepared or finished "
-            "overlapped, as flags are counted by batch entry",
+            "the producer finds where a packed tile lies when it takes it from the counter; dQ is not finished overlapped, as "
+            "with wrong offsets a count of tiles might never be reached",
             lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
         ),
         Constraint(

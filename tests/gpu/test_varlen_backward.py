@@ -40,6 +40,8 @@ FORMS = {
     "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
     "joined": {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
     "joined, by TMA": {**TOGETHER, "REDUCE": "tma", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
+    "prepared beside": {"BESIDE": True},
+    "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
 }
 
 
