@@ -31,7 +31,7 @@ WORDS: Mapping[str, str] = {
     "orders_are_for_persistent_programs": "PAIRS or DYNAMIC has no effect here",
     "others_take_over_what_comes_late": "BESIDE needs DYNAMIC if PERSISTENT",
     "p_in_registers_has_one_split": "P_THROUGH registers needs SCORE_WARPS 1 and KEY_WARPS num_warps",
-    "packed_sequences_in_one_form": "packed sequences need DYNAMIC, PERSISTENT, no PAIRS and no FINISH_BESIDE",
+    "packed_sequences_in_one_form": "packed sequences need DYNAMIC, PERSISTENT and no PAIRS",
     "packed_tensors_within_32_bits": "packed tensors of 4 GiB or more",
     "passed_blocks_fit_ring": "too few STAGES, so this mask deadlocks",
     "register_cap_binds": "maxnreg is no lower than the block's own limit",

@@ -250,9 +250,14 @@ def bwd_beside_hopper_kernel(
     for i in range(0, n, 32 * WARPS):
         gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
     if FINISH_BESIDE:
-        heads = batch * heads_q
-        for i in range(pid * 32 * WARPS, heads, programs * 32 * WARPS):
-            gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < heads)
+        if RAGGED:  # of each chunk, as any may be a sequence's first; and of programs
+            heads = heads_q
+            counted = heads_q * tiles + 2
+        else:
+            heads = batch * heads_q
+            counted = heads
+        for i in range(pid * 32 * WARPS, counted, programs * 32 * WARPS):
+            gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < counted)
     gl.store(counter + thread, 0, mask=(thread == 0) & (pid == 0) & (counts != 0))
     do_once(_CLEARED)
     thread_barrier()

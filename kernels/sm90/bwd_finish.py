@@ -42,21 +42,33 @@ def bwd_finish_hopper_kernel(
     tiles = rows_padded // BLOCK_R if RAGGED else tl.cdiv(seqlen_q, BLOCK_R)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
-    if FINISH_BESIDE:
+    if FINISH_BESIDE and RAGGED:
+        if tl.program_id(0) == tl.num_programs(0) - 1:  # a kernel that follows this one follows main too
+            _do_once(_MAIN_IS_OVER)
+    elif FINISH_BESIDE:
         count = flags + batch * heads_q * (rows_padded // CHUNK) + head
         while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < tl.cdiv(seqlen_k, BLOCK_N):
             _do_once(_REST)
     dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
     if RAGGED:
-        block, first_q, seqlen_q, _, _ = place(
-            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, start_m // CHUNK, CHUNK
-        )
+        chunk = start_m // CHUNK
+        block, first_q, seqlen_q, _, keys = place(cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, chunk, CHUNK)
         start_m = block * CHUNK + start_m % CHUNK
         if start_m >= seqlen_q:  # no row of any sequence
             return
         dq += first_q.to(tl.int64) * stride_dqm
+        if FINISH_BESIDE:
+            counts = flags + heads_q * (rows_padded // CHUNK)
+            count = counts + head * (rows_padded // CHUNK) + chunk - block
+            over = counts + heads_q * (rows_padded // CHUNK) + 1  # wrong offsets: a count may never be reached
+            while (tl.atomic_add(count, 0, sem="acquire", scope="gpu") < tl.cdiv(keys, BLOCK_N)) & (
+                tl.atomic_add(over, 0, sem="acquire", scope="gpu") == 0
+            ):
+                _do_once(_REST)
     sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
+    if FINISH_BESIDE and RAGGED:  # where there are no keys, no tile has waited for the zeros
+        sums = tl.where(keys > 0, sums, 0.0)
     PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
     # (64 rows, piece), column / 8, row / 16, row % 8, column % 8 / 2, row / 8 % 2, column % 2
     tile = tl.reshape(sums, [BLOCK_R // 64 * PIECES, PERMUTED_COLUMNS // 8, 4, 8, 4, 2, 2])
@@ -64,7 +76,7 @@ def bwd_finish_hopper_kernel(
     tile = tl.reshape(tile, [BLOCK_R // 64, PIECES, 64, PERMUTED_COLUMNS])
     tile = tl.reshape(tl.permute(tile, (0, 2, 1, 3)), [BLOCK_R, SUM_COLUMNS])
     store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, SUM_COLUMNS)
-    if FINISH_BESIDE:
+    if FINISH_BESIDE and not RAGGED:
         if tl.program_id(0) == tl.num_programs(0) - 1:  # a kernel that follows this one follows main too
             _do_once(_MAIN_IS_OVER)
 

@@ -322,7 +322,8 @@ def bwd_fused_hopper_kernel(
     tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
     TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
     tiles_done = make_tiles_done(PARTS, TELLS)
-    counts = flags + batch * heads_q * (rows_padded // CHUNK)
+    heads = heads_q if RAGGED else batch * heads_q
+    counts = flags + heads * (rows_padded // CHUNK)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
     offsets = (cu_seqlens_q, cu_seqlens_k)
@@ -338,9 +339,9 @@ def bwd_fused_hopper_kernel(
                 rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
                 DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
-                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE,
-                RAGGED)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
+                ADDS, FINISH_BESIDE, RAGGED)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -361,9 +362,9 @@ def bwd_fused_hopper_kernel(
                 rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
                 DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
-                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE,
-                RAGGED)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
+                ADDS, FINISH_BESIDE, RAGGED)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
@@ -380,7 +381,8 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     words = ((*rows, space.columns(problem.specialization)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
-    flags = ((*rows[:2], chunks + config["FINISH_BESIDE"]), "i32") if config["BESIDE"] else "words"
+    counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
+    flags = ((*rows[:2], chunks + counts), "i32") if config["BESIDE"] else "words"
     return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
 
 

@@ -88,7 +88,7 @@ def keys_worked(problem: Problem) -> int:
     """Keys that the main kernel multiplies a query row with, on average: whole tiles, and none that its block does not see. A
     mask cuts half a tile at either end of what a row sees, causal at one."""
     tile = GROUPS * KEYS
-    most = -(-problem.seqlen_k // tile) * tile
+    most = -(-problem.extent.length(problem.seqlen_k) // tile) * tile
     if problem.mask.name == "full":
         return most
     seen = round(problem.keys_seen)
@@ -100,8 +100,8 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
 
 
-#: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells. dQ is finished after.
-PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "FINISH_BESIDE": False}
+#: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells.
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -207,8 +207,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "packed_sequences_in_one_form",
-            "the producer finds where a packed tile lies when it takes it from the counter; dQ is not finished overlapped, as "
-            "with wrong offsets a count of tiles might never be reached",
+            "the producer finds where a packed tile lies when it takes it from the counter",
             lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
         ),
         Constraint(

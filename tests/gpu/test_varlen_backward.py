@@ -42,6 +42,17 @@ FORMS = {
     "joined, by TMA": {**TOGETHER, "REDUCE": "tma", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
     "prepared beside": {"BESIDE": True},
     "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
+    "and finished": {**TOGETHER, "BESIDE": True, "FINISH_BESIDE": True, "REDUCE": "tma"},
+    "and finished, from registers": {"BESIDE": True, "FINISH_BESIDE": True, "ORDER": "behind", "REDUCE": "vector"},
+    "joined, and finished": {
+        **TOGETHER,
+        "BESIDE": True,
+        "FINISH_BESIDE": True,
+        "REDUCE": "vector",
+        "BLOCK_M": 64,
+        "num_warps": 8,
+        "EXPONENTIALS_FIRST": False,
+    },
 }
 
 
@@ -170,7 +181,11 @@ def test_padded_head_dims_and_fp16(dims):
     compared("equal", CAUSAL, dtype="fp16", dims=dims)
 
 
-def served_by_hopper(monkeypatch):
+#: Prepared before and finished after, or overlapped.
+overlapped_or_not = pytest.mark.parametrize("form", ["default", "joined, and finished"])
+
+
+def served_by_hopper(monkeypatch, form):
     """Calls take the fused Hopper backward, whatever the rows say."""
     chosen = dispatch.choose
     monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
@@ -178,14 +193,15 @@ def served_by_hopper(monkeypatch):
 
     def choose(problem, kernel, *rest):
         if kernel == "bwd_fused":
-            return dispatch.Choice(config_of(problem.specialization, "default"), "default")
+            return dispatch.Choice(config_of(problem.specialization, form), "default")
         return chosen(problem, kernel, *rest)
 
     monkeypatch.setattr(dispatch, "choose", choose)
 
 
-def test_a_cuda_graph_is_replayed_with_other_lengths(monkeypatch):
-    served_by_hopper(monkeypatch)
+@overlapped_or_not
+def test_a_cuda_graph_is_replayed_with_other_lengths(monkeypatch, form):
+    served_by_hopper(monkeypatch, form)
     total, sequences = 4096, 16
     q, k, v = (torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     do = torch.randn_like(q)
@@ -214,8 +230,9 @@ def test_a_cuda_graph_is_replayed_with_other_lengths(monkeypatch):
         assert (dq - eager_dq).abs().max() <= 2**-6 * eager_dq.abs().max()
 
 
-def test_nothing_waits_for_the_gpu(monkeypatch):
-    served_by_hopper(monkeypatch)
+@overlapped_or_not
+def test_nothing_waits_for_the_gpu(monkeypatch, form):
+    served_by_hopper(monkeypatch, form)
     q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     starts = offsets([200, 312])
     fa2tune.attention_varlen(q, k, v, starts).sum().backward()
@@ -226,9 +243,10 @@ def test_nothing_waits_for_the_gpu(monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_wrong_offsets_leave_other_memory_alone(monkeypatch):
+@overlapped_or_not
+def test_wrong_offsets_leave_other_memory_alone(monkeypatch, form):
     """They cannot be checked without waiting. Nothing outside the tensors is read or written, and no warp waits for ever."""
-    served_by_hopper(monkeypatch)
+    served_by_hopper(monkeypatch, form)
     q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     for wrong in ([-5, 100, 40000], [300, 20, 512], [0, 2**31 - 1, 5], [512, 0, 512]):
         fa2tune.attention_varlen(q, k, v, torch.tensor(wrong, device="cuda", dtype=torch.int32)).sum().backward()
