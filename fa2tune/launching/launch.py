@@ -26,7 +26,8 @@ from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching import cuda, precompiled
 from fa2tune.launching.cuda import Chain, CudaError, Function, Launch, Maps
 from fa2tune.launching.image import Image, MapFormat
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.extent import PACKED_ROWS, STORED
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.variant import SCORE, WINDOW, Variant
 
 versions.check("torch", torch.__version__)
@@ -237,13 +238,20 @@ def _addressed(
     A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends, and rows
     are counted so that the tensor's bound falls on that row: row r of a sequence of n rows, of ``rows`` in all, has the
     coordinate ``rows`` - n + r. The hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave
-    the next sequence alone (kernels/lib/hopper_packed.py)."""
+    the next sequence alone (kernels/lib/hopper_packed.py).
+
+    Stores fault where memory before the tensor is not mapped. What is stored therefore begins at the tensor itself: it seems
+    to have PACKED_ROWS rows, and one more dimension, whose coordinate is always PACKED_ROWS, takes them back: as many of its
+    strides are 2^64 bytes, where addresses wrap around, less PACKED_ROWS rows."""
     shape = _shape(name, problem, workspaces)
     steps = _steps(shape, strides)
     if not problem.extent.ragged or name in workspaces:
         return shape, steps, 0
     _, heads, rows, dim = shape
     _, head_step, row_step, one = steps
+    if name in STORED:
+        back = (1 << 64) // PACKED_ROWS // ITEMSIZE[problem.dtype] - row_step
+        return [PACKED_ROWS + 1, rows + 1, heads, PACKED_ROWS, dim], [back, row_step, head_step, row_step, one], 0
     return [rows + 1, heads, rows, dim], [row_step, head_step, row_step, one], rows * row_step
 
 

@@ -29,7 +29,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     taken_for,
     work,
 )
-from fa2tune.kernels.lib.hopper_packed import told_work
+from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
 from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 
 
@@ -121,7 +121,6 @@ def consume_joined(
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
-    total_k = seqlen_k
     while lap < laps:
         if RAGGED:
             alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
@@ -162,8 +161,9 @@ def consume_joined(
             if TELLS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             stage = out_smem.index(0)
-            if REDUCE == "tma":  # what stages dQ is large enough
+            if REDUCE == "tma" or RAGGED:  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)
+            if REDUCE == "tma":
                 if total > 0:  # the last piece has left it
                     meet(PIECE_GONE, 288)
             thread_barrier()  # both groups have read the last dS
@@ -171,9 +171,9 @@ def consume_joined(
             dk_stage = as_block_of(ds_smem, dk)
             dk_stage.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
             fence_async_shared()
-            if RAGGED:  # descriptors that end where the sequence ends
-                tma_store(dv, [first_k + seqlen_k, h_kv, total_k - seqlen_k + start_n, 0], stage)
-                tma_store(dk, [first_k + seqlen_k, h_kv, total_k - seqlen_k + start_n, 0], dk_stage)
+            if RAGGED:
+                store_packed(dv, first_k + seqlen_k, h_kv, start_n - seqlen_k, stage)
+                store_packed(dk, first_k + seqlen_k, h_kv, start_n - seqlen_k, dk_stage)
             else:
                 tma_store(dv, [b, h_kv, start_n, 0], stage)
                 tma_store(dk, [b, h_kv, start_n, 0], dk_stage)

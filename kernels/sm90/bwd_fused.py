@@ -40,7 +40,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     work,
 )
 from fa2tune.kernels.lib.hopper_joined import consume_joined
-from fa2tune.kernels.lib.hopper_packed import told_work
+from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
@@ -186,7 +186,6 @@ def _consume(
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
-    total_k = seqlen_k
     while lap < laps:
         if RAGGED:
             alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
@@ -245,24 +244,28 @@ def _consume(
             if REDUCE == "tma" and not DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
-            entry = b
-            if RAGGED:  # descriptors that end where the sequence ends
-                entry = first_k + seqlen_k
-                key += total_k - seqlen_k
             tma_store_wait(0)
             stage = out_smem.index(CONSUMER * OUT_STAGES)
-            if REDUCE == "tma":  # what stages dQ is large enough
+            if REDUCE == "tma" or RAGGED:  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)
             stage.reshape([KEYS, BLOCK_D]).store(dv_acc.to(dtype))
             fence_async_shared()
-            tma_store(dv, [entry, h_kv, key, 0], stage)
+            if RAGGED:
+                store_packed(dv, first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+            else:
+                tma_store(dv, [b, h_kv, key, 0], stage)
             if OUT_STAGES == 1:
                 tma_store_wait(0)
             else:
                 stage = out_smem.index(CONSUMER * OUT_STAGES + 1)
+                if RAGGED:
+                    stage = as_block_of(stage, dk)
             stage.reshape([KEYS, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
             fence_async_shared()
-            tma_store(dk, [entry, h_kv, key, 0], stage)
+            if RAGGED:
+                store_packed(dk, first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+            else:
+                tma_store(dk, [b, h_kv, key, 0], stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if DYNAMIC and not RAGGED:
@@ -316,7 +319,7 @@ def bwd_fused_hopper_kernel(
         out_smem = dq_smem
     else:
         dq_smem = lse_smem  # there is none
-        out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], dk.layout)
+        out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)

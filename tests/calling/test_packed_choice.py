@@ -10,7 +10,7 @@ from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90 import bwd_fused
-from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.extent import PACKED_ROWS, RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import FUSED, SPLIT, Problem
 from fa2tune.spec.score import score_of
@@ -88,5 +88,14 @@ def test_a_descriptor_ends_where_a_sequence_ends() -> None:
             assert inside == (row < length)
             address = sum(at * step for at, step in zip(place, steps, strict=True)) - ahead
             assert address == (first + row) * strides[2] + 9 * strides[1]
+    # what is stored: from the tensor itself on, with addresses that wrap around
+    shape, steps, ahead = _addressed("dk", posed(dim), strides, {})
+    assert ahead == 0 and all(0 < 2 * step < 1 << 40 and 2 * step % 16 == 0 for step in steps[:-1])
+    for first, length in ((0, 5), (100, 0), (16000, 384), (7, 1000)):
+        for row in (0, 3, 4, 5, 999, 1000):
+            place = (PACKED_ROWS, first + length, 0, PACKED_ROWS - length + row, 0)
+            assert all(0 <= at < size for at, size in zip(place, shape, strict=True)) == (row < length)
+            address = sum(at * 2 * step for at, step in zip(place, steps, strict=True))
+            assert address % (1 << 64) == 2 * (first + row) * strides[2]
     dense = Problem("bf16", 2, heads, heads, rows, rows, dim, dim, CAUSAL)
     assert _addressed("q", dense, strides, {}) == ([2, heads, rows, dim], [*strides, 1], 0)
