@@ -24,7 +24,7 @@ import click
 import torch
 from launch_choices import race
 
-from fa2tune.calling import dense, dispatch, group_schedule
+from fa2tune.calling import choosing, dense, dispatch, group_schedule
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
@@ -57,8 +57,8 @@ def posed(shape: tuple[int, ...]) -> Problem:
 
 def backward_configs(problem: Problem, gpu: Any, deterministic: bool = False) -> tuple[str, dict[str, Config]]:
     """(strategy, kernel -> config), as the dispatcher chooses them."""
-    strategy, kinds = dispatch.strategy_of(problem, gpu, deterministic)
-    return strategy, {n: dispatch.choose(problem, n, gpu, kinds.get(n)).config for n in STRATEGIES[strategy]}
+    strategy, kinds = choosing.strategy_of(problem, gpu, deterministic)
+    return strategy, {n: choosing.choose(problem, n, gpu, kinds.get(n)).config for n in STRATEGIES[strategy]}
 
 
 def split_kernel(configs: Mapping[str, Config]) -> str:
@@ -71,7 +71,7 @@ def randoms(*shape: int) -> torch.Tensor:
 
 
 def forward_plan(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> passes.ForwardPlan:
-    config = dispatch.choose(problem, "fwd", dispatch.gpu_of(0)).config
+    config = choosing.choose(problem, "fwd", dispatch.gpu_of(0)).config
     return passes.ForwardPlan(problem, q, k, v, problem.head_dim**-0.5, config)
 
 
@@ -178,8 +178,8 @@ def main(out: Path) -> None:
     random.seed(1)
     stream = torch.cuda.Stream()
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": dispatch.toolchain().triton,
-        "driver": dispatch.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "parts": [], "copies": [],
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": choosing.toolchain().triton,
+        "driver": choosing.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "parts": [], "copies": [],
     }  # fmt: skip
     for shape, deterministic in CALLS:
         facts["parts"].append(found := parts_of(shape, deterministic, stream))

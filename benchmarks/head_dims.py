@@ -1,11 +1,13 @@
-"""Race the Hopper forward in two parts against columns padded to one power of two, head dims 40 to 192.
+"""Race the Hopper kernels in two parts against columns padded to one power of two, head dims 40 to 192.
 
     python benchmarks/head_dims.py --out benchmarks/calls/head_dims.json.gz
+    python benchmarks/head_dims.py --pass bwd --out benchmarks/calls/head_dims_bwd.json.gz
 
-Of each call: the row (or default) of the padded head dims as it is ("padded"), what the dispatcher makes of it ("parts"), and
-changes to both. Each candidate is a CUDA graph; replays are interleaved in random order; the file holds every burst, in
-microseconds a call, and their median. Binaries are compiled first, on all cores. A candidate whose result differs from the
-first one's by more than bf16 allows is an error. Needs a GPU of compute capability 9.0.
+Of each call: the rows (or defaults) of the padded head dims as they are ("padded"), what the dispatcher makes of them
+("parts"), and changes to both. A backward's kernels are timed together; a change is of those that have the dimension. Each
+candidate is a CUDA graph; replays are interleaved in random order; the file holds every burst, in microseconds a call, and
+their median. Binaries are compiled first, on all cores. A candidate whose result differs from the first one's by more than
+bf16 allows is an error. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import click
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
 #: batch, query heads, key heads, length, head dim, head dim of V; whether causal
 CALLS = (
@@ -42,6 +45,18 @@ CALLS = (
     ((2, 8, 8, 4096, 40, 40), False),
     ((32, 16, 16, 257, 80, 80), False),
 )
+#: The same for the backward, by the fused strategy where its kernel has room, and longer ones; then by the split strategy.
+BACKWARD_CALLS = (
+    *((*call, False) for call in CALLS),
+    ((2, 8, 8, 4096, 48, 48), True, False),
+    ((2, 16, 16, 8192, 96, 96), False, False),
+    ((2, 20, 20, 8192, 80, 80), False, False),
+    ((4, 12, 12, 4096, 160, 160), True, False),
+    ((2, 10, 10, 8192, 192, 192), False, False),
+    ((4, 32, 32, 2048, 96, 96), True, True),
+    ((2, 20, 20, 8192, 80, 80), False, True),
+    ((2, 8, 8, 4096, 40, 40), False, True),
+)
 _TWO_PROGRAMS = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False, "maxnreg": 128}
 _LONGER = {"BLOCK_N": 128, "STAGES": 2, "Q_STAGES": 1}
 _SHORTER = {"BLOCK_N": 64, "STAGES": 3, "Q_STAGES": 1, "O_THROUGH": "own"}
@@ -53,9 +68,17 @@ TRIED: tuple[Config, ...] = (
     _SHORTER, {**_SHORTER, "STAGES": 2}, _TWO_PROGRAMS, {**_TWO_PROGRAMS, "STAGES": 2, "O_THROUGH": "q"},
 )  # fmt: skip
 PADDED: tuple[Config, ...] = ({"RESCALE": "lazy"}, {"RESCALE": "never"})
+BACKWARD_PADDED: tuple[Config, ...] = ({"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32})
+BACKWARD_TRIED: tuple[Config, ...] = (
+    {"ORDER": "together", "EXPONENTIALS_FIRST": False}, {"ORDER": "behind", "EXPONENTIALS_FIRST": False},
+    {"HEADS_PER_WAVE": 4}, {"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32}, {"HEADS_PER_WAVE": 8, "ORDER": "behind"},
+    {"K_STAGES": 3, "V_STAGES": 2}, {"STAGES": 3, "P_STAGES": 1}, {"STAGES": 3, "P_STAGES": 2}, {"IN_PARTS": True},
+    {"IN_PARTS": True, "REDUCE": "vector"},
+)  # fmt: skip
 BURSTS, CALLS_A_BURST = 9, 3
 WARM_SECONDS = 0.25
-FORWARD = "sm90/fwd"
+#: Kernel -> its config.
+Configs = dict[str, dict[str, Any]]
 
 
 def posed(shape: tuple[int, ...], causal: bool) -> Problem:
@@ -63,39 +86,60 @@ def posed(shape: tuple[int, ...], causal: bool) -> Problem:
     return Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim_v, CAUSAL if causal else FULL)
 
 
-def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Config]:
-    """Name -> config, of those that are legal; "padded" first."""
-    variant, spec = registry.variant_named(FORWARD), problem.specialization
-    choice = dispatch.choose(problem, "fwd", gpu, True)
-    if choice.answer is None:
-        dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
-        whole = variant.space.default(Specialization(spec.dtype, *dims, spec.mask), gpu.arch)
-    else:
-        whole = {**variant.space.completed(choice.answer.row.config), "IN_PARTS": "none"}
-    wanted = {"padded": whole, "parts": choice.config}
-    for base, changes in (("padded", PADDED), ("parts", TRIED)):
+def hopper(kernel: str) -> Variant:
+    return next(
+        one for one in registry.variants_of(kernel) if WARP_SPECIALIZED in one.implementations and one.runs_on(90)
+    )
+
+
+def kernels_of(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> tuple[str, ...]:
+    """The Hopper kernels of a pass: of the backward those of the fused strategy, where its kernel has room for the columns and
+    split is not asked for."""
+    if pass_ != BACKWARD:
+        return (pass_,)
+    fused, spec = hopper("bwd_fused"), problem.specialization
+    fits = limits.before_compile(fused, spec, fused.space.default(spec, gpu.arch), gpu) is None
+    return STRATEGIES[FUSED if fits and not split else SPLIT]
+
+
+def candidates(problem: Problem, pass_: str, split: bool, gpu: gpus.Gpu) -> dict[str, Configs]:
+    """Name -> configs, of those that are legal; "padded" first."""
+    spec, wanted = problem.specialization, dict[str, Configs]({"padded": {}, "parts": {}})
+    for kernel in kernels_of(problem, pass_, split, gpu):
+        choice, variant = choosing.choose(problem, kernel, gpu, True), hopper(kernel)
+        if choice.answer is None:
+            dims = padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)
+            whole = variant.space.default(Specialization(spec.dtype, *dims, spec.mask), gpu.arch)
+        else:
+            whole = {**variant.space.completed(choice.answer.row.config)}
+        nothing = "none" if kernel == "fwd" else False
+        wanted["padded"][kernel] = {**whole, "IN_PARTS": nothing}
+        wanted["parts"][kernel] = dict(choice.config)
+    padded, tried = (BACKWARD_PADDED, BACKWARD_TRIED) if pass_ == BACKWARD else (PADDED, TRIED)
+    for base, changes in (("padded", padded), ("parts", tried)):
         for change in changes:
-            wanted[f"{base} " + " ".join(f"{name}={value}" for name, value in change.items())] = {
-                **wanted[base], **change,
-            }  # fmt: skip
-    found: dict[str, Config] = {}
-    for name, config in wanted.items():
-        if config not in found.values() and limits.before_compile(variant, spec, config, gpu) is None:
-            found[name] = dict(config)
+            name = f"{base} " + " ".join(f"{name}={value}" for name, value in change.items())
+            wanted[name] = {
+                kernel: {**config, **change} if change.keys() <= config.keys() else config
+                for kernel, config in wanted[base].items()
+            }
+    found: dict[str, Configs] = {}
+    for name, configs in wanted.items():
+        refused = (limits.before_compile(hopper(kernel), spec, config, gpu) for kernel, config in configs.items())
+        if configs not in found.values() and not any(refused):
+            found[name] = configs
     return found
 
 
-def build(job: tuple[Specialization, Config]) -> None:
+def build(job: tuple[str, Specialization, Config]) -> None:
     """Into Triton's cache on disk, with the kernels that run before and after."""
-    spec, config = job
-    variant = registry.variant_named(FORWARD)
-    before, after = compiler.around(variant, spec, config, 90)
-    for one, its_config in (*before, (variant, config), *after):
+    kernel, spec, config = job
+    for one, its_config in passes.runs(kernel, spec, config, 90):
         compiler.compile_kernel(one, spec, its_config, 90)
 
 
 def captured(
-    problem: Problem, configs: Mapping[str, Config], calls: int
+    problem: Problem, pass_: str, candidates: Mapping[str, Configs], calls: int
 ) -> dict[str, tuple[torch.cuda.CUDAGraph, Any]]:
     """Name -> (a graph of so many calls, what it reads and writes). RuntimeError: a result differs from the first."""
 
@@ -105,27 +149,40 @@ def captured(
     q = drawn(problem.heads_q, problem.seqlen_q, problem.head_dim)
     k = drawn(problem.heads_kv, problem.seqlen_k, problem.head_dim)
     v = drawn(problem.heads_kv, problem.seqlen_k, problem.head_dim_v)
+    scale = problem.head_dim**-0.5
+    do = drawn(problem.heads_q, problem.seqlen_q, problem.head_dim_v)
+    if pass_ == BACKWARD:
+        forward = choosing.choose(problem, "fwd", dispatch.gpu_of(0), True).config
+        o, lse = passes.ForwardPlan(problem, q, k, v, scale, forward)(q, k, v)
     found: dict[str, tuple[torch.cuda.CUDAGraph, Any]] = {}
-    first: torch.Tensor | None = None
-    for name, config in configs.items():
-        plan = passes.ForwardPlan(problem, q, k, v, problem.head_dim**-0.5, config)
-        o = plan(q, k, v)[0].float()
-        first = o if first is None else first
-        if not (far := (o - first).abs().max().item()) < 0.05:
-            raise RuntimeError(f"{problem}, {name}: differs from the first by {far:.3f}")
+    first: list[torch.Tensor] | None = None
+    for name, configs in candidates.items():
+        if pass_ == BACKWARD:
+            strategy = next(name for name, kernels in STRATEGIES.items() if set(kernels) == set(configs))
+            plan: Any = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, strategy, configs)
+            given = (do, None, q, k, v, o, lse)
+        else:
+            plan, given = passes.ForwardPlan(problem, q, k, v, scale, configs["fwd"]), (q, k, v)
+        made = plan(*given)
+        results = [one.float() for one in (made if pass_ == BACKWARD else made[:1])]
+        first = results if first is None else first
+        for one, other in zip(results, first, strict=True):
+            limit = 0.05 if pass_ != BACKWARD else 0.02 * other.abs().max().item()
+            if not (far := (one - other).abs().max().item()) < limit:
+                raise RuntimeError(f"{problem}, {name}: differs from the first by {far:.3f}")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(calls):
-                plan(q, k, v)
-        found[name] = graph, (plan, q, k, v)
+                plan(*given)
+        found[name] = graph, (plan, given)
     return found
 
 
-def timed(problem: Problem, configs: Mapping[str, Config]) -> dict[str, list[float]]:
+def timed(problem: Problem, pass_: str, candidates: Mapping[str, Configs]) -> dict[str, list[float]]:
     """Name -> microseconds a call, of each burst."""
-    calls = max(2, min(20, int(2e-3 / (problem.flops("fwd") / 400e12))))
-    graphs = captured(problem, configs, calls)
+    calls = max(2, min(20, int(2e-3 / (problem.flops(pass_) / 400e12))))
+    graphs = captured(problem, pass_, candidates, calls)
     names, times = list(graphs), {name: list[float]() for name in graphs}
     until = time.monotonic() + WARM_SECONDS
     while time.monotonic() < until:
@@ -147,27 +204,54 @@ def timed(problem: Problem, configs: Mapping[str, Config]) -> dict[str, list[flo
     return times
 
 
+def shown(problem: Problem, pass_: str, strategy: str, us: Mapping[str, float]) -> str:
+    """The padded row's time, and how much faster each other candidate is, the fastest first."""
+    base = us["padded"]
+    others = sorted((name for name in us if name != "padded"), key=lambda name: us[name])
+    rates = ", ".join(f"{base / us[name]:.3f} {name}" for name in others[:6])
+    mine = f"parts {base / us['parts']:.3f}; " if "parts" in us else ""
+    dims = (problem.head_dim, problem.head_dim_v, problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_q)
+    rate = f"{problem.flops(pass_) / base * 1e-6:.0f} TFLOP/s"
+    return f"{dims} {problem.mask.name} {strategy}: padded {base} us, {rate}; {mine}{rates}"
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(out: Path) -> None:
+@click.option("--pass", "pass_", type=click.Choice(("fwd", BACKWARD)), default="fwd", show_default=True)
+@click.option("--dim", "dims", type=int, multiple=True, help="Only the calls of these head dims.")
+def main(out: Path, pass_: str, dims: tuple[int, ...]) -> None:
     random.seed(1)
     gpu = dispatch.gpu_of(0)
-    wanted = {(shape, causal): candidates(posed(shape, causal), gpu) for shape, causal in CALLS}
-    jobs = [(posed(*call).specialization, config) for call, configs in wanted.items() for config in configs.values()]
+    calls = BACKWARD_CALLS if pass_ == BACKWARD else tuple((*call, False) for call in CALLS)
+    wanted = {
+        (shape, causal, split): candidates(posed(shape, causal), pass_, split, gpu)
+        for shape, causal, split in calls if not dims or shape[4] in dims
+    }  # fmt: skip
+    jobs = list[tuple[str, Specialization, Config]]()
+    for call, found in wanted.items():
+        spec = posed(*call[:2]).specialization
+        for configs in found.values():
+            for kernel, config in configs.items():
+                one = kernel, spec, compiler.binary_config(hopper(kernel), config)
+                jobs += [] if one in jobs else [one]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(build, jobs))
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": dispatch.toolchain().triton,
-        "driver": dispatch.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": choosing.toolchain().triton,
+        "driver": choosing.toolchain().driver, "date": time.strftime("%Y-%m-%d"), "calls": [],
     }  # fmt: skip
-    for (shape, causal), configs in wanted.items():
-        times = timed(posed(shape, causal), configs)
+    for (shape, causal, split), found in wanted.items():
+        times = timed(posed(shape, causal), pass_, found)
         raced = [
-            {"name": name, "config": config, "us": statistics.median(times[name]), "bursts": times[name]}
-            for name, config in configs.items()
-        ]
-        facts["calls"].append({"shape": shape, "causal": causal, "raced": raced})
-        print(shape, causal, {one["name"]: one["us"] for one in raced}, flush=True)
+            {
+                "name": name, "us": statistics.median(times[name]), "bursts": times[name],
+                **({"configs": configs} if pass_ == BACKWARD else {"config": configs["fwd"]}),
+            }
+            for name, configs in found.items()
+        ]  # fmt: skip
+        facts["calls"].append({"shape": shape, "causal": causal, "raced": raced} | ({"split": True} if split else {}))
+        strategy = " + ".join(found["padded"])
+        print(shown(posed(shape, causal), pass_, strategy, {one["name"]: one["us"] for one in raced}), flush=True)
         torch.cuda.empty_cache()
     out.write_bytes(gzip.compress(json.dumps(facts, separators=(",", ":")).encode(), mtime=0))
 

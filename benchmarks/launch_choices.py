@@ -26,7 +26,7 @@ from typing import Any
 import click
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, registry
 from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -95,7 +95,7 @@ def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
 def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
     """Distinct configs of the measured warp-specialised rows."""
     found: dict[str, dict[str, Any]] = {}
-    for layer in dispatch.layers():
+    for layer in choosing.layers():
         for row in layer.rows:
             key = row.key
             if layer.path.name == "h200.sqlite" and (key.kernel, key.dtype, key.head_dim, key.mask) == (
@@ -198,14 +198,14 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
     scale, mask = d**-0.5, _mask(shape)
     gpu = dispatch.gpu_of(0)
     problem = passes.describe(q, k, v, mask, scale)
-    choice = dispatch.choose(problem, "fwd", gpu)
+    choice = choosing.choose(problem, "fwd", gpu)
     forward = passes.ForwardPlan(problem, q, k, v, scale, choice.config)
     o, lse = forward(q, k, v)
     chosen: dict[str, Any] = {"fwd": choice.config}
     if backward:
         problem = passes.describe(q, k, v, mask, scale, o=o, do=do)
-        strategy, kinds = dispatch.strategy_of(problem, gpu, False)
-        chosen = {n: dispatch.choose(problem, n, gpu, kinds.get(n)).config for n in passes.STRATEGIES[strategy]}
+        strategy, kinds = choosing.strategy_of(problem, gpu, False)
+        chosen = {n: choosing.choose(problem, n, gpu, kinds.get(n)).config for n in passes.STRATEGIES[strategy]}
     plans, names, refused = [], [], []
     first = None
     for configs in [chosen, *candidates(shape, backward)]:
@@ -263,7 +263,7 @@ def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, ou
         torch.cuda.empty_cache()
     facts = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": seed,
-        "triton": dispatch.toolchain().triton, "driver": dispatch.toolchain().driver,
+        "triton": choosing.toolchain().triton, "driver": choosing.toolchain().driver,
         "date": time.strftime("%Y-%m-%d"), "cases": cases,
     }  # fmt: skip
     out.write_text(json.dumps(facts, indent=None, separators=(",", ":")))

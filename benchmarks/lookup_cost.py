@@ -39,25 +39,21 @@ SCRIPT, PART = "lookup_cost", "lookup"
 def served(key: TuningKey, rows: Sequence[Row], portable: bool = False) -> Served | None:
     """What the dispatcher would launch for this key if these rows were all there are; None: its default."""
     from fa2tune import gpus
-    from fa2tune.calling import dispatch
-    from fa2tune.launching.passes import STRATEGIES
+    from fa2tune.calling.choosing import Chooser, kinds_of
 
-    gpu = gpus.named(key.gpu)
     problem = replace(key.workload(), tma=not portable)
-    layer = Layer("named", Path("rows"), tuple(rows))
+    chooser = Chooser(problem, gpus.named(key.gpu), [Layer("named", Path("rows"), tuple(rows))])
 
     def found(kernel: str, kind: bool | None) -> lookup.Answer | None:
-        why = dispatch.kind_refusal(problem, gpu, False if portable else kind)
-        return lookup.find(dispatch.key_of(problem, kernel, gpu), gpu.silicon, [layer], why, dispatch.toolchain())
+        return chooser.find(kernel, False if portable else kind)[0]
 
     if key.kernel != BACKWARD:
         answer = found(key.kernel, None)
         return answer and answer.row.config
-    refusal = dispatch.strategy_refusal(problem, gpu, False, [layer])
-    whole = lookup.find(key, gpu.silicon, [layer], refusal, dispatch.toolchain())
+    whole, _ = chooser.find_backward(False)
     if whole is None:
         return None
-    kinds = dispatch.kinds_of(whole.row)  # may name no kernel: then each chooses by itself
+    kinds = kinds_of(whole.row)  # may name no kernel: then each chooses by itself
     answers = {kernel: found(kernel, kinds.get(kernel)) for kernel in STRATEGIES[whole.row.strategy]}
     configs = {kernel: answer.row.config for kernel, answer in answers.items() if answer is not None}
     return {"strategy": whole.row.strategy, "configs": configs} if len(configs) == len(answers) else None
@@ -92,7 +88,7 @@ def contenders(key: TuningKey, rows: Sequence[Row]) -> Iterator[tuple[str, Serve
             yield step, answer
     without_tma = served(key, _of(key, rows), portable=True)
     if without_tma is not None:
-        yield lookup_cost.PORTABLE, without_tma
+        yield lookup_cost.WITHOUT_TMA, without_tma
     yield lookup_cost.DEFAULT, default(key)
 
 

@@ -35,7 +35,7 @@ from fa2tune.sharing.storage import Storage
 from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import Config
-from fa2tune.tuning.request.plan import Plan, TuneRequest, make_plan
+from fa2tune.tuning.request.plan import TuneRequest, TuningPlan, make_plan
 from fa2tune.tuning.request.provenance import Provenance
 from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
 from fa2tune.tuning.search.candidates import point
@@ -70,7 +70,7 @@ class Tuned:
     seconds: float
 
 
-def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) -> Plan:
+def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) -> TuningPlan:
     return make_plan(
         TuneRequest(
             head_dims=(head_dim,),
@@ -84,7 +84,7 @@ def plan_for(kernel: str, head_dim: int, mask: str, length: int, cache: Path) ->
     )
 
 
-def task_of(kernel: str, plan: Plan) -> SearchTask:
+def task_of(kernel: str, plan: TuningPlan) -> SearchTask:
     failures = FailureRecord(Storage(), FailureScope(fingerprint.triton_version()))
     return SearchTask(
         portable_of(kernel), plan.specializations()[0], plan, StudyWriter(Storage()), "order reversal", failures

@@ -20,7 +20,7 @@ import click
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
@@ -70,7 +70,7 @@ def measured(lengths: tuple[int, ...]) -> dict[str, Any]:
         dense = [tensor.unflatten(0, (len(lengths), -1)).transpose(1, 2) for tensor in (packed_q, packed_k, packed_v)]
         views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
         ragged = passes.describe(*views, CAUSAL, DIM**-0.5, extent=Extent(RAGGED, len(lengths), lengths[0]))
-        config = dispatch.choose(ragged, "fwd", dispatch.gpu_of(0)).config
+        config = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
         plan = passes.ForwardPlan(passes.describe(*dense, CAUSAL, DIM**-0.5), *dense, DIM**-0.5, config)
         calls["dense forward, same config"] = lambda: plan(*dense)
         calls["dense forward"] = lambda: fa2tune.attention(*dense, causal=True)
@@ -88,7 +88,7 @@ def main(out: Path | None) -> None:
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):  # a cool GPU clocks higher
         matrix @ matrix
-    here = dispatch.toolchain()
+    here = choosing.toolchain()
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},

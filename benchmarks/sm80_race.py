@@ -165,7 +165,8 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
             found[describe(config)] = method
         else:
             click.echo(
-                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe(config)}", err=True
+                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe(config)}",
+                err=True,
             )
     return found, off
 

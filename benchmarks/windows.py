@@ -24,8 +24,9 @@ from typing import Any
 import click
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
+from fa2tune.measuring import timing
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, Mask, mask_of
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
@@ -91,7 +92,7 @@ def contenders(problem: Problem) -> Iterator[Contender]:
     gpu = dispatch.gpu_of(0)
     for name, specialized in (("portable", False), ("hopper", True)):
         for strategy, kernels in (("", ("fwd",)), *STRATEGIES.items()):
-            choices = [dispatch.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
+            choices = [choosing.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
             if all((implementation_of(config) == WARP_SPECIALIZED) == specialized for config in choices):
                 yield Contender(name, strategy, dict(zip(kernels, choices, strict=True)))
 
@@ -112,19 +113,9 @@ def call_of(one: Contender, problem: Problem, tensors: Mapping[str, torch.Tensor
 
 def times(calls: list[Callable[[], Any]], seconds: float, rounds: int = 5) -> list[float]:
     """Milliseconds of each, medians of interleaved rounds."""
-
-    def block(call: Callable[[], Any], count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / count
-
-    counts = [max(1, int(1000 * seconds / rounds / block(call, 2))) for call in calls]
-    found = [[block(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*found, strict=True)]
+    counts = [max(1, int(1e6 * seconds / rounds / timing.in_a_row(call, 2))) for call in calls]
+    found = [[timing.in_a_row(call, count) for call, count in zip(calls, counts, strict=True)] for _ in range(rounds)]
+    return [statistics.median(column) / 1e3 for column in zip(*found, strict=True)]
 
 
 def measured(
@@ -173,7 +164,7 @@ def line(entry: Mapping[str, Any]) -> str:
 def main(shapes: tuple[str, ...], seconds: float, out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
-    here, entries = dispatch.toolchain(), []
+    here, entries = choosing.toolchain(), []
     click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
     for shape in shapes:
         for entry in measured(shape, seconds):

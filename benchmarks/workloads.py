@@ -272,15 +272,9 @@ def graphed(call: Callable[[], object], stream: Any) -> tuple[Callable[[], None]
 
 
 def milliseconds(call: Callable[[], object], times: int) -> float:
-    import torch
+    from fa2tune.measuring import timing
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / times
+    return timing.in_a_row(call, times) / 1e3
 
 
 def raced(graphs: Mapping[str, tuple[Callable[[], None], int]]) -> dict[str, list[float]]:

@@ -40,7 +40,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundDevices:
     """What the driver answered."""
 
     devices: tuple[Device, ...]
@@ -108,12 +108,12 @@ def _hidden() -> str:
     return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r:.80})"
 
 
-def find() -> Found:
+def find() -> FoundDevices:
     """The CUDA devices of this process, or why there are none. Raises nothing: a driver that fails is an answer, too."""
     try:
         library()
     except OSError:
-        return Found((), why="no NVIDIA driver is installed")
+        return FoundDevices((), why="no NVIDIA driver is installed")
     cuda = ""
     try:
         version = c_int()
@@ -125,8 +125,8 @@ def find() -> Found:
         devices = tuple(_device(number) for number in range(count.value))
     except _RefusedError as error:
         why = "the driver finds no GPU" if error.code == _NO_DEVICE else str(error)
-        return Found((), cuda, f"{why}{_hidden()}")
-    return Found(devices, cuda, "" if devices else f"the driver finds no GPU{_hidden()}")
+        return FoundDevices((), cuda, f"{why}{_hidden()}")
+    return FoundDevices(devices, cuda, "" if devices else f"the driver finds no GPU{_hidden()}")
 
 
 def present() -> Device | None:

@@ -3,10 +3,10 @@ SQLite), and numbers of things."""
 
 from __future__ import annotations
 
-MOST = 300  #: characters of a value or an error text that are shown
+MOST_CHARACTERS = 300  #: characters of a value or an error text that are shown
 
 
-def plain(value: object, most: int | None = MOST) -> str:
+def plain(value: object, most: int | None = MOST_CHARACTERS) -> str:
     """``value`` as printable text on one line. A character that a terminal would act on is written as its escape (``\\x1b``),
     and what is longer than ``most`` characters is cut and ends in "...". ``most`` None: any length, for file names."""
     text = str(value)
@@ -23,6 +23,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def plain_lines(value: object, most: int | None = 10 * MOST) -> str:
+def plain_lines(value: object, most: int | None = 10 * MOST_CHARACTERS) -> str:
     """As ``plain``, for a text of several lines, which stay apart."""
     return "\n".join(plain(line, None) for line in str(value)[:most].split("\n"))

@@ -43,6 +43,7 @@ COMPILING = tuple(
         "operandcheck",
         "compile",
         "dispatch_phases",
+        "backward_parts",
         "hopper_forward",
         "hopper_masks",
         "hostside",
@@ -268,12 +269,12 @@ def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every tuned kernel has the portable variant and a fake warp-specialised one (variant_fakes.py), and no other."""
     from variant_fakes import with_fakes
 
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
     from fa2tune.compiling import fingerprint, registry
     from fa2tune.spec.problem import KERNELS
 
     found = with_fakes(*KERNELS)
-    caches = (registry.implementations, fingerprint.backward_hash, fingerprint.kernel_hashes, dispatch.toolchain)
+    caches = (registry.implementations, fingerprint.backward_hash, fingerprint.kernel_hashes, choosing.toolchain)
     monkeypatch.setattr(registry, "variants", lambda: found)
     for cached in caches:
         cached.cache_clear()

@@ -94,7 +94,7 @@ def test_no_driver_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(devices, "library", missing)
-    assert devices.find() == devices.Found((), why="no NVIDIA driver is installed")
+    assert devices.find() == devices.FoundDevices((), why="no NVIDIA driver is installed")
 
 
 def test_asking_imports_no_torch() -> None:

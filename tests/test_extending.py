@@ -166,7 +166,7 @@ MASK = MaskHooks("prefix", left=False, right=True, row_mask="causal", visible=vi
 MASKED = """
 import json, torch, fa2tune
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import registry
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.problem import Problem
@@ -182,7 +182,7 @@ for lengths, prefix in (((70, 90), 40), ((150, 100), 20), ((150, 100), 0), ((70,
     verify.compare(named, *reference.oracle_and_reference(inputs, mask=mask))  # raises
     found["pairs"].append(mask.pairs(*lengths))
 h200 = gpus.named("h200")
-found["config"] = dict(dispatch.choose(problem, "fwd", h200).config)
+found["config"] = dict(choosing.choose(problem, "fwd", h200).config)
 found["refused"] = [registry.refused_mask(variant, problem.specialization) for variant in registry.variants().values()]
 print(json.dumps(found))
 """

@@ -96,8 +96,11 @@ def in_wheel(sources: list[str]) -> list[str]:
 
 
 def module_names(sources: list[str]) -> list[str]:
+    """Without what another library loads from its path (fa2tune/compat/hub/build/)."""
     dotted = [
-        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in sources if name.endswith(".py")
+        name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for name in sources
+        if name.endswith(".py") and "/build/" not in name
     ]
     return sorted(set(dotted) - {"fa2tune"})
 

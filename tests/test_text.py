@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fa2tune.text import MOST, count, plain, plain_lines
+from fa2tune.text import MOST_CHARACTERS, count, plain, plain_lines
 
 
 @pytest.mark.parametrize(
@@ -25,9 +25,9 @@ def test_what_a_terminal_would_act_on_is_escaped(text: object, shown: str) -> No
 
 
 def test_a_long_text_is_cut() -> None:
-    assert plain("x" * 1000) == "x" * (MOST - 3) + "..."
+    assert plain("x" * 1000) == "x" * (MOST_CHARACTERS - 3) + "..."
     assert plain("x" * 1000, 10) == "xxxxxxx..."
-    assert len(plain("\x1b" * 299)) == MOST
+    assert len(plain("\x1b" * 299)) == MOST_CHARACTERS
     assert plain("x" * 1000, None) == "x" * 1000
 
 

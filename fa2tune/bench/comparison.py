@@ -48,7 +48,7 @@ MAX_FILE = 64 << 20  #: bytes of a results file; one of a whole grid has 0.2 MiB
 #: What each pass returns, in order.
 _RESULTS = {"fwd": ("o",), "bwd": ("dq", "dk", "dv"), "both": ("dq", "dk", "dv")}
 #: Largest error let pass, relative, by tile (see tile_error). Loose: this asks "the right computation?", not "how exact?"
-TOLERANCE = {"bf16": 0.05, "fp16": 0.01}
+MOST_ERROR = {"bf16": 0.05, "fp16": 0.01}
 _TILE = 64
 
 
@@ -279,8 +279,8 @@ def _try_peer(stand: Stand, rig: Rig, cell: Cell, name: str) -> tuple[dict[str, 
                 f"--peers without {name}"
             ) from failure
         return {"status": "failed", "why": why}, None
-    if not error <= TOLERANCE[cell.problem.dtype]:
-        why = f"differs from the float32 reference by {error:.2g}, {TOLERANCE[cell.problem.dtype]:g} is let pass"
+    if not error <= MOST_ERROR[cell.problem.dtype]:
+        why = f"differs from the float32 reference by {error:.2g}, {MOST_ERROR[cell.problem.dtype]:g} is let pass"
         return {"status": "wrong", "why": why}, None
     entry: dict[str, Any] = {"status": "ok", "error": error}
     if (kernels := stand.peers[name].kernels) is not None:

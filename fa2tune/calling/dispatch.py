@@ -12,39 +12,34 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, dense, group_schedule, schedule
-from fa2tune.calling.defaults import default_config, portable_default, specialized_default
+from fa2tune.calling import arguments, choosing, dense, group_schedule
+from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
-from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
-from fa2tune.compiling import binaries, limits, measured_code
-from fa2tune.compiling.compiler import uses_descriptors
-from fa2tune.compiling.registry import misfit, variant_of
+from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
+from fa2tune.compiling import binaries
+from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
+from fa2tune.launching import passes
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
     ForwardPlan,
-    describe,
     empty_ordered,
     float32_precision,
     lse_of,
 )
-from fa2tune.rows import lookup, reader
-from fa2tune.rows.row import PREDICTED, Row, backward_implementation, over_portable
 from fa2tune.spec.extent import WHOLE, Extent
-from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -61,48 +56,14 @@ PLANS_KEPT = 4096
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A config and where it came from."""
-
-    config: Config
-    step: str  #: "exact, measured", ..., or "default"
-    answer: lookup.Answer | None = None  #: None: the default
-    #: row of another length bucket whose config suits this batch, heads and lengths better; None: the answer's own
-    scheduled: Row | None = None
-
-    @property
-    def measured(self) -> str:
-        """The version of Triton whose machine code the row was measured with; "": the default."""
-        row = self.scheduled or (self.answer and self.answer.row)
-        return row.triton if row else ""
-
-    @property
-    def lead(self) -> float | None:
-        """How many times as fast as the portable winner of its key; None: it is that, or the default."""
-        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer else None
-
-
-@cache
-def layers() -> list[reader.Layer]:
-    """The cache layers, read once per process."""
-    return reader.layers()
-
-
 def reload() -> None:
     """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
     loaded stay loaded."""
-    layers.cache_clear()
+    choosing.layers.cache_clear()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
     forget_packed()
-
-
-@cache
-def toolchain() -> lookup.Toolchain:
-    """What is running here, for the life of this process."""
-    return measured_code.toolchain()
 
 
 @cache
@@ -122,204 +83,46 @@ def gpu_of(device_index: int) -> Gpu:
     return gpu
 
 
-def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
-    """The key of a row that fits this problem exactly."""
-    return TuningKey(
-        gpu.name, gpu.sm_count, gpu.arch, kernel, problem.dtype, problem.precision, problem.head_dim, problem.head_dim_v,
-        problem.mask.row_mask, problem.bucket,
-    )  # fmt: skip
-
-
-def _fitted(problem: Problem, row: Row) -> Row:
-    """A kernel's row with every dimension of the search, as for the problem's head dims and (packed sequences) forms."""
-    variant = variant_of(row.key.kernel, row.config)
-    config = variant.space.completed(row.config)
-    alike = lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v)
-    config = config if alike else dict(variant.fitted(problem.specialization, config))
-    return replace(row, config=dict(variant.suited(problem, config)) if problem.extent.ragged else config)
-
-
-def refusal(
-    problem: Problem, gpu: Gpu, deterministic: bool = True, served: Callable[[str, bool], bool] = lambda *asked: True
-) -> Callable[[Row], str | None]:
-    """Why a row cannot serve this problem on this GPU, or None. Limits are checked again for every row.
-
-    ``served(kernel, specialized)``: whether a row of that kernel, which a whole backward runs, can serve."""
-
-    def of_strategy(row: Row) -> str | None:
-        if row.strategy not in STRATEGIES:
-            return f"the strategy {row.strategy!r:.40} is not known to this version"
-        if row.specialized != (WARP_SPECIALIZED in row.config.values()):
-            kind = "a" if row.specialized else "no"
-            return f"it is filed as {row.filed_as}, with {kind} warp-specialised kernel, which contradicts its config"
-        if row.implementation != backward_implementation(row.specialized):
-            return f"the implementation {row.implementation!r:.40} is not known to this version"
-        if row.barred:
-            return row.barred
-        if row.strategy == FUSED and deterministic:
-            return "it sums dQ in no fixed order, and deterministic=True asks for one"
-        for kernel in STRATEGIES[row.strategy]:
-            if row.config.get(kernel) == WARP_SPECIALIZED and not served(kernel, True):
-                return f"no row of its warp-specialised {kernel} can serve this problem"
+def with_copies(
+    chooser: Chooser, names: Sequence[str], pass_: str, deterministic: bool = False
+) -> Chooser | None:  # fmt: skip
+    """What chooses for a pass ("fwd", "bwd") where ``names``, the tensors that TMA cannot address, are copied before; None:
+    they are not. All are, if that is expected to be faster and every kernel is then warp-specialised. ``chooser``: of the call
+    without copies."""
+    problem = chooser.problem
+    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, chooser.gpu, pass_, names):
         return None
-
-    def of_kernel(row: Row) -> str | None:
-        if (odd := misfit(row.key.kernel, row.implementation, row.config)) is not None:
-            return odd
-        variant = variant_of(row.key.kernel, row.config)
-        config = _fitted(problem, row).config
-        if uses_descriptors(variant, config) and not problem.tma:
-            return "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
-        refused = limits.before_compile(variant, problem.specialization, config, gpu)
-        return refused.why if refused else None
-
-    return lambda row: of_strategy(row) if row.key.kernel == BACKWARD else of_kernel(row)
+    ours = chooser.of(dense.addressable(problem))
+    choices = choose_backward(ours, deterministic)[1] if pass_ == BACKWARD else {"fwd": ours.choose("fwd")}
+    return ours if all(implementation_of(one.config) == WARP_SPECIALIZED for one in choices.values()) else None
 
 
-def kind_refusal(problem: Problem, gpu: Gpu, specialized: bool | None) -> Callable[[Row], str | None]:
-    """``refusal`` of a kernel's rows; ``specialized``: where only warp-specialised ones, or only the others, are asked for."""
-    acceptable = refusal(problem, gpu)
-
-    def why(row: Row) -> str | None:
-        if specialized not in (None, row.specialized):
-            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel"
-        # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
-        if row.obtained == PREDICTED and not row.specialized and specialized_default(row.key.kernel, problem, gpu):
-            return (
-                "it was only predicted, for a portable kernel: the warp-specialised default was measured to be faster"
-            )
-        return acceptable(row)
-
-    return why
+Made = TypeVar("Made")
+#: kernel -> its choice, to a plan
+Make = Callable[[Mapping[str, Choice]], Made]
 
 
-def _found(
-    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None, among: Sequence[reader.Layer] | None = None,
-    node: lookup.Toolchain | None = None,
-) -> lookup.Answer | None:  # fmt: skip
-    """The best row of the ladder for one kernel."""
-    why_not, found = kind_refusal(problem, gpu, specialized), layers() if among is None else among
-    return lookup.find(key_of(problem, kernel, gpu), gpu.silicon, found, why_not, node or toolchain())
-
-
-def choose(
-    problem: Problem,
-    kernel: str,
-    gpu: Gpu,
-    specialized: bool | None = None,
-    among: Sequence[reader.Layer] | None = None,
-    node: lookup.Toolchain | None = None,
-) -> Choice:
-    """The config for one kernel of this problem: the best row of the ladder, else the default. ``specialized``: whether it
-    is to be warp-specialised, where such a row can serve; None: as the rows have it. ``among``: None for the layers of this
-    process; ``node``: what is running where the call will be, None for here."""
-    kinds = (True, False) if specialized else (specialized,)
-    answer = next(filter(None, (_found(problem, kernel, gpu, kind, among, node) for kind in kinds)), None)
-    if answer is None:
-        _log_once(
-            f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
-        )
-        return Choice(default_config(kernel, problem, gpu), "default")
-    row, config = suited(problem, gpu, answer, node or toolchain())
-    return Choice(config, answer.step, answer, None if row is answer.row else row)
-
-
-def suited(problem: Problem, gpu: Gpu, answer: lookup.Answer, node: lookup.Toolchain) -> tuple[Row, Config]:
-    """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
-    variant = variant_of(answer.row.key.kernel, answer.row.config)
-    by_work = not problem.mask.measured and answer.row.specialized
-    if not schedule.covers(variant) and not by_work:
-        return answer.row, variant.suited(problem, _fitted(problem, answer.row).config)
-    acceptable = refusal(problem, gpu)
-    others = [row for row in lookup.of_other_lengths(answer, node) if acceptable(row) is None]
-    if not schedule.covers(variant):
-        row = schedule.of_like_work(problem, answer.row, others)
-        return row, variant.suited(problem, _fitted(problem, row).config)
-    served, *others = (_fitted(problem, row) for row in (answer.row, *others))
-    row, config = schedule.best(problem, served, others, gpu.sm_count)
-    return answer.row if row is served else row, config
-
-
-def strategy_refusal(
-    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
-    node: lookup.Toolchain | None = None,
-) -> Callable[[Row], str | None]:  # fmt: skip
-    """Why a row for a whole backward cannot serve this problem, or None. ``among``, ``node``: as ``choose`` has them."""
-
-    def served(kernel: str, specialized: bool) -> bool:
-        return _found(problem, kernel, gpu, specialized, among, node) is not None
-
-    return refusal(problem, gpu, deterministic, served)
-
-
-def kinds_of(row: Row) -> dict[str, bool]:
-    """Of a whole backward's row: kernel -> whether it is warp-specialised."""
-    return {kernel: implementation == WARP_SPECIALIZED for kernel, implementation in row.config.items()}
-
-
-def strategy_of(
-    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
-    node: lookup.Toolchain | None = None,
-) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
-    """(strategy, kernel -> whether it is to be warp-specialised), by the row of the whole backward; the strategy is "split" or
-    "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
-    key = key_of(problem, BACKWARD, gpu)
-    acceptable = strategy_refusal(problem, gpu, deterministic, among, node)
-    answer = lookup.find(key, gpu.silicon, layers() if among is None else among, acceptable, node or toolchain())
-    if answer is None:
-        return SPLIT, {}
-    return answer.row.strategy, kinds_of(answer.row)
-
-
-def copied(
-    problem: Problem, gpu: Gpu, names: Sequence[str], pass_: str, deterministic: bool = False,
-    among: Sequence[reader.Layer] | None = None,
-) -> tuple[str, ...]:  # fmt: skip
-    """Which of ``names``, the tensors that TMA cannot address, are copied before a pass ("fwd", "bwd"): all, where that is
-    expected to be faster and every kernel is then warp-specialised; else none. ``among``: as ``choose`` has it."""
-    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, gpu, pass_, names):
-        return ()
-    ours, kinds = dense.addressable(problem), dict[str, bool | None]({"fwd": None})
-    if pass_ == BACKWARD:
-        strategy, known = strategy_of(ours, gpu, deterministic, among)
-        kinds = {kernel: known.get(kernel) for kernel in STRATEGIES[strategy]}
-    chosen = (choose(ours, kernel, gpu, kind, among) for kernel, kind in kinds.items())
-    return tuple(names) if all(implementation_of(one.config) == WARP_SPECIALIZED for one in chosen) else ()
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.warning("fa2tune: %s", message)
-
-
-Plan = TypeVar("Plan")
-#: (kernel -> config, kernel -> ``Choice.measured``) -> plan
-Make = Callable[[Mapping[str, Config], Mapping[str, str]], Plan]
-
-
-def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int, make: Make[Plan]) -> Plan:
-    """Choose a config per kernel and make the plan. Where a row's config does not compile or load here, the best portable row
-    is tried, then the default configs, and the log says so. ``kinds``: kernel -> see ``choose``. CaptureMiss: a kernel is not
-    loaded yet, and a CUDA graph is being captured."""
-    gpu = gpu_of(device_index)
+def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Made:
+    """Make the plan of the first choice. Where its config does not compile or load here, the best portable row is tried, then
+    the default configs, and the log says so. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
-        ("", lambda kernel: choose(problem, kernel, gpu, kinds[kernel])),
-        ("the best portable row", lambda kernel: choose(problem, kernel, gpu, False)),
-        ("default config", lambda kernel: Choice(default_config(kernel, problem, gpu), "default")),
-        ("portable default", lambda kernel: Choice(portable_default(kernel, problem, gpu.arch), "default")),
+        ("", first.__getitem__),
+        ("the best portable row", lambda kernel: chooser.choose(kernel, False)),
+        ("default config", chooser.default),
+        ("portable default", chooser.portable_default),
     )
     failure: BaseException | None = None
-    tried: list[Mapping[str, Choice]] = []
+    tried: list[dict[str, tuple[Config, str]]] = []
     for name, chosen in ladder:
-        choices = {kernel: chosen(kernel) for kernel in kinds}
-        if choices in tried:
+        choices = {kernel: chosen(kernel) for kernel in first}
+        asked = {kernel: (choice.config, choice.measured) for kernel, choice in choices.items()}
+        if asked in tried:
             continue
-        tried.append(choices)
+        tried.append(asked)
         if failure:
-            _log_once(f"the first choice for {', '.join(kinds)} failed on {gpu.name} ({failure}); next: {name}")
+            log_once(f"the first choice for {', '.join(first)} failed on {chooser.gpu.name} ({failure}); next: {name}")
         try:
-            measured = {kernel: choice.measured for kernel, choice in choices.items()}
-            plan = make({kernel: choice.config for kernel, choice in choices.items()}, measured)
+            plan = make(choices)
         except Exception as error:
             if not is_refusal(error):
                 raise
@@ -334,29 +137,25 @@ def _plan(problem: Problem, kinds: Mapping[str, bool | None], device_index: int,
         del failure  # else this frame and the error would hold each other
 
 
-def _plan_in_capture(
-    miss: CaptureMiss, problem: Problem, kernels: Sequence[str], device_index: int,
-    make: Make[Plan],
-) -> Plan:  # fmt: skip
+def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str], make: Make[Made]) -> Made:
     """What FA2TUNE_CAPTURE_MISS asks for where a kernel is not loaded: an error, or the documented default configs, loaded
     during the capture. Not remembered: calls after the capture choose again."""
-    setting = os.environ.get(CAPTURE_MISS, ERROR)
-    if setting == ERROR:
+    setting = os.environ.get(CAPTURE_MISS, RAISE)
+    if setting == RAISE:
         raise RuntimeError(
             f"attention: {miss} is not loaded yet for a call like this, and a CUDA graph is being captured: make one warm-up "
-            f"call with these shapes before capturing, or set {CAPTURE_MISS}={DEFAULT} to take the default config"
+            f"call with these shapes before capturing, or set {CAPTURE_MISS}={TAKE_DEFAULT} to take the default config"
         ) from None
-    if setting != DEFAULT:
-        raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {ERROR} and {DEFAULT}") from None
-    gpu = gpu_of(device_index)
-    _log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
+    if setting != TAKE_DEFAULT:
+        raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {RAISE} and {TAKE_DEFAULT}") from None
+    log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
     with relaxed_capture():
         try:
-            plan = make({kernel: default_config(kernel, problem, gpu) for kernel in kernels}, {})
+            plan = make({kernel: chooser.default(kernel) for kernel in kernels})
         except Exception as error:
             if not is_refusal(error):
                 raise
-            plan = make({kernel: portable_default(kernel, problem, gpu.arch) for kernel in kernels}, {})
+            plan = make({kernel: chooser.portable_default(kernel) for kernel in kernels})
     SERVED["default, in a capture"] += len(kernels)
     return plan
 
@@ -391,27 +190,27 @@ def forward_plan(
     score: Score, extent: Extent = WHOLE,
 ) -> Any:  # fmt: skip
     """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1."""
-    problem = describe(q, k, v, mask, softmax_scale, score, extent)
+    problem = passes.describe(q, k, v, mask, softmax_scale, score, extent)
     plan: Any
     if is_empty(problem):
         plan = NoKeys(problem, softmax_scale)
         _remember(FORWARD_PLANS, key, plan)
         return plan
-    device_index, given = q.get_device(), {"q": q, "k": k, "v": v}
-    names = () if problem.tma else copied(problem, gpu_of(device_index), dense.unaddressable(given), "fwd")
-    if names:
+    gpu, given, names = gpu_of(q.get_device()), {"q": q, "k": k, "v": v}, tuple[str, ...]()
+    chooser = Chooser(problem, gpu)
+    if not problem.tma and (ours := with_copies(chooser, found := dense.unaddressable(given), "fwd")):
+        names = found
         q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
-        problem = describe(q, k, v, mask, softmax_scale, score)
+        chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
-    def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:
-        plan = ForwardPlan(problem, q, k, v, softmax_scale, configs["fwd"], measured.get("fwd", ""))
-        return dense.copying(plan, tuple(given), names)
+    def make(choices: Mapping[str, Choice]) -> Any:
+        return dense.copying(ForwardPlan(chooser.problem, q, k, v, softmax_scale, choices["fwd"]), tuple(given), names)
 
     try:
         with uncollected():
-            plan = _plan(problem, {"fwd": None}, device_index, make)
+            plan = _plan(chooser, {"fwd": chooser.choose("fwd")}, make)
     except CaptureMiss as miss:
-        return _plan_in_capture(miss, problem, ("fwd",), device_index, make)
+        return _plan_in_capture(miss, chooser, ("fwd",), make)
     _remember(FORWARD_PLANS, key, plan)
     return plan
 
@@ -463,38 +262,35 @@ def backward(
         if any(new is not old for new, old in zip(in_rows, saved, strict=True)):
             q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
-        problem = describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
+        problem = passes.describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
         if is_empty(problem):
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
-        device_index = q.get_device()
-        tensors, names = {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
-        if not problem.tma:
-            found = dense.unaddressable(tensors)
-            names = copied(problem, gpu_of(device_index), found, BACKWARD, deterministic)
-        if names:
+        gpu, tensors, names = gpu_of(q.get_device()), {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
+        chooser = Chooser(problem, gpu)
+        found = () if problem.tma else dense.unaddressable(tensors)
+        if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
+            names = found
             tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
             new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
-            problem = describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
+            chooser = ours.of(
+                passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
+            )
 
-        def on(strategy: str) -> Make[Any]:
-            def make(configs: Mapping[str, Config], measured: Mapping[str, str]) -> Any:
-                parts = group_schedule.parts(problem, configs, gpu_of(device_index))
-                plan = BackwardPlan(
-                    problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=configs, measured=measured,
-                    parts=parts, **tensors,
-                )  # fmt: skip
-                return dense.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
-
-            return make
+        def make(strategy: str, choices: Mapping[str, Choice]) -> Any:
+            parts = group_schedule.parts(chooser.problem, choices, gpu)
+            plan = BackwardPlan(
+                chooser.problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=choices, parts=parts,
+                **tensors,
+            )  # fmt: skip
+            return dense.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
 
         try:
             with uncollected():
-                strategy, kinds = strategy_of(problem, gpu_of(device_index), deterministic)
-                asked = {kernel: kinds.get(kernel) for kernel in STRATEGIES[strategy]}
-                plan = _plan(problem, asked, device_index, on(strategy))
+                strategy, choices = choose_backward(chooser, deterministic)
+                plan = _plan(chooser, choices, partial(make, strategy))
         except CaptureMiss as miss:
-            plan = _plan_in_capture(miss, problem, STRATEGIES[SPLIT], device_index, on(SPLIT))
+            plan = _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(make, SPLIT))
             return plan(do, dlse, q, k, v, o, lse, *offsets)
         _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse, *offsets)

@@ -9,11 +9,10 @@ tiles are given out as the kernels do, each to the multiprocessor that is free f
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
 from functools import lru_cache
 
 from fa2tune.calling.empty import is_empty
-from fa2tune.compiling.registry import variant_of
+from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -65,9 +64,10 @@ def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: 
     return max(free)
 
 
-def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts: int) -> float:
+def predicted_us(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu, parts: int) -> float:
     """Microseconds that a kernel which makes dK and dV is expected to take with query groups in so many parts."""
-    variant, ours = variant_of(kernel, config), group_parts.split(problem, parts)
+    choice, ours = choice_of(kernel, given), group_parts.split(problem, parts)
+    variant, config = choice.variant, choice.config
     hopper = WARP_SPECIALIZED in variant.implementations
     keys = config.get("BLOCK_N", TILE_KEYS)
     rows = rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
@@ -90,16 +90,17 @@ def predicted_us(problem: Problem, kernel: str, config: Config, gpu: Gpu, parts:
     return time + (2 if copied else 1) * LAUNCH_US + moved / (gpu.hbm_gbs * 1e3 * COPY_RATE)
 
 
-def parts_of(problem: Problem, kernel: str, config: Config, gpu: Gpu) -> int:
+def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
     if is_empty(problem) or problem.extent.ragged or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
         return 1
-    times = {parts: predicted_us(problem, kernel, config, gpu, parts) for parts in group_parts.allowed(problem)}
+    choice = choice_of(kernel, given)
+    times = {parts: predicted_us(problem, kernel, choice, gpu, parts) for parts in group_parts.allowed(problem)}
     least = min(times.values())
     return max(parts for parts in times if times[parts] <= (1 + TIE) * least) if least < (1 - MARGIN) * times[1] else 1
 
 
-def parts(problem: Problem, configs: Mapping[str, Config], gpu: Gpu) -> dict[str, int]:
+def parts(problem: Problem, configs: Chosen, gpu: Gpu) -> dict[str, int]:
     """The same of every kernel of a backward that is split."""
     found = {kernel: parts_of(problem, kernel, config, gpu) for kernel, config in configs.items()}
     return {kernel: count for kernel, count in found.items() if count > 1}

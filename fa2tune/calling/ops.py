@@ -25,7 +25,7 @@ from fa2tune.spec.score import score_of
 Layout = Literal["bhsd", "bshd"]
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
 LARGEST_SCALE = 2e38  #: times log2(e) it is still a float32
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  #: output and lse
 
 
 @overload

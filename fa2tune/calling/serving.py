@@ -1,299 +1,33 @@
 """Which cache row serves a call, and why: what ``fa2tune.explain``, ``fa2tune.is_supported`` and ``fa2tune explain`` answer.
 
-The answer comes from the code that a call itself uses (:mod:`fa2tune.calling.dispatch`); nothing is compiled or launched.
+The answer comes from the code that a call itself uses (:mod:`fa2tune.calling.choosing`); nothing is compiled or launched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, defaults, dense, dispatch, group_schedule, ops, varlen
-from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
+from fa2tune.calling import arguments, choosing, dense, dispatch, group_schedule, ops, varlen
 from fa2tune.calling.arguments import MISSING
-from fa2tune.compiling import compiler, registry
+from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.explanation import Explanation, Served
+from fa2tune.compiling import compiler
+from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, passes, precompiled
 from fa2tune.rows import lookup, reader
-from fa2tune.rows.describe import PASSES
-from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
 from fa2tune.spec.extent import WHOLE, Extent
-from fa2tune.spec.key import TuningKey
-from fa2tune.spec.mask import FULL, Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
+from fa2tune.spec.mask import Mask, Window, mask_of
+from fa2tune.spec.problem import BACKWARD, STRATEGIES, Problem
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import implementation_of
 
-#: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "stale": by such a row,
-#: made with another Triton or kernel source; "other gpu": by a row measured on another GPU; "near": by a row measured
-#: for another length, head dim or dtype; "predicted": by a row that the analytic model chose; "default": by no row.
-TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
-    "tuned", "stale", "other gpu", "near", "predicted", "default",
-)  # fmt: skip
 #: What ``attention_varlen`` has and ``attention`` has not.
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-#: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
-TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
-DECODING = 16  #: at most so many queries: few programs run, as keys are not split among them
-
-
-@dataclass(frozen=True)
-class Served:
-    """How one kernel is served. Of a backward the first, "bwd", says which kernels run (split or fused)."""
-
-    key: TuningKey  #: what an exact row would be filed under
-    config: Config  #: what runs: the row's config, or the default one, with ``changed`` applied; of "bwd" the row's
-    answer: lookup.Answer | None  #: the row and its place on the lookup ladder; None: no row serves
-    refused: tuple[lookup.Refused, ...] = ()  #: rows that are better placed and cannot serve, each with the reason
-    changed: Mapping[str, tuple[Any, Any]] | None = None  #: parameter -> (in the row, for these lengths and heads)
-    binaries: Mapping[str, str] | None = None  #: kernel that runs -> where its binary comes from
-    nearest: tuple[tuple[lookup.Differences, str], ...] = ()  #: without any candidate: what differs, and the file
-    scheduled: Row | None = None  #: row of another length whose config suits this batch, heads and lengths better
-    mask: Mask = FULL  #: the call's
-    unmeasured: str = ""  #: what of the call no row was measured with: "a window"
-    parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
-    #: tensors that TMA cannot address and that are copied before, which is expected to be faster
-    copied: tuple[str, ...] = ()
-
-    @property
-    def kernel(self) -> str:
-        return self.key.kernel
-
-    @property
-    def row(self) -> Row | None:
-        return self.answer.row if self.answer else None
-
-    @property
-    def file(self) -> Path | None:
-        """The cache file that holds the row."""
-        return self.answer.layer.path if self.answer else None
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """What the row was made with that differs today."""
-        return self.answer.stale if self.answer else ()
-
-    @property
-    def differs(self) -> lookup.Differences:
-        """Field of the key -> (asked, what the row has)."""
-        return lookup.differences(self.key, self.answer.row.key) if self.answer else {}
-
-    @property
-    def lead(self) -> float | None:
-        """How many times as fast a warp-specialised row is as the best portable row of its key."""
-        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer else None
-
-    @property
-    def status(self) -> str:
-        """One of ``STATUSES``."""
-        if self.answer is None:
-            return DEFAULT
-        if self.answer.row.obtained == PREDICTED:
-            return PREDICTION
-        if self.answer.problem_step != lookup.PROBLEM_STEPS[0] or self.unmeasured:
-            return NEAR
-        if self.answer.gpu_step != lookup.EXACT or self.answer.row.obtained != MEASURED:
-            return OTHER_GPU
-        return STALE if self.answer.stale else TUNED
-
-    @property
-    def evidence(self) -> str:
-        """Half a line: "measured on h200 for the bucket of 512 (16k tokens, heads x head dim 2048), fresh"."""
-        if self.answer is None:
-            return "no row serves: the default config does"
-        row, asked = self.answer.row, self.differs
-        if row.obtained == PREDICTED:
-            how = f"predicted for {row.key.gpu}"
-        elif row.obtained == MEASURED:
-            how = f"measured on {row.key.gpu}"
-        elif row.obtained == PORTED:
-            how = f"ported to {row.key.gpu}, measured on {row.obtained_on or 'another architecture'}"
-        else:
-            how = f"measured on {row.obtained_on or 'a sibling'} for {row.key.gpu}"
-        other = [
-            words.format(asked[name][1])
-            for name, words in (("bucket", "the bucket of {}"), ("dtype", "{}"), ("head_dim", "head dim {}"),
-                                ("head_dim_v", "V head dim {}"))
-            if name in asked and not (name == "head_dim_v" and asked.get("head_dim") == asked[name])
-        ]  # fmt: skip
-        problem = f"for {', '.join(other) or f'the bucket of {row.key.bucket}'} ({TUNED_AT})"
-        if self.unmeasured:
-            problem += f" without {self.unmeasured}"
-        if self.scheduled is not None:
-            problem += f", with the config of the bucket of {self.scheduled.key.bucket}, which suits this call better"
-        return f"{how} {problem}, {'stale' if self.answer.stale else 'fresh'}"
-
-    def __str__(self) -> str:
-        if self.row is None:
-            return f"{self.kernel}: {self.evidence}"
-        parts = [self.row.filed_as, self.evidence]
-        if self.row.gain is not None:
-            parts.append(f"{self.row.gain:.2f} x portable default")
-        return f"{self.kernel}: {', '.join(parts)}"
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a call is served. ``str()`` gives the verdict, a line for each kernel, and what to do next."""
-
-    problem: Problem  #: the call: dtype, batch, heads, lengths, head dims, mask, alignment
-    gpu: Gpu
-    triton: str  #: the version that runs here
-    kernels: tuple[Served, ...]  #: "fwd" and, with the backward, "bwd" and the kernels it runs
-    present: bool = True  #: whether ``gpu`` is in this machine
-
-    @property
-    def status(self) -> str:
-        """The worst status of any kernel, one of ``STATUSES``."""
-        return max((served.status for served in self.kernels), key=STATUSES.index)
-
-    def _worst(self) -> list[Served]:
-        return [served for served in self.kernels if served.status == self.status]
-
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
-        worst = self._worst()
-        names = ", ".join(served.kernel for served in worst)
-        runs = "runs a row" if len(worst) == 1 else "run rows"
-        if self.status == TUNED:
-            return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh for Triton {self.triton}."
-        if self.status == STALE:
-            parts = sorted({part for served in worst for part in served.stale})
-            return f"Tuned, but stale: {names} {runs} measured on {self.gpu.name} with {'; '.join(parts)}."
-        if self.status == OTHER_GPU:
-            others = sorted({served.row.obtained_on or served.row.key.gpu for served in worst if served.row})
-            return f"Tuned on another GPU: {names} {runs} measured on {', '.join(others)}."
-        if self.status == NEAR:
-            steps = sorted({served.answer.problem_step for served in worst if served.answer})
-            if self.problem.unmeasured:
-                steps = [f"tuned without {self.problem.unmeasured}"]
-            return f"Not tuned for exactly this problem: {names} {runs} of another one ({', '.join(steps)})."
-        if self.status == PREDICTION:
-            return f"Predicted, not measured: {names} {runs} that the analytic model chose."
-        return f"Not tuned: no row serves {names}, so the default config does."
-
-    @property
-    def about_call(self) -> str:
-        """What no row says of it, in one sentence; "" if nothing."""
-        if self.problem.seqlen_q > DECODING:
-            return ""
-        return (
-            f"At most {DECODING} queries (decoding): keys are not split among programs, so most of the GPU may be idle."
-        )
-
-    @property
-    def about_gpu(self) -> str:
-        """That the GPU is not in the catalogue, in one sentence; "" where it is."""
-        return f"{self.gpu.name} is {self.gpu.note}." if self.gpu.note else ""
-
-    @property
-    def next(self) -> str:
-        """A command that improves on this, or "nothing to do"."""
-        if self.status == TUNED or (self.status == NEAR and self.problem.unmeasured):
-            return NOTHING_TO_DO  # no tune measures that yet
-        if self.status == STALE:
-            found = next(served.answer.layer for served in self._worst() if served.answer)
-            command = refresh_command(found)
-        else:
-            command = self._tune_command()
-        if self.present or self._predictable:
-            return command
-        return f"on a machine with {self.gpu.name}: {command}"
-
-    @property
-    def _predictable(self) -> bool:
-        """Whether predicted rows would help: not where they would stand before what was measured for a near problem, nor where
-        the warp-specialised default stands before them."""
-        kernels = [served.kernel for served in self.kernels if served.status == DEFAULT]
-        specialized = any(defaults.specialized_default(kernel, self.problem, self.gpu) for kernel in kernels)
-        return self.status == DEFAULT and not specialized
-
-    def _tune_command(self) -> str:
-        """``fa2tune tune`` for what is not tuned."""
-        p = self.problem
-        passes_ = {"fwd" if served.kernel == "fwd" else "bwd" for served in self.kernels if served.status != TUNED}
-        words = ["fa2tune tune"]
-        if not self.present and self._predictable:
-            words.append(f"--gpu {self.gpu.name}")
-        words.append(f"--headdim {p.head_dim}")
-        if p.head_dim_v != p.head_dim:
-            words.append(f"--headdim-v {p.head_dim_v}")
-        words += [f"--dtype {p.dtype}", f"--{p.mask.row_mask}", f"--seqlen {p.bucket}"]
-        if len(passes_) == 1:
-            words.append(f"--pass {passes_.pop()}")
-        return " ".join(words)
-
-    def __str__(self) -> str:
-        about = [sentence for sentence in (self.about_call, self.about_launch, self.about_gpu) if sentence]
-        return "\n".join([self.verdict, *about, *(f"  {served}" for served in self.kernels), f"Next: {self.next}"])
-
-    def __repr__(self) -> str:
-        kernels = ", ".join(f"{served.kernel}={served.status!r}" for served in self.kernels)
-        return f"<fa2tune.explain on {self.gpu.name}: status={self.status!r}, {kernels}>"
-
-    @property
-    def about_launch(self) -> str:
-        """What runs beside the kernels, for these heads, lengths and strides, in a sentence each; "" if nothing."""
-        said = []
-        for passes_of, names in _by_copies(self.kernels).items():
-            listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-            said.append(f"TMA cannot address {listed}: copied before the {passes_of}, which is expected to be faster.")
-        said += [
-            f"{one.kernel}: each group of {self.problem.group} query heads is split into {one.parts} parts, whose dK and dV "
-            "are summed after."
-            for one in self.kernels
-            if one.parts > 1
-        ]
-        return " ".join(said)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_call or None,
-            "gpu": self.gpu.name,
-            "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
-            "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}
-            | {"mask": str(self.problem.mask), "window": self.problem.mask.window, "score": str(self.problem.score)}
-            | {"extent": str(self.problem.extent)},
-            "kernels": [_as_dict(served) for served in self.kernels],
-        }  # fmt: skip
-
-
-def _by_copies(kernels: Iterable[Served]) -> dict[str, tuple[str, ...]]:
-    """ "forward", "backward" or both -> the tensors that are copied before."""
-    found: dict[tuple[str, ...], dict[str, None]] = {}
-    for one in kernels:
-        if one.copied:
-            found.setdefault(one.copied, {})[PASSES.get(one.kernel, PASSES[BACKWARD])] = None
-    return {" and the ".join(names): copied for copied, names in found.items()}
-
-
-def _as_dict(served: Served) -> dict[str, Any]:
-    row, answer = served.row, served.answer
-    return {
-        "kernel": served.kernel, "status": served.status, "evidence": served.evidence,
-        "step": answer.step if answer else None, "file": str(served.file) if answer else None,
-        "layer": answer.layer.name if answer else None, "config": dict(served.config),
-        "implementation": row.implementation if row else None, "strategy": (row.strategy or None) if row else None,
-        "obtained": row.obtained if row else None,
-        "obtained_on": row.obtained_on if row else None, "time_us": row.time_us if row else None,
-        "gain": row.gain if row else None, "lead": served.lead, "stale": list(served.stale),
-        "differs": {name: {"asked": asked, "row": has} for name, (asked, has) in served.differs.items()},
-        "changed": {name: {"row": old, "call": new} for name, (old, new) in (served.changed or {}).items()},
-        "refused": [
-            {"implementation": one.candidate.row.implementation, "strategy": one.candidate.row.strategy or None,
-             "step": one.candidate.step, "why": one.why}
-            for one in served.refused
-        ],
-        "binaries": dict(served.binaries or {}),
-        "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
-        "parts": served.parts, "copied": list(served.copied),
-    }  # fmt: skip
 
 
 def explain_problem(
@@ -302,71 +36,61 @@ def explain_problem(
 ) -> Explanation:  # fmt: skip
     """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
     ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
-    layers = dispatch.layers() if among is None else among
     kernels: list[Served] = []
-    if "fwd" in which:
-        copied = dispatch.copied(problem, gpu, strided, "fwd", among=layers)
-        posed = dense.addressable(problem) if copied else problem
-        kernels.append(replace(_served(posed, gpu, layers, "fwd"), copied=copied))
-    if BACKWARD in which:
-        copied = dispatch.copied(problem, gpu, strided, BACKWARD, deterministic, layers)
-        posed = dense.addressable(problem) if copied else problem
-        whole = _served(posed, gpu, layers, BACKWARD, deterministic=deterministic)
-        kinds = dispatch.kinds_of(whole.row) if whole.row else {}
-        found = [whole]
-        for kernel in STRATEGIES[whole.row.strategy if whole.row else SPLIT]:
-            found.append(_served(posed, gpu, layers, kernel, kinds.get(kernel)))
-        kernels += [replace(one, copied=copied) for one in found]
-    return Explanation(problem, gpu, dispatch.toolchain().triton, tuple(kernels), present)
+    plain = Chooser(problem, gpu, among)
+    for pass_ in ("fwd", BACKWARD):
+        if pass_ in which:
+            ours = dispatch.with_copies(plain, strided, pass_, deterministic)
+            chooser, copied = ours or plain, tuple(strided) if ours else ()
+            found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
+            kernels += [replace(one, copied=copied) for one in found]
+    return Explanation(problem, gpu, plain.node.triton, tuple(kernels), present)
 
 
-def _served(
-    problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], kernel: str, specialized: bool | None = None,
-    deterministic: bool = False,
-) -> Served:  # fmt: skip
-    """As the dispatcher finds it. ``specialized``: as ``dispatch.choose`` has it."""
-    key = dispatch.key_of(problem, kernel, gpu)
-    found = list(lookup.candidates(key, gpu.silicon, layers, dispatch.toolchain()))
-    if kernel == BACKWARD:
-        refusals = [dispatch.strategy_refusal(problem, gpu, deterministic, layers)]
-    else:
-        kinds = (True, False) if specialized else (specialized,)
-        refusals = [dispatch.kind_refusal(problem, gpu, kind) for kind in kinds]
-    answer, refused = None, tuple[lookup.Refused, ...]()
-    for acceptable in refusals:
-        answer, refused = lookup.choose(found, acceptable)
-        if answer:
-            break
-    nearest = () if found else tuple((what, layer.name) for what, layer in lookup.near_misses(key, layers))
-    if kernel == BACKWARD:
-        found_config = answer.row.config if answer else {}
-        return Served(
-            key, found_config, answer, refused, nearest=nearest, mask=problem.mask, unmeasured=problem.unmeasured
-        )
-    config = registry.completed(kernel, answer.row.config) if answer else defaults.default_config(kernel, problem, gpu)
-    scheduled: Row | None = None
-    suited: Config = config
-    if answer:
-        row, suited = dispatch.suited(problem, gpu, answer, dispatch.toolchain())
-        scheduled = None if row is answer.row else row
-    changed = {name: (config[name], value) for name, value in suited.items() if value != config[name]}
-    parts = group_schedule.parts_of(problem, kernel, suited, gpu)
-    binaries = _binaries(kernel, problem, suited, gpu, (scheduled or answer.row).triton if answer else "", parts)
+def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
+    """The whole backward, and the kernels of its strategy."""
+    (answer, refused), problem = chooser.find_backward(deterministic), chooser.problem
+    whole = Served(
+        choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
+        nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
+    )  # fmt: skip
+    strategy, kinds = chooser.strategy(deterministic)
+    return [whole, *(_served(chooser, kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy])]
+
+
+def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, str], ...]:
+    """``Served.nearest``."""
+    if chooser.ladder(kernel):
+        return ()
+    key = choosing.key_of(chooser.problem, kernel, chooser.gpu)
+    return tuple((what, layer.name) for what, layer in lookup.near_misses(key, chooser.layers))
+
+
+def _served(chooser: Chooser, kernel: str, specialized: bool | None = None) -> Served:
+    """As the dispatcher finds it. ``specialized``: as ``Chooser.choose`` has it."""
+    (answer, refused), problem, gpu = chooser.find_preferring(kernel, specialized), chooser.problem, chooser.gpu
+    choice = chooser.suited(answer) if answer else chooser.default(kernel)
+    in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
+    changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
+    scheduled = choice.row if answer and choice.row is not answer.row else None
+    parts = group_schedule.parts_of(problem, kernel, choice, gpu)
     return Served(
-        key, suited, answer, refused, changed, binaries, nearest, scheduled, problem.mask, problem.unmeasured, parts
-    )
+        choosing.key_of(problem, kernel, gpu), choice.config, answer, refused, changed,
+        _binaries(kernel, problem, choice, gpu, parts), _nearest(chooser, kernel), scheduled, problem.mask,
+        problem.unmeasured, parts,
+    )  # fmt: skip
 
 
-def _binaries(kernel: str, problem: Problem, config: Config, gpu: Gpu, measured: str, parts: int) -> dict[str, str]:
-    """Where a first call takes each kernel from that runs for a config; ``measured``: as ``precompiled.find`` has it."""
+def _binaries(kernel: str, problem: Problem, choice: Choice, gpu: Gpu, parts: int) -> dict[str, str]:
+    """Where a first call takes each kernel from that runs for a choice."""
     found = {}
-    kernels = passes.runs(kernel, problem.specialization, config, gpu.arch)
+    kernels = passes.runs(kernel, problem.specialization, choice, gpu.arch)
     needed = [(*one, problem) for one in kernels]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
     for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
-        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
+        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, choice.measured)
         found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"
     return found
 
@@ -482,11 +206,8 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner."""
-    kinds: Mapping[str, bool | None] = {"fwd": None}
-    if backward:
-        strategy, known = dispatch.strategy_of(problem, gpu, False)
-        kinds = {kernel: known.get(kernel) for kernel in STRATEGIES[strategy]}
-    chosen = {kernel: dispatch.choose(problem, kernel, gpu, kind) for kernel, kind in kinds.items()}
+    chooser = Chooser(problem, gpu)
+    chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
     return {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
         for kernel, choice in chosen.items()

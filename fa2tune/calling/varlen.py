@@ -11,16 +11,16 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from fa2tune.calling import arguments, dispatch, ops
+from fa2tune.calling import arguments, dispatch, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
+from fa2tune.calling.dispatch import Tensors3
+from fa2tune.calling.ops import Pair
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
 from fa2tune.spec.score import score_of
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 #: Of a call, for a plan's key and for what is looked up: int, a tensor (not read), or None.
 MaxSeqlen = int | torch.Tensor | None
 NAME = "attention_varlen"
@@ -32,7 +32,7 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[False] = ...,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ...,
+    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -40,7 +40,7 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[True],
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ...,
+    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
 ) -> Pair: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -48,7 +48,7 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: bool,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ...,
+    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
 ) -> torch.Tensor | Pair: ...  # fmt: skip
 def attention_varlen(
     q: torch.Tensor = MISSING,
@@ -66,6 +66,8 @@ def attention_varlen(
     window: Window | None = None,
     mask: str | Mask | None = None,
     softcap: float | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     **unknown: Any,
 ) -> torch.Tensor | Pair:
     """``attention`` of sequences of their own lengths, packed one after the other: each query sees keys of its own sequence.
@@ -85,15 +87,18 @@ def attention_varlen(
             of a tensor nothing is read; None: the mean length chooses.
         causal, window, mask: of each sequence, aligned at its bottom right.
         softmax_scale, return_lse, deterministic, softcap: as ``attention`` has them.
+        seqused_q, seqused_k: (sequences,) int32, on the device of q: how many rows of each sequence are there, from its first
+            one; None: all. The mask is aligned at the last used ones. Unused queries see no key; unused keys are seen by none,
+            and their gradients are 0.
 
     Returns:
         The output (total_q, heads_q, head_dim_v), dtype of q; with return_lse also lse, (heads_q, total_q) float32, natural
         log. A query that sees no key gives 0, lse -inf and zero gradients.
 
     Raises:
-        TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens that are no int32
-            tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they are, no
-            memory outside the tensors is read or written.
+        TypeError, ValueError, RuntimeError, NotImplementedError: as ``attention``; and for cu_seqlens or seqused that are no
+            int32 tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they
+            are, no memory outside the tensors is read or written.
 
     On a Hopper its fused backward serves 16-bit dtypes and head dims up to 128, but no deterministic calls and none with a soft
     cap; the portable kernels serve all else. Configs are those tuned without packing. Differentiable once, through output and
@@ -101,6 +106,8 @@ def attention_varlen(
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k = used_lengths.offsets(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = (causal, softmax_scale, deterministic, window, mask, softcap)
     if ops.compiling() or not ops.plain(q, k, v):
         return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, *call)
@@ -240,10 +247,10 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors, plan = ctx.saved_tensors, ctx.plan
         call = (ctx.deterministic, plan.mask, plan.softmax_scale, plan.score, plan.extent)
-        return (*_Gradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
+        return (*_VarlenGradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
 
 
-class _Gradients(torch.autograd.Function):
+class _VarlenGradients(torch.autograd.Function):
     """A node that raises if it is differentiated again."""
 
     @staticmethod

@@ -21,7 +21,7 @@ from fa2tune import versions
 from fa2tune.text import plain
 
 if TYPE_CHECKING:
-    from fa2tune.devices import Device, Found
+    from fa2tune.devices import Device, FoundDevices
     from fa2tune.measuring.clock_monitor import Reading
     from fa2tune.rows.lookup import Toolchain
     from fa2tune.rows.reader import Layer
@@ -112,7 +112,7 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(**values)
 
 
-def torch_check(seen: Found) -> Check | None:
+def torch_check(seen: FoundDevices) -> Check | None:
     """Why torch cannot use the driver that is here, or None."""
     build = torch_build()
     if build is None or not seen.cuda:
@@ -129,7 +129,7 @@ def torch_check(seen: Found) -> Check | None:
     return Check("torch build", f"for CUDA {build.cuda}; the driver supports CUDA {seen.cuda}")
 
 
-def gpus(seen: Found) -> Iterator[Check]:
+def gpus(seen: FoundDevices) -> Iterator[Check]:
     """One line a GPU, one on its clock monitor, and the driver."""
     from fa2tune import devices
     from fa2tune.compiling import fingerprint
@@ -324,9 +324,9 @@ def binaries_files() -> Iterator[Check]:
 
 def settings() -> Iterator[Check]:
     """Variables of the environment with a value that a call would refuse."""
-    from fa2tune.calling.settings import CAPTURE_MISS, DEFAULT, ERROR
+    from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 
-    setting, allowed = os.environ.get(CAPTURE_MISS), (ERROR, DEFAULT)
+    setting, allowed = os.environ.get(CAPTURE_MISS), (RAISE, TAKE_DEFAULT)
     if setting is not None and setting not in allowed:
         fix = f"set it to {' or '.join(allowed)}, or remove it from the environment"
         yield Check(CAPTURE_MISS, plain(repr(setting)), fix)

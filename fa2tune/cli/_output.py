@@ -22,6 +22,7 @@ from fa2tune.text import plain
 
 INTERRUPTED = 130  #: exit status after Ctrl-C: 128 + SIGINT, as shells have it
 READER_GONE = 141  #: where the reader of a pipe went away: 128 + SIGPIPE, as of `yes | head -1`
+WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
 NOT_WRITTEN = 1  #: any other reason, a full disk for one
 
 _notes: list[str] = []  #: what to print about a command that was stopped

@@ -18,7 +18,7 @@ from fa2tune.cli._output import echo
 from fa2tune.text import plain
 
 if TYPE_CHECKING:
-    from fa2tune.devices import Device, Found
+    from fa2tune.devices import Device, FoundDevices
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Diagnosis:
     """Everything that was found."""
 
     findings: list[Check] = field(default_factory=list)
-    seen: Found | None = None  #: what the driver says; None: not asked, as a package is missing
+    seen: FoundDevices | None = None  #: what the driver says; None: not asked, as a package is missing
     rows: dict[int, list[RowClass]] = field(default_factory=dict)  #: GPU by number -> what the cache files hold for it
     triton: str = ""
     gpu_wanted: bool = True

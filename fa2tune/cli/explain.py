@@ -13,14 +13,14 @@ import click
 from fa2tune.cli import _tables
 from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, told, window
 from fa2tune.cli._output import echo
-from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe, gpu_asked, is_here
+from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu_asked, is_here
 from fa2tune.fleet import lookup_cost
 from fa2tune.rows import reader
 from fa2tune.spec.mask import Mask, mask_of
 from fa2tune.spec.problem import BACKWARD, DTYPES, SPLIT, Problem
 
 if TYPE_CHECKING:
-    from fa2tune.calling.serving import Explanation, Served
+    from fa2tune.calling.explanation import Explanation, Served
     from fa2tune.rows.lookup import Toolchain
 
 
@@ -80,7 +80,7 @@ def explain(
         mask_of(mask == "causal", window, other).fitted(seqlen, seqlen_k or seqlen), precision,
         aligned=not unaligned, tma=not unaligned,
     )  # fmt: skip
-    from fa2tune.calling import dispatch, serving
+    from fa2tune.calling import choosing, serving
 
     which = ("fwd", BACKWARD) if pass_ is None else (pass_,)
     present = gpu is None or is_here(target)
@@ -96,7 +96,7 @@ def explain(
             click.echo()
             if served.kernel == BACKWARD and deterministic:
                 click.echo(f"{SPLIT} is the deterministic strategy")
-            for line in _ladder(served, dispatch.toolchain()):
+            for line in _ladder(served, choosing.toolchain()):
                 _tables.say(line, EVIDENCE_INDENT)
 
 
@@ -143,7 +143,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
             yield f"  costs     {cost}"
         for part in answer.stale:
             yield f"  stale     {part}"
-        for line in describe(answer.row, here):
+        for line in describe_row(answer.row, here):
             yield f"  {line}"
         if served.lead is not None:
             yield f"  lead      {served.lead:.3f} times as fast as the portable winner of its key"

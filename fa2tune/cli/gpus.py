@@ -26,14 +26,14 @@ GENERATIONS = {
     80: "Ampere, data center", 86: "Ampere", 87: "Ampere, Jetson Orin", 89: "Ada", 90: "Hopper", 100: "Blackwell, data center",
     103: "Blackwell Ultra", 110: "Blackwell, Jetson Thor", 120: "Blackwell, RTX", 121: "Blackwell, DGX Spark",
 }  # fmt: skip
-OTHER, NONE = "of another GPU", "none"
+OTHER, NO_ROWS = "of another GPU", "none"
 LEGEND = {
     MEASURED: "on this GPU",
     SIBLING: "measured on another GPU of the same chip",
     PORTED: "measured on a GPU of another architecture that ran this one's code",
     PREDICTED: "by the model; run on no GPU",
     OTHER: "no rows of its own; those of that GPU serve it",
-    NONE: "calls run the default config; `fa2tune tune` makes rows",
+    NO_ROWS: "calls run the default config; `fa2tune tune` makes rows",
 }
 
 
@@ -76,7 +76,7 @@ def standing(gpu: Gpu, found: Mapping[str, Mapping[str, int]]) -> Shipped:
     best = min(
         (other for other in catalogue() if other.name in found and other.arch == gpu.arch), key=order, default=None
     )
-    return Shipped(OTHER, served_by=best.name) if best else Shipped(NONE)
+    return Shipped(OTHER, served_by=best.name) if best else Shipped(NO_ROWS)
 
 
 def _heading(gpu: Gpu) -> str:
@@ -140,7 +140,7 @@ def _about(device: devices.Device, count: int, found: Mapping[str, Mapping[str, 
         yield from _wrapped("  No rows are shipped for it: calls run the default config. Next: fa2tune tune")
 
 
-def _as_json(shown: Mapping[str, Shipped], seen: devices.Found, found: Mapping[str, Mapping[str, int]]) -> str:
+def _as_json(shown: Mapping[str, Shipped], seen: devices.FoundDevices, found: Mapping[str, Mapping[str, int]]) -> str:
     def about(gpu: Gpu, shipped: Shipped) -> dict[str, object]:
         return {
             "name": gpu.name, "driver_names": [f"NVIDIA {name}" for name in gpu.driver_names], "chip": gpu.silicon,

@@ -30,7 +30,7 @@ def report(cache: Path | None, studies: Path | None, bench: Path | None, compare
     0.9 MB, and a content security policy that allows no request. An existing page is replaced.
     """
     from fa2tune.report.contents import render
-    from fa2tune.report.document import library
+    from fa2tune.report.document import chart_library
     from fa2tune.report.sources import gather
     from fa2tune.rows.store import write_text
 
@@ -46,5 +46,9 @@ def report(cache: Path | None, studies: Path | None, bench: Path | None, compare
         _tables.say(f"{kind}: {path}")
     trials = sum(len(search.trials) for search in sources.searches)
     held = f"{len(sources.rows)} rows" + (f", {trials} trials of {len(sources.searches)} searches" if trials else "")
-    charts = f", of which {len(library().encode()) / 1e6:.1f} MB are the chart library" if library() in page else ""
+    charts = (
+        f", of which {len(chart_library().encode()) / 1e6:.1f} MB are the chart library"
+        if chart_library() in page
+        else ""
+    )
     _tables.say(f"{out}: {held}, {len(page.encode()) / 1e6:.1f} MB{charts}")

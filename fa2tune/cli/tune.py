@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fa2tune.tuning.select.report import Report
 
 PROGRESS_EVERY_S = 30.0  #: between two lines on progress, where the output is no terminal
-WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
 HOW = {
     "measured": "Present: candidates are measured on it.",
     "sibling": "Candidates are measured on another GPU of the same silicon, and the rows say so.",
@@ -42,7 +41,7 @@ LEGEND = (
 
 def _console() -> Console:
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH_OF_A_FILE)
+    return console if console.is_terminal else Console(highlight=False, width=_output.WIDTH_OF_A_FILE)
 
 
 def _print(console: Console, text: str, indent: str = "  ") -> None:
@@ -118,7 +117,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """Line by line; ``width``: of the terminal, None where there is none."""
-    from fa2tune.rows.describe import described
+    from fa2tune.rows.describe import described_row
     from fa2tune.rows.row import over_portable
 
     figures = ("TFLOP/s", "x port. default", "x portable", "tried", "pruned")
@@ -133,7 +132,7 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
         rate = "" if row.tflops is None else f"{row.tflops:.0f}"
         lead = over_portable(row, rows)
         table.append([
-            key.kernel, key.dtype, dim, key.mask, str(key.bucket), described(row), rate, gain,
+            key.kernel, key.dtype, dim, key.mask, str(key.bucket), described_row(row), rate, gain,
             "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
             f"{row.obtained}, {row.proof}" + (", not served" if row.barred else ""),
         ])  # fmt: skip
@@ -154,14 +153,14 @@ def _reasons(rows: Sequence[Row]) -> list[str]:
 
 def _without_a_row(report: Report) -> Iterator[str]:
     """Which keys of the request have no row, and why."""
-    from fa2tune.tuning.select.completeness import described
+    from fa2tune.tuning.select.completeness import described_keys
 
     for why in dict.fromkeys(report.failed.values()):
-        for keys in described([key for key, reason in report.failed.items() if reason == why]):
+        for keys in described_keys([key for key, reason in report.failed.items() if reason == why]):
             yield f"no row: {keys}: {why}"
     budget = report.plan.time_budget_s
     over = budget is not None and report.seconds > budget
-    for keys in described(report.missing):
+    for keys in described_keys(report.missing):
         yield f"not tuned: {keys}" + (f": the time budget of {budget:.0f} s was used up" if over else "")
     if report.missing:
         yield "The same command goes on from here."

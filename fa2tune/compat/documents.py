@@ -84,12 +84,14 @@ def _compacted(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return order, back, torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
 
 
-def _refuse_holes(call: str, tokens: torch.Tensor, window: tuple[int | None, int | None] | None) -> None:
-    """NotImplementedError: padding between tokens of a row, which are counted without it, and a window that hides keys of the
-    row. Not checked while a graph is made: the mask must be read, once for a tensor."""
-    if window is None or torch.compiler.is_compiling() or capturing():
+def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> None:
+    """NotImplementedError: padding between tokens of a row, which are counted without it, and a mask that counts positions: a
+    window that hides keys of the row, or chunks. Reads the mask, once for a tensor; not while a graph is made."""
+    window, mask = options["window"], options.get("mask")
+    if torch.compiler.is_compiling() or capturing():
         return
-    if not any(side and side < tokens.shape[1] - 1 for side in window):  # a side of 0 is the query's own position
+    # a side of 0 is the query's own position
+    if mask is None and not any(side and side < tokens.shape[1] - 1 for side in window or ()):
         return
 
     def holes() -> bool:
@@ -97,10 +99,11 @@ def _refuse_holes(call: str, tokens: torch.Tensor, window: tuple[int | None, int
         begins[:, 1:] &= ~tokens[:, :-1]
         return bool((begins.sum(1) > 1).any())
 
+    what = "chunks" if mask else f"the window {window}"
     if _remembered(tokens, "holes", holes):
         raise NotImplementedError(
-            f"{call}: attention_mask: got padding between the tokens of a row with the window {window}, allowed is padding in "
-            "front of them and behind them: a window counts positions, and fa2tune leaves padding out"
+            f"{call}: attention_mask: got padding between the tokens of a row with {what}, "
+            "allowed is padding in front of them and behind them: both count positions, and fa2tune leaves padding out"
         )
 
 
@@ -127,7 +130,7 @@ def by_numbers(
     """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the
     documents of tokens -> out. Keys behind the last of ``numbers`` are not there.
 
-    NotImplementedError: padding between the tokens of a row, with a window.
+    NotImplementedError: padding between the tokens of a row, with a window or chunks.
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
@@ -141,10 +144,10 @@ def by_numbers(
             )
         offsets = _remembered(numbers, "offsets", lambda: torch.ops.fa2tune.document_offsets(numbers))
         return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
-    _refuse_holes(call, numbers, options["window"])
+    _refuse_holes(call, numbers, options)
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
-    if not options["causal"] and options["window"] is None:
+    if not options["causal"] and options["window"] is None and options.get("mask") is None:
         starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
         out, _ = terms.packed(
             call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from fa2tune.calling.varlen import MaxSeqlen
 from fa2tune.compat import terms
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Window = tuple[int, int] | torch.Tensor
-MaxSeqlen = int | torch.Tensor | None
+WindowSize = tuple[int, int] | torch.Tensor
 
 
 def _result(out: torch.Tensor, lse: Any, return_attn_probs: bool) -> Result:
@@ -25,13 +25,13 @@ def _result(out: torch.Tensor, lse: Any, return_attn_probs: bool) -> Result:
     return out, torch.where(lse == -torch.inf, torch.inf, lse), out.new_empty(0)
 
 
-def _options(call: str, causal: bool, window_size: Window, softcap: float, seqlen_k: int | None) -> dict[str, Any]:
+def _options(call: str, causal: bool, window_size: WindowSize, softcap: float, seqlen_k: int | None) -> dict[str, Any]:
     return {"causal": causal, "window": terms.sides(call, window_size, seqlen_k), "softcap": softcap}
 
 
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim) -> out, like q.
@@ -49,7 +49,7 @@ def flash_attn_func(
 
 def _dense(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None,
-    causal: bool, window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    causal: bool, window_size: WindowSize, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: bool,
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
@@ -72,7 +72,7 @@ def _parts(call: str, name: str, tensor: Any, dimensions: int, count: int) -> tu
 
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """qkv (batch, seqlen, 3, heads, head_dim) -> out (batch, seqlen, heads, head_dim); the rest as ``flash_attn_func``."""
@@ -84,7 +84,7 @@ def flash_attn_qkvpacked_func(
 
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """q as ``flash_attn_func``, kv (batch, seqlen_k, 2, heads_kv, head_dim) -> out, like q."""
@@ -97,7 +97,7 @@ def flash_attn_kvpacked_func(
 def _packed(
     call: str, tensors: tuple[torch.Tensor, ...], offsets: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[MaxSeqlen, MaxSeqlen], dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size: Window, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
+    window_size: WindowSize, softcap: float, alibi_slopes: torch.Tensor | None, deterministic: bool,
     return_attn_probs: bool, block_table: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
@@ -111,7 +111,7 @@ def _packed(
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: MaxSeqlen, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """qkv (total, 3, heads, head_dim) -> out (total, heads, head_dim); the rest as ``flash_attn_varlen_func``."""
@@ -141,7 +141,7 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: MaxSeqlen,
     max_seqlen_k: MaxSeqlen, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Result:  # fmt: skip
     """q as ``flash_attn_varlen_func``, kv (total_k, 2, heads_kv, head_dim) -> out, like q."""

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from fa2tune.calling.ops import Pair
 from fa2tune.compat import terms
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Window = tuple[int | None, int | None]
+OpenWindowSize = tuple[int | None, int | None]
 
 
-def _window(call: str, window_size: Any) -> Window:
+def _window(call: str, window_size: Any) -> OpenWindowSize:
     """A negative side shifts the band there: there is no such mask here."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, must be two, each an integer or None")
@@ -34,7 +34,7 @@ def _window(call: str, window_size: Any) -> Window:
 
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
+    window_size: OpenWindowSize = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
     num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, mask_mod: Any = None,
     full_block_cnt: Any = None, full_block_idx: Any = None, mask_block_cnt: Any = None, mask_block_idx: Any = None,
     block_size: Any = None, return_lse: bool = True,
@@ -60,31 +60,35 @@ def flash_attn_varlen_func(
     cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
+    window_size: OpenWindowSize = (None, None), learnable_sink: torch.Tensor | None = None, softcap: float = 0.0,
     num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
     mask_mod: Any = None, block_sparse_tensors: Any = None, cu_total_m_blocks: Any = None,
     cu_total_n_blocks: Any = None, aux_tensors: Any = None, return_lse: bool = True,
 ) -> Pair:  # fmt: skip
     """q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, ...) with cu_seqlens, int32 -> (out, lse), lse (heads_q,
-    total_q) float32. Without cu_seqlens as ``flash_attn_func``.
+    total_q) float32. Without cu_seqlens as ``flash_attn_func``. seqused: (sequences,) int32, how many rows of each sequence are
+    used.
 
     Raises:
-        NotImplementedError: used lengths, page_table, learnable_sink, num_splits above 1, functions of scores or masks.
+        NotImplementedError: page_table, learnable_sink, num_splits above 1, functions of scores or masks.
         TypeError, ValueError: as ``fa2tune.attention_varlen``, or only one of both cu_seqlens is given.
     """
     call = "flash_attn_varlen_func"
     terms.refuse_absent(
-        call, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, learnable_sink=learnable_sink,
-        num_splits=num_splits, score_mod=score_mod, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
-        cu_total_m_blocks=cu_total_m_blocks, cu_total_n_blocks=cu_total_n_blocks, aux_tensors=aux_tensors,
+        call, page_table=page_table, learnable_sink=learnable_sink, num_splits=num_splits, score_mod=score_mod,
+        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, cu_total_m_blocks=cu_total_m_blocks,
+        cu_total_n_blocks=cu_total_n_blocks, aux_tensors=aux_tensors,
     )  # fmt: skip
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "deterministic": deterministic, "causal": causal,
         "window": _window(call, window_size), "softcap": softcap, "return_lse": True,
     }  # fmt: skip
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        return terms.dense(call, q, k, v, **options)
+        if seqused_q is None and seqused_k is None:
+            return terms.dense(call, q, k, v, **options)
+        return terms.used(call, q, k, v, seqused_q, seqused_k, **options)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         lacking = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{call}: {lacking}: got None, and the other is given: both or neither are allowed")
-    return terms.packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
+    return terms.packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q,
+                        seqused_k=seqused_k, **options)  # fmt: skip

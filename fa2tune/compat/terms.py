@@ -47,8 +47,6 @@ ABSENT: Mapping[str, Absent] = {
     "block_size": Absent("block masks"),
     "cu_total_m_blocks": Absent("schedules from outside"),
     "cu_total_n_blocks": Absent("schedules from outside"),
-    "seqused_q": Absent("used lengths", (None,), "pack the sequences: cu_seqlens_q"),
-    "seqused_k": Absent("used lengths", (None,), "pack the sequences: cu_seqlens_k"),
     "num_splits": Absent("a number of splits", (None, 0, 1)),
     "output_attentions": Absent("attention probabilities", (None, False), 'attn_implementation="eager" has them'),
 }
@@ -150,6 +148,27 @@ def packed(
         return_lse=return_lse, **common, **options,
     )  # fmt: skip
     return _result(result, v.shape[-1], return_lse)
+
+
+def used(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None, *, return_lse: bool, **options: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
+    _check(call, {"q": q, "k": k, "v": v}, 4)
+    batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    starts = [
+        torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
+        if length
+        else torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
+        for length in (rows, keys)
+    ]
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out, lse = packed(call, q, k, v, *starts, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
+                      seqused_k=seqused_k, **options)  # fmt: skip
+    # (heads, batch * rows) as (batch, heads, rows)
+    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous() if return_lse else None
+    return out.unflatten(0, (batch, rows)), lse
 
 
 def length(value: Any) -> int | None:

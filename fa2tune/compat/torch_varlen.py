@@ -22,17 +22,19 @@ def varlen_attn(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """query (total_q, heads, head_dim), key and value (total_k, heads, head_dim), cu_seq int32 -> out, like query; with
     ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. key and value
-    may have fewer heads than query, whatever ``enable_gqa`` says.
+    may have fewer heads than query, whatever ``enable_gqa`` says. seqused_k: (sequences,) int32, how many keys of each sequence
+    are used.
 
     Raises:
-        NotImplementedError: seqused_k, block_table or num_splits above 1.
+        NotImplementedError: block_table or num_splits above 1.
         TypeError, ValueError: as ``fa2tune.attention_varlen``.
     """
     call = "varlen_attn"
-    terms.refuse_absent(call, seqused_k=seqused_k, block_table=block_table, num_splits=num_splits)
+    terms.refuse_absent(call, block_table=block_table, num_splits=num_splits)
     return_lse = return_aux is not None and bool(return_aux.lse)
     out, lse = terms.packed(
         call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
         causal=is_causal, window=terms.sides(call, window_size, terms.length(max_k)), return_lse=return_lse,
+        seqused_k=seqused_k,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from fa2tune.compat import documents, terms
+from fa2tune.compat import chunks, documents, terms
+from fa2tune.spec.mask import Mask
 
 try:
     from transformers import masking_utils as masks
@@ -51,7 +52,7 @@ def _codes() -> tuple[tuple[Any, str], ...]:
     return tuple(found)
 
 
-_AND, _PACKED = "and_masks", "packed_sequence_mask_function"
+_AND, _PACKED, _CHUNKED = "and_masks", "packed_sequence_mask_function", "chunked_overlay"
 _REMAPPED = "remap_positions_for_packed_sequence"  #: from Transformers 5.23 on
 _CODES = _codes()
 
@@ -89,13 +90,13 @@ def _captured(function: Callable[..., Any], name: str) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
 
-def _packed(function: Callable[..., Any]) -> torch.Tensor | None:
+def _packed(function: Callable[..., Any], chunked: bool) -> torch.Tensor | None:
     """The packed sequences that a mask function keeps apart, (batch, length); None: it does not. NotImplementedError: it is
-    more than causal or bidirectional, a window and that."""
+    more than causal or bidirectional, a window or ``chunked``, and that."""
     found = None
     for part in _parts(function):
         made_by = _made_by(part)
-        if made_by is None or made_by in _REFUSED:
+        if made_by is None or (made_by in _REFUSED and not (chunked and made_by == _CHUNKED)):
             _refuse(made_by)
         if made_by == _PACKED:
             found = _captured(part, "packed_sequence_mask")
@@ -133,14 +134,16 @@ def mask(
             an attention_mask, or with one as long as the cache, while a graph is made.
     """
     packed = None
-    chunk = getattr(rest.get("config"), "attention_chunk_size", None)
-    if chunk is not None and rest.get("local_size") == chunk != getattr(rest["config"], "sliding_window", None):
-        _refuse("chunked_overlay")
+    chunk = chunks.asked(rest)
+    if chunk is not None and (torch.compiler.is_compiling() or documents.capturing() or mask_function is None):
+        _refuse(_CHUNKED)
     if torch.compiler.is_compiling() and mask_function is not None:
         length = kv_length if attention_mask is None and q_length == kv_length else 0
         packed = _traced(mask_function, batch_size, length, device, rest)
     elif mask_function is not None:
-        packed = _packed(mask_function)
+        packed = _packed(mask_function, chunk is not None)
+    if chunk is not None:
+        return _chunked(chunk, packed, batch_size, q_length, int(q_offset), kv_offset, attention_mask, device)
     if packed is not None:
         return packed.to(torch.int32)
     blind = torch.compiler.is_compiling() or documents.capturing()
@@ -162,6 +165,29 @@ def mask(
     if not blind and tokens.shape[1] == kv_length and bool(tokens.all()):
         return None
     return tokens.to(torch.bool)
+
+
+def _chunked(
+    chunk: int, packed: torch.Tensor | None, batch_size: int, q_length: int, q_offset: int, kv_offset: int,
+    tokens: torch.Tensor | None, device: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """``mask`` of a layer with chunks of ``chunk`` keys."""
+    got = None
+    if packed is not None:
+        got = "chunked attention of packed sequences"
+    elif q_length > 1 and kv_offset:
+        got = "chunked attention of several queries behind a cache that has dropped keys"
+    if got is not None:
+        raise NotImplementedError(
+            f"{NAME}: mask_function: got {got}, allowed are chunks of sequences from their first token on, and one query "
+            "behind a cache"
+        )
+    seen = q_offset + q_length
+    if q_length == 1:
+        return chunks.of_last_key(chunk, tokens, batch_size, seen - 1, kv_offset, device)
+    if tokens is None or bool(tokens[:, :seen].all()):
+        return None
+    return tokens[:, :seen].to(torch.bool)
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
@@ -207,6 +233,14 @@ def forward(
         "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
         "window": _window(sliding_window, causal),
     }  # fmt: skip
+    chunk = chunks.of_layer(module)
+    if chunk is not None and query.shape[2] > 1:
+        if cu_seq_lens_q is not None:
+            raise NotImplementedError(
+                f"{NAME}: cu_seq_lens_q: got a tensor, allowed is None in a layer of chunked attention: fa2tune does not "
+                "support chunks of packed sequences in Transformers"
+            )
+        options |= {"causal": False, "window": None, "mask": Mask("chunked", chunk)}
     if cu_seq_lens_q is not None:
         offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)

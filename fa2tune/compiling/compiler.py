@@ -304,14 +304,15 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     return compiled
 
 
-Launches = list[tuple[Variant, Config]]
+#: What is launched, in order, each with its own config.
+KernelSequence = list[tuple[Variant, Config]]
 
 
-def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[Launches, Launches]:
+def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[KernelSequence, KernelSequence]:
     """The kernels that run right before a config's, and right after it, with their own configs."""
     told = variant.passes_on(spec, config)
 
-    def with_configs(names: tuple[str, ...]) -> Launches:
+    def with_configs(names: tuple[str, ...]) -> KernelSequence:
         found = map(variant_named, variant.runs_with(config, names))
         return [(one, {**one.space.default(spec, arch), **told}) for one in found]
 

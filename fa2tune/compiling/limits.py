@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fa2tune.catalogue import SCHEDULERS, WARP_THREADS
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import refused_extent, refused_mask, refused_score
 from fa2tune.gpus import KIB, Gpu
@@ -15,12 +16,10 @@ from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Variant
 
-WARP_THREADS = 32
 MAX_BLOCK_THREADS = 1024  #: threads a block may have, on every compute capability
 MIN_MMA_SIDE = 16  #: elements: the smallest side of a tl.dot operand
 # CUDA's occupancy rules (cuda_occupancy.h of CUDA 13.0), the same from compute capability 8.0 to 12.1
 REGISTER_UNIT = 256  #: registers are allocated to a warp in units of this many
-SCHEDULERS = 4  #: sub-partitions of an SM, each with a quarter of its registers; a warp runs on one of them
 SHARED_UNIT = 128  #: shared memory is allocated to a block in units of this many bytes
 SHARED_RESERVED = 1 * KIB  #: bytes of shared memory that the system takes for each block
 INSTRUCTION_BYTES = 16

@@ -21,13 +21,13 @@ from fa2tune.spec.problem import BACKWARD
 _Kind = tuple[Any, ...]
 #: Of ``Specialization``: what every tensor of a workload is.
 _PLAIN = {"aligned": True, "wide": False, "negate": False}
-NONE = "none"  #: for a version, where no Triton is installed
+NO_TRITON = "none"  #: for a version, where no Triton is installed
 
 
 def toolchain(driver: str | None = None) -> Toolchain:
     """What is running here: a row made with another kernel source is stale, and one made with another Triton, unless its
     machine code is here. ``driver``: "" for none to be compared; None for this host's."""
-    version = fingerprint.triton_version() or NONE
+    version = fingerprint.triton_version() or NO_TRITON
     driver = fingerprint.driver_version() if driver is None else driver
     return Toolchain(version, driver, fingerprint.kernel_hashes(), _never if overrules.found() else held)
 

@@ -37,7 +37,7 @@ _ELSEWHERE = ("CALL", "RET", "JMP", "JMX", "JMXU", "RTT")  #: jumps that are not
 
 
 @dataclass(frozen=True, slots=True)
-class _Instruction:
+class _PlacedInstruction:
     address: int
     predicated: bool
     opcode: str
@@ -55,7 +55,7 @@ class _Instruction:
         )  # fmt: skip
 
 
-def _instruction(match: re.Match[str]) -> _Instruction:
+def _instruction(match: re.Match[str]) -> _PlacedInstruction:
     opcode, operands = match[3], match[4].strip()
     base, parts = opcode.partition(".")[0], [part.strip() for part in operands.split(",")]
     written: tuple[int, ...] = ()
@@ -73,12 +73,12 @@ def _instruction(match: re.Match[str]) -> _Instruction:
     else:
         wide = base.startswith("U") and opcode.endswith(".64")
         read = tuple(n for one in _UNIFORM.findall(rest) for n in range(int(one), int(one) + 1 + wide))
-    return _Instruction(int(match[1], 16), match[2] is not None, opcode, operands, written, read)
+    return _PlacedInstruction(int(match[1], 16), match[2] is not None, opcode, operands, written, read)
 
 
-def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
+def _flow(listing: str) -> tuple[list[_PlacedInstruction], list[list[int]]]:
     """Instructions, and of each where control may go on; no instructions, where a jump cannot be followed."""
-    code: list[_Instruction] = []
+    code: list[_PlacedInstruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
         if match := sass.INSTRUCTION.match(line):
@@ -99,13 +99,13 @@ def _flow(listing: str) -> tuple[list[_Instruction], list[list[int]]]:
     return code, follows
 
 
-def _is_none(code: Sequence[_Instruction], where: int) -> bool:
+def _is_none(code: Sequence[_PlacedInstruction], where: int) -> bool:
     """Whether what was written there is no address."""
     return where == NOWHERE or code[where].opcode == "S2UR"
 
 
 def _reaching(
-    code: Sequence[_Instruction], follows: Sequence[Sequence[int]]
+    code: Sequence[_PlacedInstruction], follows: Sequence[Sequence[int]]
 ) -> list[frozenset[tuple[int, int]] | None]:
     """Before each instruction: (uniform register, index of what may have written it last); None where nothing leads."""
     before: list[frozenset[tuple[int, int]] | None] = [None] * len(code)

@@ -19,12 +19,12 @@ from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
-#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE is an architecture, whose kernels may be written in a
-#: language that this Triton does not have.
+#: Folders of kernels/ that hold no kernels. Every other one but PORTABLE_FOLDER is an architecture, whose kernels may be
+#: written in a language that this Triton does not have.
 NO_KERNELS = ("lib", "masks", "scores")
 #: Where a file's last statements usually begin: to parse from there takes a tenth of what the device code above would add.
 _VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
@@ -125,7 +125,7 @@ class Variants(Mapping[str, Variant]):
         try:
             module = importlib.import_module(f"fa2tune.kernels.{module_name}")
         except (ImportError, AttributeError) as error:
-            if module_name.startswith(f"{PORTABLE}."):
+            if module_name.startswith(f"{PORTABLE_FOLDER}."):
                 raise
             why = f"{type(error).__name__}: {error}"
             log.warning("fa2tune: left out, as this Triton cannot import it: kernels.%s (%s)", module_name, why)
@@ -215,20 +215,35 @@ def completed(kernel: str, config: Config) -> dict[str, Any]:
     return variant_of(kernel, config).space.completed(config)
 
 
-def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
-    """Why a config from a file is no point of the search space of the implementation it is filed as; None: it is one."""
+class Misfit(ValueError):
+    """A config from a file is no point of the search space of the implementation it is filed as. The message says why."""
+
+
+def fitting(kernel: str, filed_as: str, config: Config) -> tuple[Variant, dict[str, Any]]:
+    """The Variant of a config from a file, and the config ``completed``. Misfit."""
     try:
         variant = variant_of(kernel, config)
     except ValueError as error:
-        return str(error)
+        raise Misfit(str(error)) from None
     if (implementation := implementation_of(config)) != filed_as:
-        return f"it is filed as {filed_as:.40}, and its config is a {implementation} one"
-    dimensions, config = variant.space.dimensions, variant.space.completed(config)
-    if set(config) != set(dimensions):
-        return f"its config does not name the dimensions of {variant.short_name}"
-    for name, value in config.items():  # a file is data from somewhere else
+        raise Misfit(f"it is filed as {filed_as:.40}, and its config is a {implementation} one")
+    dimensions, found = variant.space.dimensions, variant.space.completed(config)
+    if set(found) != set(dimensions):
+        raise Misfit(f"its config does not name the dimensions of {variant.short_name}")
+    for name, value in found.items():  # a file is data from somewhere else
         if not any(type(value) is type(known) and value == known for known in dimensions[name]):
-            return f"its config has {name} {value!r:.40}, which is not a value of {variant.short_name}'s search space"
+            raise Misfit(
+                f"its config has {name} {value!r:.40}, which is not a value of {variant.short_name}'s search space"
+            )
+    return variant, found
+
+
+def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
+    """Why ``fitting`` refuses a config; None: it does not."""
+    try:
+        fitting(kernel, filed_as, config)
+    except Misfit as odd:
+        return str(odd)
     return None
 
 

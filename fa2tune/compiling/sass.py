@@ -15,10 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fa2tune.catalogue import WARP_GROUP, WARP_THREADS
 from fa2tune.compiling.compiler import tool
 
-WARP_THREADS = 32
-WARP_GROUP = 4  #: warps that issue one HGMMA together
 LEAST_MASK = 4  #: compares and selects a thread runs for its share of the smallest tile, 16 x 32 by 128 threads
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fa2tune.calling import defaults, dispatch
+from fa2tune.calling import choosing
 from fa2tune.calling.advice import refresh_command
 from fa2tune.fleet.modelconfig import Attention, Model
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.reader import Layer
-from fa2tune.rows.row import PREDICTED, Row
+from fa2tune.rows.row import PREDICTED
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band, row_mask_named
 from fa2tune.spec.problem import BACKWARD, BUCKETS, SPLIT, STRATEGIES, WORKLOAD_TOKENS, Problem, bucket_of
@@ -170,23 +170,16 @@ def needs(
     found = []
     for bucket in buckets:
         problem = _problem(attention, bucket, mask or attention.mask)
-
-        def served(kernel: str, why_not: Callable[[Row], str | None], problem: Problem = problem) -> Need:
-            key = dispatch.key_of(problem, kernel, gpu)
-            answer = lookup.find(key, gpu.silicon, layers, why_not, toolchain)
-            specialized = bool(defaults.specialized_default(kernel, problem, gpu))
-            return Need(key, answer, problem.mask, problem.score, specialized)
-
-        found.append(served("fwd", dispatch.kind_refusal(problem, gpu, None)))
+        chooser = choosing.Chooser(problem, gpu, layers, toolchain)
+        answers = {"fwd": chooser.find("fwd")[0]}
         if training:
-            strategy, kinds = SPLIT, {}
+            strategy, kinds = (SPLIT, {}) if deterministic else chooser.strategy(False)
             if not deterministic:
-                choice = served(BACKWARD, dispatch.strategy_refusal(problem, gpu, False, layers))
-                if choice.answer:
-                    strategy, kinds = choice.answer.row.strategy, dispatch.kinds_of(choice.answer.row)
-                found.append(choice)
-            for kernel in STRATEGIES[strategy]:
-                found.append(served(kernel, dispatch.kind_refusal(problem, gpu, kinds.get(kernel))))
+                answers[BACKWARD] = chooser.find_backward(False)[0]
+            answers |= {kernel: chooser.find(kernel, kinds.get(kernel))[0] for kernel in STRATEGIES[strategy]}
+        for kernel, answer in answers.items():
+            key, specialized = choosing.key_of(problem, kernel, gpu), bool(chooser.specialized_default(kernel))
+            found.append(Need(key, answer, problem.mask, problem.score, specialized))
     return found
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-CAUSAL, FULL = "causal", "full"
+CAUSAL_LAYERS, FULL_LAYERS = "causal", "full"
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Stack:
     """Attention layers that are alike, and the config fields that describe them."""
 
     name: str  #: "" where the model has one stack only
-    mask: str  #: CAUSAL or FULL
+    mask: str  #: CAUSAL_LAYERS or FULL_LAYERS
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
     width: str = "hidden_size"  #: the head dim is this divided by the heads, where no field gives it
@@ -80,7 +80,7 @@ T5S = "longt5 mt5 pop2piano switch_transformers t5 udop umt5"
 
 RELATIVE = "a relative position bias is added to its scores"
 SPARSE = "sparse attention: a query sees some of the keys only"
-NONE = "it has no softmax attention"
+NO_SOFTMAX = "it has no softmax attention"
 #: Reason -> families with the usual fields, causal and full.
 REFUSED = {
     "ALiBi is added to its scores": ("bloom", ""),
@@ -94,22 +94,22 @@ REFUSED_UNREAD = {
     RELATIVE: "beit donut-swin layoutlmv3 sew-d swin swinv2 wavlm xlnet",
     SPARSE: "big_bird bigbird_pegasus deepseek_v32 deepseek_v4 glm_moe_dsa led longformer minimax_m3_vl reformer",
     "its mask lets the tokens of a prefix see each other": "paligemma prophetnet",
-    NONE: "fnet falcon_mamba mamba mamba2 rwkv xlstm",
+    NO_SOFTMAX: "fnet falcon_mamba mamba mamba2 rwkv xlstm",
 }
 IMAGE_TOKENS = "text with images: the tokens of an image see each other"
 
 
 def _t5(bias: str) -> tuple[Stack, ...]:
-    encoder = Stack("encoder", FULL, length="", refused=bias)
-    decoder = Stack("decoder", CAUSAL, layers="num_decoder_layers", length="", refused=bias)
-    return encoder, decoder, replace(decoder, name="cross attention", mask=FULL, refused="")
+    encoder = Stack("encoder", FULL_LAYERS, length="", refused=bias)
+    decoder = Stack("decoder", CAUSAL_LAYERS, layers="num_decoder_layers", length="", refused=bias)
+    return encoder, decoder, replace(decoder, name="cross attention", mask=FULL_LAYERS, refused="")
 
 
 def _bart(source: str, target: str) -> tuple[Stack, ...]:
-    encoder = Stack("encoder", FULL, "encoder_layers", "encoder_attention_heads", length=source)
-    decoder = Stack("decoder", CAUSAL, "decoder_layers", "decoder_attention_heads", length=target)
+    encoder = Stack("encoder", FULL_LAYERS, "encoder_layers", "encoder_attention_heads", length=source)
+    decoder = Stack("decoder", CAUSAL_LAYERS, "decoder_layers", "decoder_attention_heads", length=target)
     longer = source  # cross attention reads what the encoder wrote
-    return encoder, decoder, replace(decoder, name="cross attention", mask=FULL, length=longer)
+    return encoder, decoder, replace(decoder, name="cross attention", mask=FULL_LAYERS, length=longer)
 
 
 def _table() -> dict[str, ModelFamily]:
@@ -120,13 +120,13 @@ def _table() -> dict[str, ModelFamily]:
             assert name not in found, name
             found[name] = family
 
-    enter(DECODERS, ModelFamily((Stack("", CAUSAL),)))
-    enter(LATENT, ModelFamily((Stack("", CAUSAL),), note=LATENT_NOTE))
-    enter(ENCODERS, ModelFamily((Stack("", FULL),)))
-    enter(ENCODERS_WITH_OFFSET, ModelFamily((Stack("", FULL, reserved=2),)))
-    enter(IMAGES, ModelFamily((Stack("", FULL, length=""),)))
+    enter(DECODERS, ModelFamily((Stack("", CAUSAL_LAYERS),)))
+    enter(LATENT, ModelFamily((Stack("", CAUSAL_LAYERS),), note=LATENT_NOTE))
+    enter(ENCODERS, ModelFamily((Stack("", FULL_LAYERS),)))
+    enter(ENCODERS_WITH_OFFSET, ModelFamily((Stack("", FULL_LAYERS, reserved=2),)))
+    enter(IMAGES, ModelFamily((Stack("", FULL_LAYERS, length=""),)))
     packed = "several images are packed into one sequence, and each sees itself only"
-    pixtral = Stack("", FULL, length="", refused=packed)
+    pixtral = Stack("", FULL_LAYERS, length="", refused=packed)
     enter("pixtral", ModelFamily((pixtral,)))
     qwen = replace(pixtral, layers="depth", heads="num_heads")
     enter("qwen2_vl_vision", ModelFamily((replace(qwen, width="embed_dim"),)))
@@ -139,8 +139,8 @@ def _table() -> dict[str, ModelFamily]:
         enter(name, ModelFamily(_bart(source, target)))
     enter(T5S, ModelFamily(_t5(RELATIVE)))
     for why, (causal, full) in REFUSED.items():
-        enter(causal, ModelFamily((Stack("", CAUSAL, refused=why),)))
-        enter(full, ModelFamily((Stack("", FULL, refused=why),)))
+        enter(causal, ModelFamily((Stack("", CAUSAL_LAYERS, refused=why),)))
+        enter(full, ModelFamily((Stack("", FULL_LAYERS, refused=why),)))
     for why, names in REFUSED_UNREAD.items():
         enter(names, ModelFamily(refused=why))
     return found
@@ -150,7 +150,7 @@ MODEL_FAMILIES = _table()
 
 #: Layer type -> the kind of softmax attention that it has; None: it has none.
 FULL_KIND, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-KINDS: dict[str, str | None] = {
+LAYER_KINDS: dict[str, str | None] = {
     **dict.fromkeys(("full_attention", "attention", "hybrid", "global"), FULL_KIND),
     **dict.fromkeys(("sliding_attention", "local"), SLIDING),
     "chunked_attention": CHUNKED,

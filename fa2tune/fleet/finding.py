@@ -9,18 +9,18 @@ from fa2tune.compiling import fingerprint, limits, measured_code, registry
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.row import Row
-from fa2tune.spec.key import DENSE, TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, TuningKey
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa2tune.spec.variant import Variant
 
 HOLDS = "holds"  #: everything it claims was reproduced
-LOST = "lost"  #: correct, but slower than its time by more than ``TOLERANCE``, or slower than the default config
+LOST = "lost"  #: correct, but slower than its time by more than ``MOST_LOSS``, or slower than the default config
 FAILS = "fails"  #: it does not compile or launch, breaks a limit, is wrong, hangs or crashes
 UNTIMED = "not timed"  #: no fault was found, but the GPU that measured it is not here
 UNTOLD = "cannot tell"  #: the host or the GPU prevented a check
 STATES = (HOLDS, LOST, FAILS, UNTIMED, UNTOLD)
 
-TOLERANCE = 0.03  #: share of its time that a row may lose
+MOST_LOSS = 0.03  #: share of its time that a row may lose
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def toolchain_here(present: PresentGpu | None) -> lookup.Toolchain:
     return measured_code.toolchain(present.driver if present else "")
 
 
-def variant_of(row: Row) -> Variant:
+def variant_of_row(row: Row) -> Variant:
     """The kernel that a row configures. ValueError: this fa2tune has none of that name."""
     return registry.variant_of(row.key.kernel, row.config)
 
@@ -88,7 +88,7 @@ def odd_key(key: TuningKey) -> str | None:
     precisions = ("ieee", "tf32") if key.dtype == "fp32" else ("ieee",)
     for name, value, allowed in (
         ("kernel", key.kernel, (*KERNELS, BACKWARD)),
-        ("family", key.family, (DENSE,)),
+        ("family", key.family, (DENSE_FAMILY,)),
         ("dtype", key.dtype, DTYPES),
         ("precision", key.precision, precisions),
         ("head dim", key.head_dim, dims),
@@ -100,11 +100,11 @@ def odd_key(key: TuningKey) -> str | None:
     return None
 
 
-def misfit(row: Row, gpu: Gpu) -> str | None:
+def row_misfit(row: Row, gpu: Gpu) -> str | None:
     """Why a row is refused before a compile, as every call refuses it; None: it is not."""
     if (odd := odd_key(row.key)) is not None:
         return odd
     if (odd := registry.misfit(row.key.kernel, row.implementation, row.config)) is not None:
         return odd
-    refused = limits.before_compile(variant_of(row), row.key.specialization(), row.config, gpu)
+    refused = limits.before_compile(variant_of_row(row), row.key.specialization(), row.config, gpu)
     return refused.why if refused else None

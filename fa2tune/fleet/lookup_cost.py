@@ -19,8 +19,8 @@ from fa2tune.spec.key import TuningKey
 SHORTER, LONGER = "bucket: next shorter", "bucket: next longer"
 FAR, FARTHER = "bucket: 4 times off", "bucket: 8 times off and more"
 DTYPE, HEAD_DIM = "other 16-bit dtype", "same padded head dim"
-PORTABLE, DEFAULT = "tensors that TMA cannot address", "documented default"
-STEPS = (SHORTER, LONGER, FAR, FARTHER, DTYPE, HEAD_DIM, PORTABLE, DEFAULT)
+WITHOUT_TMA, DEFAULT = "tensors that TMA cannot address", "documented default"
+STEPS = (SHORTER, LONGER, FAR, FARTHER, DTYPE, HEAD_DIM, WITHOUT_TMA, DEFAULT)
 
 
 def step_between(asked: TuningKey, has: TuningKey) -> str | None:

@@ -17,7 +17,7 @@ import fa2tune
 from fa2tune.compiling import binaries
 from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.reader import Layer
-from fa2tune.text import MOST, plain
+from fa2tune.text import MOST_CHARACTERS, plain
 
 FORMAT = 1
 MAX_FILE = 1 << 20  #: bytes
@@ -28,7 +28,7 @@ class ManifestError(ValueError):
     """A file that is not a lock file. The message says why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(plain(reason, 10 * MOST))  # it may quote the file
+        super().__init__(plain(reason, 10 * MOST_CHARACTERS))  # it may quote the file
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def manifest() -> Manifest:
         assert len(set(hashes)) == 1, hashes
 
     Files that change later do not change what the process serves, nor its manifest."""
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    return of(dispatch.layers(), dispatch.toolchain(), trusted_binaries())
+    return of(choosing.layers(), choosing.toolchain(), trusted_binaries())
 
 
 def trusted_binaries() -> list[KernelFile]:

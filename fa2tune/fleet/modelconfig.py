@@ -14,12 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa2tune.fleet import families
-from fa2tune.fleet.families import CAUSAL, CHUNKED, FULL, FULL_KIND, KINDS, MODEL_FAMILIES, SLIDING, Stack
+from fa2tune.fleet.families import (
+    CAUSAL_LAYERS,
+    CHUNKED,
+    FULL_KIND,
+    FULL_LAYERS,
+    LAYER_KINDS,
+    MODEL_FAMILIES,
+    SLIDING,
+    Stack,
+)
 from fa2tune.fleet.modelfile import (
     DROPPED,
     MOST_LAYERS,
     ModelConfigError,
-    check,
+    check_values,
     instance,
     model_types,
     short,
@@ -30,8 +39,8 @@ from fa2tune.fleet.modelfile import read as read
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa2tune.spec.score import score_of
 
-MOST = 1 << 24  #: of any count in a config
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+MAX_COUNT = 1 << 24  #: of any count in a config
+NAME_OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PER_LAYER = "per_layer_config"  # no class gets it, and it bears on attention
 
@@ -50,9 +59,9 @@ class Attention:
     longest: int
     kind: str = FULL_KIND
     not_covered: str = ""  #: why no kernel of fa2tune computes it beyond ``longest``; "": one does
-    mask: str = CAUSAL  #: "causal" or "full"
+    mask: str = CAUSAL_LAYERS  #: "causal" or "full"
     part: str = ""  #: of the model: "text", "vision", "encoder", "text cross attention"; "" where there is one only
-    limit: int = MOST  #: the longest sequence that the model allows; MOST: the config names none
+    limit: int = MAX_COUNT  #: the longest sequence that the model allows; MAX_COUNT: the config names none
     dropout: float = 0.0  #: probability that a weight of the softmax is dropped in training
     window: int = 0  #: tokens of a sliding window, the query's own included; 0: none
     chunk: int = 0  #: keys of a chunk, of causal attention in chunks of the sequence; 0: none
@@ -85,7 +94,7 @@ def attentions(config: Mapping[str, Any], dtype: str | None = None) -> list[Atte
 
 def model(config: Mapping[str, Any], dtype: str | None = None) -> Model:
     """Everything that a config says about attention. ModelConfigError names field and value; NoTransformersError."""
-    check(config)
+    check_values(config)
     name = config.get("model_type")
     if not isinstance(name, str) or not _TYPE.fullmatch(name):
         came = "it is missing" if name is None else f"got {short(name)}"
@@ -129,7 +138,7 @@ class _Fields:
     def get(self, name: str) -> Any:
         return getattr(self.config, name, None) if name else None
 
-    def count(self, name: str, default: int | None = None, most: int = MOST) -> int:
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -187,7 +196,7 @@ def _parts(
     for stack in family.stacks:
         found += _stack(_Fields(config), stack, name, _dtype(raw, whole, dtype), part, unknown)
     if not found:
-        yield Model(name, (), refused=(f"{where}{families.NONE}",), notes=tuple(notes))
+        yield Model(name, (), refused=(f"{where}{families.NO_SOFTMAX}",), notes=tuple(notes))
         return
     if dtype is None and not any(_named_dtype(one) for one in (raw, whole)):
         notes.append("the config names no dtype, bf16 is taken; --dtype sets another")
@@ -244,11 +253,11 @@ def _dtype(raw: Mapping[str, Any], whole: Mapping[str, Any], asked: str | None) 
         return asked
     named = _named_dtype(raw) or _named_dtype(whole) or "bfloat16"
     bare = named.removeprefix("torch.") if isinstance(named, str) else ""
-    if bare not in DTYPES:
+    if bare not in NAME_OF_DTYPE:
         raise ModelConfigError(
-            f"torch_dtype: got {short(named)}, allowed are {', '.join(DTYPES)}; --dtype sets another"
+            f"torch_dtype: got {short(named)}, allowed are {', '.join(NAME_OF_DTYPE)}; --dtype sets another"
         )
-    return DTYPES[bare]
+    return NAME_OF_DTYPE[bare]
 
 
 def _types(config: Any) -> list[str] | None:
@@ -262,7 +271,7 @@ def _types(config: Any) -> list[str] | None:
 
 
 def _layers_without(config: Any) -> int:
-    return sum(KINDS.get(one, FULL_KIND) is None for one in _types(config) or ())
+    return sum(LAYER_KINDS.get(one, FULL_KIND) is None for one in _types(config) or ())
 
 
 def _kinds(fields: _Fields, stack: Stack, name: str) -> Counter[str]:
@@ -276,7 +285,7 @@ def _kinds(fields: _Fields, stack: Stack, name: str) -> Counter[str]:
         return Counter({SLIDING if window else CHUNKED if chunks else FULL_KIND: layers})
     if len(listed) < layers:
         raise ModelConfigError(f"layer_types: {len(listed)} entries for {layers} layers ({stack.layers})")
-    kinds = Counter(KINDS.get(one, one) for one in listed[:layers])
+    kinds = Counter(LAYER_KINDS.get(one, one) for one in listed[:layers])
     kinds.pop(None, None)
     if window and name in families.WINDOW_ALWAYS:
         kinds[SLIDING] += kinds.pop(FULL_KIND, 0)
@@ -347,12 +356,12 @@ def _limit(fields: _Fields, stack: Stack) -> int:
         if all(len(pair) == 2 and all(type(one) is int and one > 0 for one in pair) for pair in sizes):
             (high, wide), (down, across) = sizes
             registers = fields.get("num_register_tokens")
-            return min(MOST, (high // down) * (wide // across) + 1 + (registers if type(registers) is int else 0))
-        return MOST
+            return min(MAX_COUNT, (high // down) * (wide // across) + 1 + (registers if type(registers) is int else 0))
+        return MAX_COUNT
     names = (stack.length, "max_seq_len") if stack.length == "max_position_embeddings" else (stack.length,)
     name = next((one for one in names if fields.get(one) is not None), "")
-    found = fields.count(name, MOST)
-    return max(1, found - stack.reserved) if found < MOST else MOST
+    found = fields.count(name, MAX_COUNT)
+    return max(1, found - stack.reserved) if found < MAX_COUNT else MAX_COUNT
 
 
 def _stack(
@@ -362,9 +371,9 @@ def _stack(
     limit = _limit(fields, stack)
     mask = stack.mask
     if not stack.name and fields.get("is_decoder") is True:
-        mask = CAUSAL
+        mask = CAUSAL_LAYERS
     if name in families.MASK_SWITCH and fields.get("use_bidirectional_attention"):
-        mask = FULL
+        mask = FULL_LAYERS
     names = (*families.DROPOUTS, "dropout_rate") if name in families.DROPOUT_RATE else families.DROPOUTS
     dropout = fields.probability(names)
     refused = " and ".join(_refusals(fields, stack, name, (dim, dim_v)))
@@ -380,7 +389,7 @@ def _stack(
             )
             if kind == CHUNKED:
                 window, chunk = 0, window if window < limit else 0
-            if chunk and mask != CAUSAL:  # kernels/masks/chunked.py is causal
+            if chunk and mask != CAUSAL_LAYERS:  # kernels/masks/chunked.py is causal
                 reach = min(reach, chunk)
                 why = why or f"attention in chunks without the causal mask, computed up to {chunk} tokens only"
         elif kind != FULL_KIND:

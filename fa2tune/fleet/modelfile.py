@@ -82,7 +82,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def check(value: Any, name: str = "", depth: int = 0) -> None:
+def check_values(value: Any, name: str = "", depth: int = 0) -> None:
     """ModelConfigError if a value is absurd: deep, long, or a count that would fill the memory."""
     if depth > MAX_DEPTH:
         raise ModelConfigError(f"{text(name)}: nested more than {MAX_DEPTH} deep")
@@ -94,10 +94,10 @@ def check(value: Any, name: str = "", depth: int = 0) -> None:
                 raise ModelConfigError(
                     f"got a field named {short(key)}, names are text of at most {MAX_NAME} characters"
                 )
-            check(inner, key, depth + 1)
+            check_values(inner, key, depth + 1)
     elif isinstance(value, list | tuple):
         for inner in value:
-            check(inner, name, depth + 1)
+            check_values(inner, name, depth + 1)
     elif isinstance(value, int) and not isinstance(value, bool):
         least = 1 if _HEADS.fullmatch(name) else -(1 << 62)
         most = MOST_LAYERS if _LENGTHS.search(name) and "size" not in name else 1 << 62

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
+from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, launch, precompiled
@@ -27,14 +28,14 @@ from fa2tune.rows.row import Row
 from fa2tune.spec import maskfile
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
-from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, STRATEGIES, Problem, Specialization
+from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 OTHER_DRIVER = "other"  #: stands for any that no row was made with
 
-Point = tuple[tuple[str, object], ...]
+BinaryConfig = tuple[tuple[str, object], ...]
 #: One binary: the ``binary_config`` as sorted pairs.
-BinaryJob = tuple[Variant, Specialization, Point]
+BinaryJob = tuple[Variant, Specialization, BinaryConfig]
 #: Called with the number of jobs done.
 OnBinary = Callable[[int], None]
 
@@ -86,18 +87,17 @@ def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
     """The toolchains of the nodes: Triton and kernels as here, with every driver that rows name, since a row made with a node's
     driver comes first there. The driver of this host does not matter: it may have none."""
     drivers = sorted({row.driver for layer in layers for row in layer.rows} | {"", OTHER_DRIVER})
-    return [replace(dispatch.toolchain(), driver=driver) for driver in drivers]
+    return [replace(choosing.toolchain(), driver=driver) for driver in drivers]
 
 
 def _choices(
     problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
-) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """(kernel, config) of everything that a node's dispatcher would choose for a problem, forward and backward."""
-    yield "fwd", dispatch.choose(problem, "fwd", gpu, among=layers, node=node).config
+) -> Iterator[tuple[str, Choice]]:  # fmt: skip
+    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
+    chooser = choosing.Chooser(problem, gpu, layers, node)
+    yield "fwd", chooser.choose("fwd")
     for deterministic in (False, True):
-        strategy, kinds = dispatch.strategy_of(problem, gpu, deterministic, layers, node)
-        for kernel in STRATEGIES[strategy]:
-            yield kernel, dispatch.choose(problem, kernel, gpu, kinds.get(kernel), layers, node).config
+        yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:
@@ -106,8 +106,8 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
     keys, nodes = _keys(gpu, layers, wanted), _nodes(layers)
     for key in keys:
         for problem, node in product(_problems(key, wanted), nodes):
-            for kernel, config in _choices(problem, gpu, layers, node):
-                needed = [(*one, problem) for one in runs(kernel, problem.specialization, config, gpu.arch)]
+            for kernel, choice in _choices(problem, gpu, layers, node):
+                needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
                 if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
                 for variant, its_config, posed in needed:
@@ -145,7 +145,7 @@ def file_rows(rows: Iterable[Row], path: Path, workers: int | None = None) -> tu
 
 
 @dataclass
-class Outcome:
+class CompiledBinaries:
     """Results of the jobs."""
 
     entries: dict[str, New] = field(default_factory=dict)  #: by key
@@ -189,13 +189,13 @@ def missing(path: Path, todo: Sequence[BinaryJob], arch: int) -> list[BinaryJob]
 
 def compile_all(
     todo: Sequence[BinaryJob], arch: int, workers: int | None = None, progress: OnBinary = lambda done: None,
-    outcome: Outcome | None = None,
-) -> Outcome:  # fmt: skip
+    outcome: CompiledBinaries | None = None,
+) -> CompiledBinaries:  # fmt: skip
     """On all cores. A config that does not compile is a failure of its own; a fault of the host (a killed ptxas, no memory)
     ends the whole. ``outcome``: takes the results as they come, so that they are there after an exception or Ctrl-C, too.
     RuntimeError: Triton is asked for something here that other nodes would not ask for."""
     check_host()
-    outcome = Outcome() if outcome is None else outcome
+    outcome = CompiledBinaries() if outcome is None else outcome
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         waiting = {pool.submit(build, job, arch): job for job in todo}
         try:
@@ -239,7 +239,7 @@ class Saved:
     digest: str  #: sha256 of the header
 
 
-def save(path: Path, outcome: Outcome) -> Saved:
+def save(path: Path, outcome: CompiledBinaries) -> Saved:
     """Add the binaries to a file. Writers take turns.
 
     BinariesError: there is a file that is damaged as a whole or not trusted, so its content is not passed on."""

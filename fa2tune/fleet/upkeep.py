@@ -22,16 +22,16 @@ from fa2tune.fleet.finding import (
     FAILS,
     HOLDS,
     LOST,
-    TOLERANCE,
+    MOST_LOSS,
     UNTIMED,
     UNTOLD,
     Finding,
     PresentGpu,
     gpu_of_key,
-    misfit,
     odd_key,
+    row_misfit,
     toolchain_here,
-    variant_of,
+    variant_of_row,
 )
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, gain_over
@@ -54,7 +54,7 @@ COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
 #: How much lower the clock may be than it was, for a longer time to be put down to it. Two runs on one H200, quiet and busy,
 #: read clocks up to 1.3 apart, and times do not follow them that far.
 CLOCKS = 1.1
-STARTS = 3  #: times that a job which fails before its first launch is given to the GPU: that is no row's fault
+ATTEMPTS = 3  #: times that a job which fails before its first launch is given to the GPU: that is no row's fault
 #: What Triton says of a kernel that compiles for an architecture and that this GPU does not take.
 REFUSED = re.compile(r"\b(OutOfResources|CompileError)\b")
 
@@ -108,7 +108,7 @@ class Verification:
         single = [row for row in self.rows if row.key.kernel != BACKWARD]
         fit = []
         for row in single:
-            why = misfit(row, gpu_of_key(row.key, self.present))
+            why = row_misfit(row, gpu_of_key(row.key, self.present))
             if why is None:
                 fit.append(row)
             else:
@@ -198,7 +198,7 @@ class Verification:
         """Where its numerics can be shown: "cuda", "cpu" (the interpreter), or "" nowhere."""
         if self.present and self.present.gpu.arch == row.key.arch:
             return "cuda"
-        interpreted = row.obtained == PREDICTED and not is_gluon(variant_of(row))
+        interpreted = row.obtained == PREDICTED and not is_gluon(variant_of_row(row))
         return "cpu" if interpreted else ""
 
     def _numerics(self, row: Row, place: str) -> Any:
@@ -223,7 +223,7 @@ class Verification:
             self._run(crew, jobs.values(), take, "configs checked in the interpreter")
 
     def _on_gpu(self, crew: Crew, function: str, arguments: tuple[Any, ...], seconds: float) -> Job:
-        for _ in range(STARTS):
+        for _ in range(ATTEMPTS):
             job = Job(function, arguments, seconds)
             crew.submit(job)
             while crew.load:
@@ -341,7 +341,7 @@ class Verification:
                 other = self._fresh(row, second, known)
                 if (other.time_us or 0.0) < (fresh.time_us or 0.0):
                     fresh, race = other, second
-        if _slower_clock(row, fresh) > CLOCKS and (fresh.time_us or 0.0) > (row.time_us or 0.0) * (1 + TOLERANCE):
+        if _slower_clock(row, fresh) > CLOCKS and (fresh.time_us or 0.0) > (row.time_us or 0.0) * (1 + MOST_LOSS):
             clocks = f"the GPU ran at {fresh.clock_mhz} MHz, and at {row.clock_mhz} MHz when the row was timed"
             if self._keeps_its_lead(row, fresh, race):  # its time is another GPU's still, so nothing is filed
                 self._file(
@@ -357,7 +357,7 @@ class Verification:
         lost as much as it."""
         if self.toolchain.stale(row) or len(race.times) < 2 or not row.gain or not fresh.gain:
             return False
-        return fresh.gain >= row.gain / (1 + TOLERANCE)
+        return fresh.gain >= row.gain / (1 + MOST_LOSS)
 
     def _fresh(self, row: Row, race: Race, known: Mapping[str, Any]) -> Row:
         alone = len(race.times) == 1
@@ -371,11 +371,11 @@ class Verification:
     def _lost(self, row: Row, fresh: Row, race: Race | None) -> str:
         """In what a row has lost, or ""."""
         loss = self._loss(row, fresh)
-        if loss is not None and loss > TOLERANCE:
+        if loss is not None and loss > MOST_LOSS:
             return f"{100 * loss:.1f} % slower than recorded" + (", by the model" if row.obtained == PREDICTED else "")
         if race is not None and len(race.times) > 1 and row.key.kernel != BACKWARD:
             gain = gain_over(race.times[0], race.times[-1])
-            if gain.high < 1 / (1 + TOLERANCE):
+            if gain.high < 1 / (1 + MOST_LOSS):
                 return f"the default config is now faster, {1 / gain.median:.2f} x"
         return ""
 
@@ -384,7 +384,7 @@ class Verification:
         if not row.time_us or fresh.time_us is None:
             return None
         raw = fresh.time_us / row.time_us - 1.0
-        return raw if raw <= TOLERANCE else min(raw, (1.0 + raw) / max(1.0, _slower_clock(row, fresh)) - 1.0)
+        return raw if raw <= MOST_LOSS else min(raw, (1.0 + raw) / max(1.0, _slower_clock(row, fresh)) - 1.0)
 
     def _weigh(self, row: Row, fresh: Row, race: Race | None) -> None:
         lost = self._lost(row, fresh, race)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fa2tune.compiling.compiler import Launches
+from fa2tune.compiling.compiler import KernelSequence
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching.launch import Strides
 from fa2tune.spec.mask import FULL
@@ -106,7 +106,7 @@ def needed(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]
     return helpers(problem, arch)[0 if copies(problem) else 1 :]
 
 
-def launches(problem: Problem, parts: int, kernels: Launches, given: Strides, arch: int) -> Iterator[Bound]:
+def launches(problem: Problem, parts: int, kernels: KernelSequence, given: Strides, arch: int) -> Iterator[Bound]:
     """Everything that runs for a kernel, in order. ``kernels``: its own and those around it; ``given``: strides of the call's
     tensors."""
     if parts == 1:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fa2tune.compiling.compiler import Launches, around, passed
-from fa2tune.compiling.registry import variant_named, variant_of
+from fa2tune.compiling.choice import Choice, Chosen, choice_of
+from fa2tune.compiling.compiler import KernelSequence, around, passed
+from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
@@ -100,9 +101,10 @@ def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     return like.new_empty((batch, heads, rows, dim))
 
 
-def runs(kernel: str, spec: Specialization, config: Config, arch: int) -> Launches:
+def runs(kernel: str, spec: Specialization, given: Config | Choice, arch: int) -> KernelSequence:
     """Every kernel that runs for a config of a tuned one, in order, each with its own config."""
-    variant = variant_of(kernel, config)
+    choice = choice_of(kernel, given)
+    variant, config = choice.variant, choice.config
     before, after = around(variant, spec, config, arch)
     if kernel == SUMS_DQ and not variant.before:
         delta = variant_named("portable/bwd_delta")
@@ -146,13 +148,12 @@ class Kernels:
 
     Called with all tensors in the order in which it was made with them, and ``size`` bytes for workspaces."""
 
-    def __init__(self, configs: Mapping[str, Config], problem: Problem, tensors: Mapping[str, torch.Tensor],
+    def __init__(self, configs: Chosen, problem: Problem, tensors: Mapping[str, torch.Tensor],
                  softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
-                 measured: Mapping[str, str] = MappingProxyType({}),
                  parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use; ``measured``: by kernel, as ``precompiled.find`` has it;
-        ``parts``: by kernel, into how many each query group is split. ValueError: no such split (``group_parts.checked``)."""
+        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split.
+        ValueError: no such split (``group_parts.checked``)."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None
@@ -162,13 +163,14 @@ class Kernels:
         common, size = _placed(shared, some.dtype, 0)
         arch = arch_of(device_index) if device_index >= 0 else 0
         launches = []
-        for kernel, config in configs.items():
-            tuned = variant_of(kernel, config)
+        for kernel, given_config in configs.items():
+            choice = choice_of(kernel, given_config)
+            tuned, config = choice.variant, choice.config
             if kernel == SUMS_DQ and not tuned.before:
                 self.casts = given["dq"]
             count = group_parts.checked(problem, kernel, parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
-            kernels = runs(kernel, problem.specialization, config, arch)
+            kernels = runs(kernel, problem.specialization, choice, arch)
             asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
@@ -181,7 +183,7 @@ class Kernels:
                 names = tuple(name for name, tensor in wanted.items() if tensor in places)
                 bound = bind(
                     one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, workspaces, scalars,
-                    measured.get(kernel, ""),
+                    choice.measured,
                 )  # fmt: skip
                 launches.append((bound, [places[wanted[name]] for name in names]))
         self.chain, self.size = chain(launches, device_index), size
@@ -224,15 +226,13 @@ class ForwardPlan:
     """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k."""
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
-                 config: Config, measured: str = "") -> None:  # fmt: skip
+                 config: Config | Choice) -> None:  # fmt: skip
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
         self.extent = problem.extent
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **_offsets(problem.extent)}
-        kernels = Kernels(
-            {"fwd": config}, problem, tensors, softmax_scale, q.get_device(), measured={"fwd": measured}
-        )  # fmt: skip
+        kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
         self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
 
     def __call__(
@@ -249,10 +249,9 @@ class BackwardPlan:
 
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
-                 configs: Mapping[str, Config],
-                 measured: Mapping[str, str] = MappingProxyType({}),
+                 configs: Chosen,
                  parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
-        """``measured``, ``parts``: as ``Kernels`` has them."""
+        """``configs``, ``parts``: as ``Kernels`` has them."""
         dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
         rows = tuple(q.shape[:3])
         tensors = {
@@ -269,7 +268,7 @@ class BackwardPlan:
         tensors |= ({} if dlse is None else {"dlse": dlse}) | _offsets(problem.extent)
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
-        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, measured, parts)
+        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, parts)
         self.fresh = Fresh(q.device, dq, dk, dv, *self.kernels.block())
 
     def __call__(

@@ -16,7 +16,7 @@ from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import NONE, Score
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_OF_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 #: Factor on the outlier channel: scores grow by its square, and must stay below 65504 in fp16 before they are scaled.
 OUTLIER = 8.0
@@ -42,7 +42,7 @@ def make_inputs(
     OUTLIER times larger. The same values on every device, for a seed; ``on_device``: drawn by the device's own generator."""
     maker = device if on_device else "cpu"
     generator = torch.Generator(maker).manual_seed(seed)
-    dtype = DTYPES[problem.dtype]
+    dtype = DTYPE_OF_NAME[problem.dtype]
 
     def normal(heads: int, seqlen: int, *dims: int) -> torch.Tensor:
         return torch.randn(problem.batch, heads, seqlen, *dims, generator=generator, device=maker)

@@ -56,18 +56,23 @@ def settle(call: Call, seconds: float, fewest: int) -> float:
         count = max(fewest, int(0.2 * seconds / each))
 
 
+def in_a_row(call: Call, count: int) -> float:
+    """Microseconds a launch of ``count`` launches in a row, nothing between them. Waits for them."""
+    first, last = _event(), _event()
+    first.record()
+    for _ in range(count):
+        call()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e3 / count
+
+
 def alone(call: Call, settling: float, seconds: float, fewest: int, alive: Call = lambda: None) -> float:
     """One turn of a call: ``settling`` seconds untimed, then about ``seconds`` timed, each at least ``fewest`` launches.
     Nothing else runs between launches, and the L2 is as the launch before left it; where the host takes longer for one than
     the GPU, it is the host that is timed. ``alive`` is called after either part."""
     each = settle(call, settling, fewest)
     alive()
-    first, last = _event(), _event()
-    count = max(fewest, int(seconds / each))
-    first.record()
-    for _ in range(count):
-        call()
-    last.record()
-    torch.cuda.synchronize()
+    found = in_a_row(call, max(fewest, int(seconds / each)))
     alive()
-    return float(first.elapsed_time(last)) * 1e3 / count
+    return found

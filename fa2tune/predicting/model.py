@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fa2tune.catalogue import SCHEDULERS, WARP_GROUP, WARP_THREADS
 from fa2tune.compiling import limits, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import variant_named
@@ -25,9 +26,6 @@ from fa2tune.spec.variant import DESCRIPTOR, implementation_of
 
 Array = Any  #: a numpy array of floats
 
-WARP_THREADS = 32
-SCHEDULERS = 4  #: quarters of an SM, each with a scheduler that issues one instruction a clock and a tensor core
-WARP_GROUP = 4  #: warps that issue one product of Hopper together, one in each quarter
 # Throughput of an SM per clock: CUDA C++ Programming Guide, "Arithmetic Instructions"; the same from 8.0 to 12.0.
 MUFU_LANES = 16
 ALU_LANES = 64

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from fa2tune.catalogue import SCHEDULERS, WARP_GROUP, WARP_THREADS
 from fa2tune.compiling import limits
 from fa2tune.gpus import Gpu
 from fa2tune.predicting import model
-from fa2tune.predicting.model import MMA, WARP_THREADS, Array, Candidates
+from fa2tune.predicting.model import MMA, Array, Candidates
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, Variant
 
@@ -82,7 +83,7 @@ class Guess:
         self.copied = stream * (self.d + self.dv) * self.size / (VECTOR_BYTES * self.threads)
         self.rows = 2.0 * np.maximum(1.0, own / (16.0 * self.warps))  #: of a tile's scores, rows a thread has a part of
         tensor_cores = spec.dtype != "fp32" or spec.precision == "tf32"
-        group = tensor_cores & (gpu.arch == 90) & (own >= MIN_GROUP_ROWS) & (self.warps >= model.WARP_GROUP)
+        group = tensor_cores & (gpu.arch == 90) & (own >= MIN_GROUP_ROWS) & (self.warps >= WARP_GROUP)
         self.group = np.asarray(group)
         single = (
             MMA["HMMA"]
@@ -267,7 +268,7 @@ class Guess:
         gpu = self.gpu
         unit = limits.REGISTER_UNIT
         per_warp = np.ceil(registers * WARP_THREADS / unit) * unit
-        warps = gpu.registers_per_sm // limits.SCHEDULERS // per_warp * limits.SCHEDULERS
+        warps = gpu.registers_per_sm // SCHEDULERS // per_warp * SCHEDULERS
         found = np.minimum.reduce(
             [
                 warps // self.warps,

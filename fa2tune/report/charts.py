@@ -17,7 +17,7 @@ from fa2tune.bench import tables
 from fa2tune.bench.peers import PEERS, SUBJECT
 from fa2tune.bench.plotting import COLOURS
 from fa2tune.report.compared import Compared
-from fa2tune.report.facts import Pair, Standing, listed_gpu, rank_correlations
+from fa2tune.report.facts import Standing, TimedPrediction, listed_gpu, rank_correlations
 from fa2tune.rows.row import OBTAINED
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
@@ -25,7 +25,7 @@ from fa2tune.spec.problem import BUCKETS, DTYPES
 
 ChartRecord = dict[str, Any]
 
-KEYS = "keys"  #: the data set of each key's best row, which several charts share
+BEST_OF_KEYS = "keys"  #: the data set of each key's best row, which several charts share
 #: What a reader can choose in a chart, one value at a time: field of a record -> title.
 PICKS = {"gpu": "GPU", "kernel": "kernel", "section": "shown"}
 ZOOM: Any = {"zoom": "wheel![event.shiftKey]", "translate": "[mousedown, window:mouseup] > window:mousemove!"}
@@ -188,7 +188,7 @@ def gains(standings: Sequence[Standing]) -> Chart | None:
         "gains", "Speed of the winner over the portable default config, by sequence length",
         "How many times as fast as the portable default config the best row of each key is. Vertical lines are 95 % intervals "
         "of the median. The dashed line is the portable default config.",
-        faceted([one, spread, points], "panel", order, columns), KEYS,
+        faceted([one, spread, points], "panel", order, columns), BEST_OF_KEYS,
         (("title", "key"), ("gain", "x portable default"), ("low", "95 % from"), ("high", "to"), ("evidence", "evidence")),
         columns, picks=("gpu", "kernel"),
     )  # fmt: skip
@@ -214,7 +214,7 @@ def speeds(standings: Sequence[Standing]) -> Chart | None:
     return Chart(
         "speeds", "TFLOP/s by sequence length",
         "TFLOP/s of the best row of each key, and dashed of the portable default config.",
-        faceted([lines, points], "panel", order, columns), KEYS,
+        faceted([lines, points], "panel", order, columns), BEST_OF_KEYS,
         (("title", "key"), ("winner", "TFLOP/s"), ("default config", "portable default, TFLOP/s"),
          ("share", "share of the peak"), ("evidence", "evidence")), columns, picks=("gpu", "kernel"),
     )  # fmt: skip
@@ -245,7 +245,7 @@ def roofline(standings: Sequence[Standing]) -> Chart | None:
     return Chart(
         "roofline", "TFLOP/s against FLOP per byte of device memory",
         "Both axes are logarithmic. The grey line is the lower of two data-sheet limits: memory bandwidth and products.",
-        faceted([lines, text, points], "panel", order, columns), KEYS,
+        faceted([lines, text, points], "panel", order, columns), BEST_OF_KEYS,
         (("title", "key"), ("intensity", "FLOP per byte"), ("winner", "TFLOP/s"), ("share", "share of the peak")), columns,
         height=230, picks=("gpu", "kernel"), extra={"roofs": roofs_of(shown)},
     )  # fmt: skip
@@ -329,7 +329,7 @@ def peers(data: Mapping[str, Any]) -> Chart:
 # ---- predicted against measured --------------------------------------------------------------------------------------
 
 
-def pair_records(pairs: Sequence[Pair]) -> list[ChartRecord]:
+def pair_records(pairs: Sequence[TimedPrediction]) -> list[ChartRecord]:
     """Each time over the key's best measured; points that would hide each other are given once."""
     best: dict[TuningKey, float] = {}
     for pair in pairs:

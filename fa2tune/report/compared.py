@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fa2tune.report.facts import order
-from fa2tune.rows.row import MARGIN, Row, winner
+from fa2tune.rows.row import TIE_MARGIN, Row, winner
 from fa2tune.spec.key import TuningKey
 
 FASTER, SLOWER, ALIKE = "faster", "slower", "alike"
-UNTIMED = "no times"  #: of one of the two
+NO_TIMES = "no times"  #: of one of the two
 OTHER_EVIDENCE = "other evidence"  #: a measured time says nothing about a predicted one
 HERE, THERE = "only here", "only there"
-STATES = (FASTER, SLOWER, ALIKE, OTHER_EVIDENCE, UNTIMED, HERE, THERE)
+COMPARISONS = (FASTER, SLOWER, ALIKE, OTHER_EVIDENCE, NO_TIMES, HERE, THERE)
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Compared:
 
     @property
     def state(self) -> str:
-        """One of STATES."""
+        """One of COMPARISONS."""
         if self.here is None or self.there is None:
             return THERE if self.here is None else HERE
         if self.ratio is None:
-            return UNTIMED if self.here.obtained == self.there.obtained else OTHER_EVIDENCE
-        if abs(self.ratio - 1) <= MARGIN:
+            return NO_TIMES if self.here.obtained == self.there.obtained else OTHER_EVIDENCE
+        if abs(self.ratio - 1) <= TIE_MARGIN:
             return ALIKE
         return FASTER if self.ratio > 1 else SLOWER
 
@@ -67,4 +67,4 @@ def compare(rows: Iterable[Row], others: Iterable[Row]) -> list[Compared]:
 def counts(found: Sequence[Compared]) -> list[tuple[str, int]]:
     """How many keys are in each state, without those that no key is in."""
     met = Counter(c.state for c in found)
-    return [(state, met[state]) for state in STATES if met[state]]
+    return [(state, met[state]) for state in COMPARISONS if met[state]]

@@ -11,8 +11,8 @@ from typing import Any
 from fa2tune import __version__
 from fa2tune.bench import tables
 from fa2tune.report import charts, compared, document, facts, searchcharts, searches, served
-from fa2tune.report.charts import KEYS, PICKS, Chart, ChartRecord
-from fa2tune.report.facts import KERNEL_ORDER, KERNEL_TITLES, Pair, Standing
+from fa2tune.report.charts import BEST_OF_KEYS, PICKS, Chart, ChartRecord
+from fa2tune.report.facts import KERNEL_ORDER, KERNEL_TITLES, Standing, TimedPrediction
 from fa2tune.report.sources import Sources, StoredSearch
 from fa2tune.rows import pruned, record
 from fa2tune.rows.row import PREDICTED, Row
@@ -69,7 +69,7 @@ class Gathered:
     groups: Sequence[searches.SearchGroup]  #: of these
     shares: Mapping[tuple[str, int], Mapping[str, float]]  #: searches.importances
     slices: Sequence[searches.Slices]
-    pairs: Sequence[Pair]
+    pairs: Sequence[TimedPrediction]
     both: Sequence[compared.Compared]  #: empty where there is no other cache
 
     @classmethod
@@ -106,7 +106,7 @@ def _data(found: Gathered) -> dict[str, Sequence[ChartRecord]]:
     """The data sets that charts are drawn from."""
     sources = found.sources
     return {
-        KEYS: charts.key_records(found.standings), "peers": charts.peer_records(sources.bench) if sources.bench else [],
+        BEST_OF_KEYS: charts.key_records(found.standings), "peers": charts.peer_records(sources.bench) if sources.bench else [],
         "pairs": charts.pair_records(found.pairs), "compared": charts.compared_records(found.both),
         "progress": searches.progress(found.groups), "convergence": searches.convergence(found.ordered),
         "outcomes": searches.outcomes(searches.groups(sources.searches)),
@@ -399,12 +399,12 @@ def pruned_table(rows: Sequence[Row]) -> dict[str, Any]:
     return {"columns": columns, "stages": stages, "most": most}
 
 
-def pairs_of(found: Iterable[StoredSearch]) -> list[Pair]:
+def pairs_of(found: Iterable[StoredSearch]) -> list[TimedPrediction]:
     """Trials that were predicted, then measured."""
     from fa2tune.rows.describe import describe
 
     return [
-        Pair(search.key, describe(trial.config), trial.predicted_us, time)
+        TimedPrediction(search.key, describe(trial.config), trial.predicted_us, time)
         for search in found
         if search.obtained != PREDICTED
         for _, trial, time in search.timed

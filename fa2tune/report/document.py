@@ -43,7 +43,7 @@ def to_script(value: Any) -> Markup:
 
 
 @cache
-def library() -> str:
+def chart_library() -> str:
     """The chart library as one script."""
     import vl_convert
 
@@ -89,7 +89,7 @@ def assemble(view: Mapping[str, Any], embedded: Mapping[str, Any]) -> str:
     environment.filters |= {"figure": facts.figure, "key_title": charts.title_of}
     scripts, style = [text(name) for name in SCRIPTS], text("report.css")
     charted = bool(embedded["charts"])
-    inline = [library(), *scripts] if charted else scripts
+    inline = [chart_library(), *scripts] if charted else scripts
     return environment.from_string(text("report.html")).render(
         **view, css=Markup(style), scripts=[Markup(script) for script in inline], policy=policy(inline, [style]),
         embedded={name: to_script(value) for name, value in embedded.items()}, library=versions() if charted else "",

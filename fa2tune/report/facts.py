@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fa2tune import gpus
 from fa2tune.gpus import Gpu
-from fa2tune.rows.describe import described
+from fa2tune.rows.describe import described_row
 from fa2tune.rows.row import Row, over_portable, precedence, winner
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
@@ -179,14 +179,14 @@ def gain_text(row: Row) -> str:
 
 def config_of(row: Row) -> str:
     """Its config on half a line, heads-per-wave as hpw; the strategy of a whole backward, and the implementations in it."""
-    return described(row).replace("heads-per-wave=", "hpw")
+    return described_row(row).replace("heads-per-wave=", "hpw")
 
 
 # ---- predicted against measured
 
 
 @dataclass(frozen=True)
-class Pair:
+class TimedPrediction:
     """One candidate's time by the model and by measurement."""
 
     key: TuningKey
@@ -195,7 +195,7 @@ class Pair:
     measured_us: float
 
 
-def rank_correlation(pairs: Sequence[Pair]) -> float | None:
+def rank_correlation(pairs: Sequence[TimedPrediction]) -> float | None:
     """Spearman's, equal values ranked alike; None where one side does not vary."""
     sides = [_ranks([p.predicted_us for p in pairs]), _ranks([p.measured_us for p in pairs])]
     try:
@@ -211,9 +211,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(first[value] + last[value]) / 2 for value in values]
 
 
-def rank_correlations(pairs: Iterable[Pair]) -> dict[tuple[str, int], float]:
+def rank_correlations(pairs: Iterable[TimedPrediction]) -> dict[tuple[str, int], float]:
     """(kernel, head dim) -> the median over its keys of their rank correlations."""
-    by_key: dict[TuningKey, list[Pair]] = {}
+    by_key: dict[TuningKey, list[TimedPrediction]] = {}
     for pair in pairs:
         by_key.setdefault(pair.key, []).append(pair)
     groups: dict[tuple[str, int], list[float]] = {}

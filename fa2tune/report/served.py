@@ -25,7 +25,7 @@ def served(standings: Sequence[Standing]) -> dict[str, Any]:
     [number of the row or DEFAULT, number of the sentence on what this lookup costs or -1]}}.
 
     What no row of a GPU serves at any length is left out."""
-    from fa2tune.calling import dispatch
+    from fa2tune.calling.choosing import Chooser
 
     numbers = {id(s.row): number for number, s in enumerate(standings)}
     rows = tuple(s.row for s in standings)
@@ -33,12 +33,8 @@ def served(standings: Sequence[Standing]) -> dict[str, Any]:
     costs: dict[str, int] = {}
 
     def entry(key: TuningKey, gpu: Gpu) -> tuple[int, int]:
-        problem = key.workload()
-        if key.kernel == BACKWARD:
-            refusal = dispatch.strategy_refusal(problem, gpu, False, layers, node)
-        else:
-            refusal = dispatch.kind_refusal(problem, gpu, None)
-        answer = lookup.find(key, gpu.silicon, layers, refusal, node)
+        chooser = Chooser(key.workload(), gpu, layers, node)
+        answer, _ = chooser.find_backward(False) if key.kernel == BACKWARD else chooser.find(key.kernel)
         if answer is None:
             return DEFAULT, -1
         said = lookup_cost.told(key, lookup_cost.step_between(key, answer.row.key))

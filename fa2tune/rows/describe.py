@@ -26,7 +26,7 @@ def describe(config: Config) -> str:
     return " ".join(parts)
 
 
-def described(row: Row) -> str:
+def described_row(row: Row) -> str:
     """What a row launches, on half a line: its config; of a whole backward the strategy and its kernels' implementations."""
     if row.key.kernel != BACKWARD:
         return describe(row.config) or row.implementation

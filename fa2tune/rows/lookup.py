@@ -89,15 +89,16 @@ class Toolchain:
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh."""
-        return tuple(
-            f"{part} {then or 'unknown'}, now {now}" for part, then, now in self._parts(row) if now not in ("", then)
-        )
+        return self.judged(row)[1]
 
-    def age(self, row: Row) -> tuple[bool, float, bool]:
+    def judged(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
         """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
-        another Triton)."""
-        triton, source = (now not in ("", then) for _, then, now in self._parts(row))
-        return source, _apart(row.triton, self.triton) if triton else 0.0, triton
+        another Triton). And ``stale``."""
+        triton, source = parts = [
+            (what, then, now) if now not in ("", then) else None for what, then, now in self._parts(row)
+        ]
+        stale = tuple(f"{what} {then or 'unknown'}, now {now}" for what, then, now in filter(None, parts))
+        return (bool(source), _apart(row.triton, self.triton) if triton else 0.0, bool(triton)), stale
 
     def other_driver(self, row: Row) -> str:
         """That ``row`` was timed under another driver than today's, as half a sentence; "": it was not. A prediction involved
@@ -238,10 +239,11 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
             on = gpu_step(key, gpu_silicon, row.key)
             standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             driver = bool(toolchain.other_driver(row))
-            order = (step, *distances, *standing, toolchain.age(row), place, driver, row.rank_us, row.filed_as)
-            found.append((order, row, layer, step, on))
-    for _, row, layer, step, on in sorted(found, key=itemgetter(0)):
-        yield Candidate(row, layer, PROBLEM_STEPS[step], on, toolchain.stale(row))
+            age, stale = toolchain.judged(row)
+            order = (step, *distances, *standing, age, place, driver, row.rank_us, row.filed_as)
+            found.append((order, row, layer, step, on, stale))
+    for _, row, layer, step, on, stale in sorted(found, key=itemgetter(0)):
+        yield Candidate(row, layer, PROBLEM_STEPS[step], on, stale)
 
 
 def find(

@@ -246,6 +246,10 @@ def _read(path: Path) -> _Held:
         raise CacheFileError(path, str(error)) from error
 
 
+#: Environment variables by which the user's folder is found.
+HOME_VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE")
+
+
 def user_path() -> Path:
     """The user's own cache file, under the platform's cache directory; it need not exist.
 

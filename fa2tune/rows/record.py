@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any
 
 from fa2tune.rows.row import OBTAINED, PROOFS, WORKLOAD, Row, canonical, digest_of
-from fa2tune.spec.key import DENSE, FAMILIES, TuningKey
+from fa2tune.spec.key import DENSE_FAMILY, FAMILIES, TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD
 from fa2tune.spec.variant import PORTABLE, WARP_SPECIALIZED
@@ -234,7 +234,7 @@ def _from_2(record: Mapping[str, Any]) -> dict[str, Any]:
         later["config"] if isinstance(later["config"], str) else ""
     )  # what is no text is refused when it is checked
     return later | {
-        "mask": ROW_MASKS[values["causal"]], "strategy": strategy, "implementation": implementation, "family": DENSE,
+        "mask": ROW_MASKS[values["causal"]], "strategy": strategy, "implementation": implementation, "family": DENSE_FAMILY,
         "seqlen_q": 0, "seqlen_k": 0, "config_hash": digest_of(config), "binary_hash": None,
     }  # fmt: skip
 

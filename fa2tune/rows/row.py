@@ -24,7 +24,7 @@ OBTAINED = MEASURED, SIBLING, PORTED, PREDICTED = ("measured", "sibling", "porte
 PROOFS = ("target", "sibling", "interpreter")
 #: Rows for pointer loads and of the fused strategy must be faster than the others of their key by this share to be taken
 #: where both can serve: the default takes neither, and two times that are closer may differ by noise alone.
-MARGIN = 0.005
+TIE_MARGIN = 0.005
 #: Fields of a row that say on which problem it was timed; the head dims and the mask are the key's.
 WORKLOAD = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
 
@@ -125,7 +125,7 @@ class Row:
         if self.time_us is None:
             return math.inf
         second_choice = self.implementation == POINTER or self.strategy == FUSED
-        return self.time_us * (1 + MARGIN if second_choice else 1)
+        return self.time_us * (1 + TIE_MARGIN if second_choice else 1)
 
 
 def precedence(row: Row) -> tuple[Any, ...]:

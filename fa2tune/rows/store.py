@@ -26,7 +26,7 @@ from fa2tune.rows.turns import in_turn
 #: How long a writer waits for its turn.
 LOCK_TIMEOUT_S = 120.0
 
-KINDS = ("sqlite", "json")
+FILE_KINDS = ("sqlite", "json")
 
 HALF_DONE = ".rows.tmp"  #: suffix of a file that a Store is writing
 
@@ -222,8 +222,8 @@ class Store:
 def export(rows: Iterable[Row], path: str | os.PathLike[str], kind: str = "sqlite") -> None:
     """A file of ``rows`` to ship: "sqlite", or "json", its readable twin. The same rows give the same bytes. A file
     that is already there is replaced by a rename."""
-    if kind not in KINDS:
-        raise ValueError(f"kind: got {kind!r}, allowed are {', '.join(KINDS)}")
+    if kind not in FILE_KINDS:
+        raise ValueError(f"kind: got {kind!r}, allowed are {', '.join(FILE_KINDS)}")
     rows = [record.checked(row) for row in rows]
     if kind == "json":
         write_text(path, record.to_json(rows))

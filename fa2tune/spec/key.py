@@ -13,8 +13,8 @@ from fa2tune.spec.problem import WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Problem, Spec
 
 #: What kind of kernel a row is for: over whole tensors; of its own for bands that few blocks see; for sequences of their own
 #: lengths; for a few new queries and a long cache; with 8-bit tensors. Rows of one never serve another.
-DENSE = "dense"
-FAMILIES = (DENSE, "banded", "ragged", "decode", "fp8")
+DENSE_FAMILY = "dense"
+FAMILIES = (DENSE_FAMILY, "banded", "ragged", "decode", "fp8")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +32,7 @@ class TuningKey:
     head_dim_v: int
     mask: str  #: of the workload that was measured: one of ROW_MASKS
     bucket: int
-    family: str = DENSE  #: one of FAMILIES
+    family: str = DENSE_FAMILY  #: one of FAMILIES
 
     def specialization(self) -> Specialization:
         return Specialization(self.dtype, self.head_dim, self.head_dim_v, self.mask, self.precision)

@@ -21,15 +21,15 @@ LARGEST = 2**63 - 1
 FOLDER = "fa2tune.kernels.masks"
 MOST_VALUES = 2
 
-Values = tuple[int, ...]  #: run-time integers of a mask, in the order of ``MaskHooks.values``
+MaskValues = tuple[int, ...]  #: run-time integers of a mask, in the order of ``MaskHooks.values``
 Lengths = tuple[int, int]  #: seqlen_q, seqlen_k
 
 
-def _as_given(lengths: Lengths, values: Values) -> Values:
+def _as_given(lengths: Lengths, values: MaskValues) -> MaskValues:
     return values
 
 
-def _named(name: str, values: Values) -> str:
+def _named(name: str, values: MaskValues) -> str:
     return " ".join([name, ", ".join(map(str, values))]).rstrip()
 
 
@@ -42,19 +42,19 @@ class MaskHooks:
     right: bool  #: whether a query may see no key to its right
     #: (rows, columns, lengths, values): whether the queries (from 0 on) see the keys (from 0 on). bool, broadcast; integers, or
     #: arrays or tensors of any library
-    visible: Callable[[Any, Any, Lengths, Values], Any]
+    visible: Callable[[Any, Any, Lengths, MaskValues], Any]
     #: the mask, one of ROW_MASKS, whose rows serve it; or that of (values)
-    row_mask: str | Callable[[Values], str]
+    row_mask: str | Callable[[MaskValues], str]
     values: Mapping[str, tuple[int, int]] = field(
         default_factory=dict
     )  #: run-time integer -> (smallest, largest) allowed
     #: (lengths, values) -> pairs that one head attends; None: they are counted, a row at a time
-    pairs: Callable[[Lengths, Values], int] | None = None
+    pairs: Callable[[Lengths, MaskValues], int] | None = None
     #: (lengths, values) -> (name, *values) of the mask that is the same for these lengths and costs least; None: itself
-    fitted: Callable[[Lengths, Values], tuple[Any, ...]] | None = None
+    fitted: Callable[[Lengths, MaskValues], tuple[Any, ...]] | None = None
     #: (lengths, values) -> what kernels get as window_left and window_right: 32-bit integers
-    arguments: Callable[[Lengths, Values], Values] = _as_given
-    text: Callable[[str, Values], str] = _named  #: (name, values) -> for people
+    arguments: Callable[[Lengths, MaskValues], MaskValues] = _as_given
+    text: Callable[[str, MaskValues], str] = _named  #: (name, values) -> for people
 
     def __post_init__(self) -> None:
         if isinstance(self.row_mask, str):
@@ -67,7 +67,7 @@ class MaskHooks:
         """Constexprs of kernels."""
         return {"LEFT_BOUNDED": self.left, "RIGHT_BOUNDED": self.right}
 
-    def row_mask_of(self, values: Values) -> str:
+    def row_mask_of(self, values: MaskValues) -> str:
         """One of ROW_MASKS. ValueError: the file says another."""
         found = self.row_mask if isinstance(self.row_mask, str) else self.row_mask(values)
         if found not in ROW_MASKS:
@@ -107,7 +107,7 @@ def pairs_below(rows: int, columns: int, shift: int) -> int:
     return ramp * shift + (first + full - 1) * ramp // 2 + (rows - full) * columns
 
 
-def counted(mask: MaskHooks, lengths: Lengths, values: Values) -> int:
+def counted(mask: MaskHooks, lengths: Lengths, values: MaskValues) -> int:
     """Pairs that one head attends, by what the mask's file says, or counted."""
     if mask.pairs is not None:
         return mask.pairs(lengths, values)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
@@ -40,6 +41,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(MIN_HEAD_DIM, 1 << (head_dim - 1).bit_length())
 
 
+@cache
 def head_dim_parts(head_dim: int) -> tuple[int, int]:
     """A head dim as a sum of two powers of two, the larger first, where that is less than ``padded_head_dim``: 80 = 64 + 16.
     Where it is not, the second is 0: 112 needs 64 + 64 as well."""

@@ -17,10 +17,10 @@ FOLDER = "fa2tune.kernels.scores"
 #: How many run-time numbers kernels take, and the largest that they may be: of float32, with room.
 NUMBERS, LARGEST = 2, 3e38
 
-Values = tuple[float, ...]  #: run-time numbers of a term, in the order of ``ScoreHooks.values``
+ScoreValues = tuple[float, ...]  #: run-time numbers of a term, in the order of ``ScoreHooks.values``
 
 
-def _as_given(softmax_scale: float, values: Values) -> Values:
+def _as_given(softmax_scale: float, values: ScoreValues) -> ScoreValues:
     return values
 
 
@@ -30,12 +30,12 @@ class ScoreHooks:
 
     name: str  #: of the file
     #: (scores times softmax_scale, values) -> what softmax is taken of: tensors of torch, differentiable
-    transformed: Callable[[Any, Values], Any]
+    transformed: Callable[[Any, ScoreValues], Any]
     values: Mapping[str, tuple[float, float]] = field(
         default_factory=dict
     )  #: run-time number -> (smallest, largest) allowed
     #: (softmax_scale, values) -> what kernels get as score_first and score_second; the scale is not 0
-    arguments: Callable[[float, Values], Values] = _as_given
+    arguments: Callable[[float, ScoreValues], ScoreValues] = _as_given
 
 
 def names() -> list[str]:

@@ -115,7 +115,7 @@ WINDOW = ("window_left", "window_right")
 SCORE = ("score_first", "score_second")
 
 #: Folder of the kernels that any GPU can run. Every other folder is an architecture.
-PORTABLE = "portable"
+PORTABLE_FOLDER = "portable"
 #: What each callback of a Variant takes. One that does not use a parameter names it with an underscore.
 SIGNATURES = {
     "grid": ("problem", "config", "sm_count", "early"), "constants": ("spec", "config"), "passes_on": ("spec", "config"),
@@ -204,7 +204,7 @@ class Variant:
     @property
     def short_name(self) -> str:
         """Its path without the folder of portable kernels, as screens, studies, failure records and files of binaries say."""
-        return self.name.removeprefix(f"{PORTABLE}/")
+        return self.name.removeprefix(f"{PORTABLE_FOLDER}/")
 
     @property
     def implementations(self) -> tuple[str, ...]:

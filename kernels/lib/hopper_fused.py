@@ -13,6 +13,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_packed import tell_place
+from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -309,24 +310,24 @@ def produce(
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             elif turn >= STAGES:
                 meet(EMPTY + stage, 288)
-            mbarrier.expect(q_ready.index(stage), q.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(q, [b, h, row, 0], q_ready.index(stage), q_smem.index(stage))
+            expect_both(q, (terms,), q_ready.index(stage))
+            load_parts(q, b, h, row, q_ready.index(stage), q_smem, stage)
             tma_load(terms, [of_lse, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
                 k_stage = filled % K_STAGES
                 ready = k_ready.index(k_stage)
                 mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
-                mbarrier.expect(ready, PARTS * k.block_type.nbytes)
+                expect_tiles(k, ready, PARTS)
                 for c in gl.static_range(PARTS):
-                    tma_load(k, [k_entry, h_kv, start_n + c * TILE_ROWS, 0], ready, k_smem.index(k_stage * PARTS + c))
+                    load_parts(k, k_entry, h_kv, start_n + c * TILE_ROWS, ready, k_smem, k_stage * PARTS + c)
                 if K_STAGES > 1:
                     if filled > 0:
                         meet(V_EMPTY, 288)
-                mbarrier.expect(v_ready, PARTS * v.block_type.nbytes)
+                expect_tiles(v, v_ready, PARTS)
                 for c in gl.static_range(PARTS):
-                    tma_load(v, [k_entry, h_kv, start_n + c * TILE_ROWS, 0], v_ready, v_smem.index(c))
-            mbarrier.expect(do_ready.index(stage), do.block_type.nbytes + terms.block_type.nbytes)
-            tma_load(do, [b, h, row, 0], do_ready.index(stage), do_smem.index(stage))
+                    load_parts(v, k_entry, h_kv, start_n + c * TILE_ROWS, v_ready, v_smem, c)
+            expect_both(do, (terms,), do_ready.index(stage))
+            load_parts(do, b, h, row, do_ready.index(stage), do_smem, stage)
             tma_load(terms, [entries + of_lse, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
@@ -373,17 +374,49 @@ def do_once(PTX: gl.constexpr):
 
 
 @gluon.jit
-def issue_dq(ds_smem, k_smem, buffer, zero, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
-    """This group's piece [64, BLOCK_M * BLOCK_D / 128] of dS K, over both groups' keys: of 64 query rows its half of the
-    columns, of 128 query rows its half of the rows."""
-    HALF: gl.constexpr = BLOCK_D // 2
+def zero_pieces(k_smem, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Where this group's pieces of a block's dQ start from."""
+    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    if len(k_smem) == 1:
+        found = (gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS)),)
+    elif BLOCK_M == 64:
+        MINE: gl.constexpr = k_smem[CONSUMER].shape[-1]
+        found = (gl.zeros([64, MINE], gl.float32, product_layout(MINE)),)
+    else:
+        FIRST: gl.constexpr = k_smem[0].shape[-1]
+        REST: gl.constexpr = k_smem[1].shape[-1]
+        first = gl.zeros([64, FIRST], gl.float32, product_layout(FIRST))
+        found = (first, gl.zeros([64, REST], gl.float32, product_layout(REST)))
+    return found
+
+
+@gluon.jit
+def _piece_of(ds_smem, k_smem, buffer, zero, FIRST_ROW: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """dS K of 64 query rows, over both groups' keys, in as many columns as ``zero`` has. GROUPS products are then under way."""
+    COLUMNS: gl.constexpr = zero.shape[1]
     dq = zero
     for c in gl.static_range(GROUPS):
         ds = ds_smem.index(buffer * GROUPS + c)
-        k = k_smem.index(c).reshape([KEYS, BLOCK_D])
-        if BLOCK_M == 64:
-            k = k.slice(CONSUMER * HALF, HALF, dim=1)
-        else:
-            ds = ds.slice(CONSUMER * 64, 64, dim=1)
+        k = k_smem.index(c).reshape([KEYS, k_smem.shape[-1]])
+        if k_smem.shape[-1] != COLUMNS:
+            k = k.slice(FIRST_COLUMN, COLUMNS, dim=1)
+        if ds_smem.shape[-1] != 64:
+            ds = ds.slice(FIRST_ROW, 64, dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=c > 0, is_async=True)
     return dq
+
+
+@gluon.jit
+def issue_dq(ds_smem, k_smem, buffer, zeros, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+    """This group's pieces of dS K, over both groups' keys: of 64 query rows [64, BLOCK_D / 2], its half of the columns, or of a
+    head dim in two parts the first or the second of them; of 128 query rows its half of the rows [64, BLOCK_D], or those of
+    either part."""
+    HALF: gl.constexpr = BLOCK_D // 2
+    if len(k_smem) == 1:
+        found = (_piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, CONSUMER * HALF),)
+    elif BLOCK_M == 64:
+        found = (_piece_of(ds_smem, k_smem[CONSUMER], buffer, zeros[0], 0, 0),)
+    else:
+        first = _piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, 0)
+        found = (first, _piece_of(ds_smem, k_smem[1], buffer, zeros[1], CONSUMER * 64, 0))
+    return found

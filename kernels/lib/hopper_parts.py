@@ -54,6 +54,21 @@ def expect_parts(descriptors, barrier):
 
 
 @gluon.jit
+def expect_tiles(descriptors, barrier, TILES: gl.constexpr):
+    """The same of so many tiles."""
+    REST: gl.constexpr = descriptors[1].block_type.nbytes if len(descriptors) > 1 else 0
+    mbarrier.expect(barrier, TILES * (descriptors[0].block_type.nbytes + REST))
+
+
+@gluon.jit
+def expect_both(descriptors, others, barrier):
+    """The same of two tiles."""
+    ONE: gl.constexpr = descriptors[1].block_type.nbytes if len(descriptors) > 1 else 0
+    OTHER: gl.constexpr = others[1].block_type.nbytes if len(others) > 1 else 0
+    mbarrier.expect(barrier, descriptors[0].block_type.nbytes + others[0].block_type.nbytes + (ONE + OTHER))
+
+
+@gluon.jit
 def load_parts(descriptors, b, h, row, barrier, smem, slot):
     """A tile's parts, from row ``row`` on, into a slot."""
     tma_load(descriptors[0], [b, h, row, 0], barrier, smem[0].index(slot))
@@ -141,20 +156,80 @@ def products_done(acc):
 
 
 @gluon.jit
+def products_done_with(acc, operand, BEHIND: gl.constexpr):
+    """Waits until only the last ``BEHIND`` products may be under way: (the accumulators, the left factor in registers, which
+    stays alive until then)."""
+    if len(acc) == 1:
+        first, operand = warpgroup_mma_wait(BEHIND, deps=[acc[0], operand])
+        found = (first,)
+    else:
+        first, rest, operand = warpgroup_mma_wait(BEHIND, deps=[acc[0], acc[1], operand])
+        found = (first, rest)
+    return found, operand
+
+
+@gluon.jit
+def products_and_pieces_done(acc, operand, pieces, BEHIND: gl.constexpr):
+    """The same of products that were issued before those of ``pieces``: (the accumulators, the left factor, the pieces)."""
+    if len(acc) == 1:
+        first, operand, piece = warpgroup_mma_wait(BEHIND, deps=[acc[0], operand, pieces[0]])
+        found, done = (first,), (piece,)
+    elif len(pieces) == 1:
+        first, rest, operand, piece = warpgroup_mma_wait(BEHIND, deps=[acc[0], acc[1], operand, pieces[0]])
+        found, done = (first, rest), (piece,)
+    else:
+        first, rest, operand, piece, other = warpgroup_mma_wait(
+            BEHIND, deps=[acc[0], acc[1], operand, pieces[0], pieces[1]]
+        )
+        found, done = (first, rest), (piece, other)
+    return found, operand, done
+
+
+@gluon.constexpr_function
+def alike(smem, others):
+    """Whether two shared memories have the same parts."""
+    return [part.shape[-1] for part in smem] == [part.shape[-1] for part in others]
+
+
+@gluon.jit
+def scaled(tiles, factor):
+    """Each part times a number."""
+    found = (tiles[0] * factor,)
+    if len(tiles) > 1:
+        found = (found[0], tiles[1] * factor)
+    return found
+
+
+@gluon.jit
 def store_parts(tiles, descriptors, b, h, row, smem, slot):
     """Tiles [rows, columns], rounded, through shared memory that what was stored before has left by then; returns before they
     have left it."""
-    first = smem[0].index(slot)
-    HEIGHT: gl.constexpr = smem[0].shape[-2]
-    WIDTH: gl.constexpr = smem[0].shape[-1]
     tma_store_wait(0)
+    put_parts(tiles, descriptors, b, h, row, smem, slot)
+
+
+@gluon.jit
+def put_parts(tiles, descriptors, b, h, row, smem, slot):
+    """The same through shared memory that nobody uses."""
+    if len(tiles) == 1:
+        put_in(tiles, descriptors, b, h, row, (smem[0].index(slot),))
+    else:
+        put_in(tiles, descriptors, b, h, row, (smem[0].index(slot), smem[1].index(slot)))
+
+
+@gluon.jit
+def put_in(tiles, descriptors, b, h, row, places):
+    """The same, each part through its own [1, 1, rows, columns]."""
+    first = places[0]
+    HEIGHT: gl.constexpr = first.shape[-2]
+    WIDTH: gl.constexpr = first.shape[-1]
     first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
     if len(tiles) == 1:
         fence_async_shared()
         tma_store(descriptors[0], [b, h, row, 0], first)
     else:
-        rest = smem[1].index(slot)
-        REST: gl.constexpr = smem[1].shape[-1]
+        rest = places[1]
+        REST: gl.constexpr = rest.shape[-1]
         rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
         fence_async_shared()
         tma_store(descriptors[0], [b, h, row, 0], first)

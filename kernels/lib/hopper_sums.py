@@ -88,18 +88,20 @@ def stage_dq(dq, dq_smem, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def reduce_dq(
-    sums, tile, dq_smem, words, b, h, row, heads_q, rows_padded,
+    sums, pieces, dq_smem, words, b, h, row, heads_q, rows_padded,
     CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
 ):  # fmt: skip
-    """This group's piece of dQ, added to its sums by the group itself."""
+    """This group's pieces of dQ, added to their sums by the group itself. What lies beside a head dim in two parts stays 0."""
     COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
     if REDUCE == "tma":
         tma_store_wait(0)
-        stage_dq(tile, dq_smem, CONSUMER, 64, COLUMNS)
+        stage_dq(pieces[0], dq_smem, CONSUMER, 64, COLUMNS)
         add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M)
     else:
         first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
-        add_from_registers(words, first, tile, 64, COLUMNS)
+        add_from_registers(words, first, pieces[0], 64, pieces[0].shape[1])
+        if len(pieces) > 1:
+            add_from_registers(words, first + 64 * pieces[0].shape[1], pieces[1], 64, pieces[1].shape[1])
 
 
 @gluon.jit

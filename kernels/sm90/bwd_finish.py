@@ -33,12 +33,13 @@ def _do_once(PTX: tl.constexpr):
 def bwd_finish_hopper_kernel(
     words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded, flags, batch, seqlen_k,
     cu_seqlens_q, cu_seqlens_k, HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr, FINISH_BESIDE: tl.constexpr,
+    BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr, FINISH_BESIDE: tl.constexpr, USED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
-    divides rows_padded. flags int32, only if FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the
-    tiles that have added to dQ of a head. RAGGED: as sm90/bwd_fused.py has it; rows behind the last sequence: dq = 0."""
+    divides rows_padded. Columns from USED_COLUMNS on, the last words of each 64 rows, are not read. flags int32, only if
+    FINISH_BESIDE: behind those of rows (sm90/bwd_beside.py), [B, Hq] counts of the tiles that have added to dQ of a head.
+    RAGGED: as sm90/bwd_fused.py has it, counts as kernels/lib/hopper_sums.py; rows behind the last sequence: dq = 0."""
     tiles = rows_padded // BLOCK_R if RAGGED else tl.cdiv(seqlen_q, BLOCK_R)
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -66,7 +67,11 @@ def bwd_finish_hopper_kernel(
                 tl.atomic_add(over, 0, sem="acquire", scope="gpu") == 0
             ):
                 _do_once(_REST)
-    sums = tl.load(words + tl.arange(0, BLOCK_R * SUM_COLUMNS)) * softmax_scale
+    at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
+    if USED_COLUMNS == SUM_COLUMNS:
+        sums = tl.load(words + at) * softmax_scale
+    else:
+        sums = tl.load(words + at, mask=at % (64 * SUM_COLUMNS) < 64 * USED_COLUMNS, other=0.0) * softmax_scale
     if FINISH_BESIDE and RAGGED:  # where there are no keys, no tile has waited for the zeros
         sums = tl.where(keys > 0, sums, 0.0)
     PIECES: tl.constexpr = SUM_COLUMNS // PERMUTED_COLUMNS
@@ -92,5 +97,6 @@ VARIANT = Variant(
     tensors={"words": "fp32", "dq": "", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={},
     grid=_grid,
+    constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
     early=lambda config: bool(config.get("FINISH_BESIDE")),
 )

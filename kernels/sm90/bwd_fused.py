@@ -11,9 +11,7 @@ from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
     opaque,
-    tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
@@ -38,9 +36,25 @@ from fa2tune.kernels.lib.hopper_fused import (
     share,
     taken_for,
     work,
+    zero_pieces,
 )
 from fa2tune.kernels.lib.hopper_joined import consume_joined
 from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    descriptors_of,
+    product_layout,
+    product_of_rows,
+    products_and_pieces_done,
+    products_done,
+    products_done_with,
+    put_in,
+    put_parts,
+    scaled,
+    shared_for,
+    tiles_in,
+    zeros_for,
+)
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
@@ -60,35 +74,34 @@ def _over_queries(
     S^T of place begin, terms added, and that of the next is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    dtype: gl.constexpr = q_smem[0].dtype
+    s_layout: gl.constexpr = product_layout(BLOCK_M)
     DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(q_smem[0].shape[-1]), 2)
+    OF_ROWS: gl.constexpr = len(q_smem)  # products that make S^T, dP^T or dK
     zero_s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-    zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
+    zero_dq = zero_pieces(k_smem, CONSUMER, BLOCK_M, BLOCK_D)
     for j in range(begin, end):
         turn = done + j
         block = block_at(j, blocks[0], blocks[1], blocks[2], LEFT_BOUNDED)
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
-        k_tile = k_smem.index(mine).reshape([KEYS, BLOCK_D])
-        v_tile = v_smem.index(mine).reshape([KEYS, BLOCK_D])
+        k_tile = tiles_in(k_smem, mine)
+        v_tile = tiles_in(v_smem, mine)
         stage = turn % STAGES
         phase = (turn // STAGES) & 1
         buffer = turn % DS_STAGES
-        q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-        do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        q_tile = tiles_in(q_smem, stage)
+        do_tile = tiles_in(do_smem, stage)
         if not SCORES_AHEAD:
             mbarrier.wait(q_ready.index(stage), phase)
-            s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s_next = product_of_rows(k_tile, q_tile, zero_s)
             s_next = add_terms(s_next, lse_smem, stage, KEYS, BLOCK_M, s_layout)
         mbarrier.wait(do_ready.index(stage), phase)
-        dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+        dp_next = product_of_rows(v_tile, do_tile, zero_s)
         dp_next = add_terms(dp_next, delta_smem, stage, KEYS, BLOCK_M, s_layout)
         if not SCORES_AHEAD:
-            s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
+            s = warpgroup_mma_wait(OF_ROWS + 1, deps=[s_next])  # dP and its terms
         p = probabilities(
             s, block * BLOCK_M, key, offset, seqlen_k, window, qk_scale, KEYS, HIDE_QUERIES, MASK, s_layout
         )
@@ -98,11 +111,11 @@ def _over_queries(
             mbarrier.wait(do_ready.index(stage), phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         if DQ_BEHIND:
-            dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+            dv_next = add_products(p_operand, do_tile, dv_acc)
         ds = (p * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         if SCORES_AHEAD:
-            dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
+            dk_next = add_products(ds_operand, q_tile, dk_acc)
         if DQ_BEHIND:
             # the buffer held dS of three blocks ago, which both groups read two blocks ago
             before = gl.maximum(turn - 2, 0)
@@ -110,7 +123,7 @@ def _over_queries(
         ds_smem.index(buffer * GROUPS + CONSUMER).store(ds)
         if not DQ_BEHIND:
             # not before dS: ptxas would pack P between the steps of dS, and the product wait for it
-            dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+            dv_next = add_products(p_operand, do_tile, dv_acc)
         fence_async_shared()
         if DQ_BEHIND:
             mbarrier.arrive(ds_ready.index(buffer), count=1)
@@ -125,35 +138,35 @@ def _over_queries(
             row_dq = block * BLOCK_M + own_row
         if SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
-            dv_acc, p_operand = warpgroup_mma_wait(3, deps=[dv_next, p_operand])
+            dv_acc, p_operand = products_done_with(dv_next, p_operand, OF_ROWS + GROUPS * len(zero_dq))
             # the last block multiplies whatever lies in the ring, a product that is not read
             following = turn + 1
             mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < limit)
-            ahead = q_smem.index(following % STAGES).reshape([BLOCK_M, BLOCK_D])
-            s_next = warpgroup_mma(k_tile, ahead.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            ahead = tiles_in(q_smem, following % STAGES)
+            s_next = product_of_rows(k_tile, ahead, zero_s)
             s_next = add_terms(s_next, lse_smem, following % STAGES, KEYS, BLOCK_M, s_layout)
-            dk_acc, ds_operand, piece = warpgroup_mma_wait(2, deps=[dk_next, ds_operand, dq_next])
+            dk_acc, ds_operand, pieces = products_and_pieces_done(dk_next, ds_operand, dq_next, OF_ROWS + 1)
             mbarrier.arrive(empty.index(stage), count=1)
         else:
-            dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
-            dv_acc, p_operand, piece = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
+            dk_next = add_products(ds_operand, q_tile, dk_acc)
+            dv_acc, p_operand, pieces = products_and_pieces_done(dv_next, p_operand, dq_next, OF_ROWS)
         if REDUCE == "tma" and not DQ_BEHIND:
-            hand_over(piece, dq_smem, turn == base, CONSUMER, 64, DQ_COLUMNS, 160)
+            hand_over(pieces[0], dq_smem, turn == base, CONSUMER, 64, DQ_COLUMNS, 160)
         elif DQ_BEHIND and REDUCE != "tma":
             if turn > base:
                 reduce_dq(
-                    sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+                    sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
                 )  # fmt: skip
         else:
             reduce_dq(
-                sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+                sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
             )  # fmt: skip
         h_dq = h
         row_dq = block * BLOCK_M + own_row
         if SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
-            dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
+            dk_acc, ds_operand = products_done_with(dk_next, ds_operand, 0)
             if DQ_BEHIND:
                 mbarrier.arrive(empty.index(stage), count=1)
             else:
@@ -174,14 +187,10 @@ def _consume(
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    s_layout: gl.constexpr = product_layout(BLOCK_M)
     offset = seqlen_k - seqlen_q
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    k_tile = k_smem.index(CONSUMER).reshape([KEYS, BLOCK_D])
+    k_tile = tiles_in(k_smem, CONSUMER)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
@@ -204,14 +213,13 @@ def _consume(
             key = start_n + CONSUMER * KEYS
             n_blocks = end - first
             total = group * n_blocks
-            dk_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
-            dv_acc = gl.zeros([KEYS, BLOCK_D], gl.float32, d_layout)
+            dk_acc = zeros_for(k_smem, KEYS)
+            dv_acc = zeros_for(v_smem, KEYS)
             s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
             mbarrier.wait(k_ready.index(0), filled & 1, pred=total > 0)
             if SCORES_AHEAD:
                 mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
-                q_tile = q_smem.index(base % STAGES).reshape([BLOCK_M, BLOCK_D])
-                s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, use_acc=False, is_async=True)
+                s_next = product_of_rows(k_tile, tiles_in(q_smem, base % STAGES), s)
                 s_next = add_terms(s_next, lse_smem, base % STAGES, KEYS, BLOCK_M, s_layout)
                 s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.wait(v_ready, filled & 1, pred=total > 0)
@@ -231,12 +239,13 @@ def _consume(
             if DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
                 mbarrier.wait(ds_ready.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=total > 0)
-                zero_dq = gl.zeros([64, DQ_COLUMNS], gl.float32, dq_layout)
-                dq_next = issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
-                piece = warpgroup_mma_wait(0, deps=[dq_next])
+                zero_dq = zero_pieces(k_smem, CONSUMER, BLOCK_M, BLOCK_D)
+                pieces = products_done(
+                    issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+                )
                 if total > 0:
                     reduce_dq(
-                        sums, piece, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
+                        sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
                     )  # fmt: skip
             mbarrier.arrive(k_empty.index(0), count=1, pred=total > 0)
             if TELLS:
@@ -245,27 +254,30 @@ def _consume(
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
             tma_store_wait(0)
-            stage = out_smem.index(CONSUMER * OUT_STAGES)
-            if REDUCE == "tma" or RAGGED:  # what stages dQ is large enough
-                stage = as_block_of(stage, dk)
-            stage.reshape([KEYS, BLOCK_D]).store(dv_acc.to(dtype))
-            fence_async_shared()
-            if RAGGED:
-                store_packed(dv, first_k + seqlen_k, h_kv, key - seqlen_k, stage)
-            else:
-                tma_store(dv, [b, h_kv, key, 0], stage)
-            if OUT_STAGES == 1:
+            if RAGGED:  # in one part
+                stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES), dk[0])
+                stage.reshape([KEYS, BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
+                fence_async_shared()
+                store_packed(dv[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+                if OUT_STAGES == 1:
+                    tma_store_wait(0)
+                else:
+                    stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES + 1), dk[0])
+                stage.reshape([KEYS, BLOCK_D]).store((dk_acc[0] * softmax_scale).to(dk[0].dtype))
+                fence_async_shared()
+                store_packed(dk[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+            elif REDUCE == "tma":  # what stages dQ is large enough
+                stage = (as_block_of(out_smem[0].index(CONSUMER), dk[0]),)
+                put_in(dv_acc, dv, b, h_kv, key, stage)
                 tma_store_wait(0)
+                put_in(scaled(dk_acc, softmax_scale), dk, b, h_kv, key, stage)
             else:
-                stage = out_smem.index(CONSUMER * OUT_STAGES + 1)
-                if RAGGED:
-                    stage = as_block_of(stage, dk)
-            stage.reshape([KEYS, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
-            fence_async_shared()
-            if RAGGED:
-                store_packed(dk, first_k + seqlen_k, h_kv, key - seqlen_k, stage)
-            else:
-                tma_store(dk, [b, h_kv, key, 0], stage)
+                put_parts(dv_acc, dv, b, h_kv, key, out_smem, CONSUMER * OUT_STAGES)
+                if OUT_STAGES == 1:
+                    tma_store_wait(0)
+                put_parts(
+                    scaled(dk_acc, softmax_scale), dk, b, h_kv, key, out_smem, CONSUMER * OUT_STAGES + (OUT_STAGES - 1)
+                )
             base += total
             filled += gl.where(total > 0, 1, 0)
         if DYNAMIC and not RAGGED:
@@ -278,13 +290,15 @@ def _consume(
 def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
+    q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
-    RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
+    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; columns behind PART_D, where REST_D is not 0, by
+    descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
     one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
     workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
@@ -299,10 +313,13 @@ def bwd_fused_hopper_kernel(
     window = (window_left, window_right)
     JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q.layout)
-    do_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], do.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [K_STAGES * PARTS, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, TILE_ROWS, BLOCK_D], v.layout)
+    q, do = descriptors_of(q, q_rest), descriptors_of(do, do_rest)
+    k, v = descriptors_of(k, k_rest), descriptors_of(v, v_rest)
+    dk, dv = descriptors_of(dk, dk_rest), descriptors_of(dv, dv_rest)
+    q_smem = shared_for(q, STAGES, BLOCK_M, PART_D, REST_D)
+    do_smem = shared_for(do, STAGES, BLOCK_M, PART_D, REST_D)
+    k_smem = shared_for(k, K_STAGES * PARTS, TILE_ROWS, PART_D, REST_D)
+    v_smem = shared_for(v, PARTS, TILE_ROWS, PART_D, REST_D)
     # the columns that memory lacks TMA fills with zeros
     lse_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
@@ -316,10 +333,10 @@ def bwd_fused_hopper_kernel(
     if REDUCE == "tma":
         piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
         dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
-        out_smem = dq_smem
+        out_smem = (dq_smem,)
     else:
         dq_smem = lse_smem  # there is none
-        out_smem = gl.allocate_shared_memory(dtype, [PARTS * OUT_STAGES, 1, 1, TILE_ROWS, BLOCK_D], k.layout)
+        out_smem = shared_for(k, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
@@ -330,11 +347,14 @@ def bwd_fused_hopper_kernel(
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    if JOINED:
+    if JOINED:  # in one part
+        whole = (
+            q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0],
+        )  # fmt: skip
         gl.warp_specialize([
             (consume_joined, (
-                words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
+                words, dk[0], dv[0], whole, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q,
+                seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
                 QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
                 PAIRS, DYNAMIC, TELLS, K_STAGES, RAGGED)),
             (produce, (
@@ -407,10 +427,14 @@ VARIANT = Variant(
     kernel=bwd_fused_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
-             "counter": "i32", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
-    descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_D"), "k": ("TILE_ROWS", "BLOCK_D"),
-                 "v": ("TILE_ROWS", "BLOCK_D"), "dk": ("TILE_ROWS", "BLOCK_D"), "dv": ("TILE_ROWS", "BLOCK_D"),
-                 "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D")},
+             "counter": "i32", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32",
+             "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dk_rest": "", "dv_rest": ""},
+    descriptors={"q": ("BLOCK_M", "PART_D"), "do": ("BLOCK_M", "PART_D"), "k": ("TILE_ROWS", "PART_D"),
+                 "v": ("TILE_ROWS", "PART_D"), "dk": ("TILE_ROWS", "PART_D"), "dv": ("TILE_ROWS", "PART_D"),
+                 "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D"),
+                 "q_rest": ("BLOCK_M", "REST_D"), "do_rest": ("BLOCK_M", "REST_D"), "k_rest": ("TILE_ROWS", "REST_D"),
+                 "v_rest": ("TILE_ROWS", "REST_D"), "dk_rest": ("TILE_ROWS", "REST_D"), "dv_rest": ("TILE_ROWS", "REST_D")},
+    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
     grid=_grid,
     grid_dimensions=("PERSISTENT",),
     constants=space.derived,
@@ -421,8 +445,10 @@ VARIANT = Variant(
     early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
-        "FINISH_BESIDE": config["FINISH_BESIDE"]},
+        "FINISH_BESIDE": config["FINISH_BESIDE"],
+        **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {})},
     workspaces=_workspaces,
     scalars=_scalars,
+    fitted=space.fitted,
     suited=space.suited,
 )  # fmt: skip

@@ -35,13 +35,13 @@ def bwd_prepare_hopper_kernel(
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
     qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
-    rows_padded, SUM_COLUMNS] float32: zeros; counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R.
-    RAGGED: as sm90/bwd_fused.py has it."""
+    rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
+    counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R. RAGGED: as sm90/bwd_fused.py has it."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -65,7 +65,12 @@ def bwd_prepare_hopper_kernel(
     inside = rows < seqlen_q
     first = head.to(tl.int64) * rows_padded + padded
     zeros = tl.zeros([BLOCK_R * SUM_COLUMNS], tl.float32)
-    tl.store(words + first * SUM_COLUMNS + tl.arange(0, BLOCK_R * SUM_COLUMNS), zeros)
+    at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
+    if USED_COLUMNS == SUM_COLUMNS:
+        tl.store(words + first * SUM_COLUMNS + at, zeros)
+    else:
+        used = start_m % 64 * SUM_COLUMNS + at < 64 * USED_COLUMNS
+        tl.store(words + first * SUM_COLUMNS + at, zeros, mask=used)
     o = head_base(o, b, h, stride_ob, stride_oh, "pointer")
     do = head_base(do, b, h, stride_dob, stride_doh, "pointer")
     dlse = head_base(dlse, b, h, stride_dlseb, stride_dlseh, "pointer")
@@ -102,6 +107,7 @@ VARIANT = Variant(
         "cu_seqlens_k": "i32",
     },
     descriptors={},
+    constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q
     ),

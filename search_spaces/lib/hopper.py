@@ -1,6 +1,6 @@
 """What the search spaces of the Hopper kernels share."""
 
-from fa2tune.spec.problem import Specialization, padded_head_dim
+from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint
 
 SHARED_BYTES = 227 * 1024  #: a block's most on compute capability 9.0
@@ -12,6 +12,36 @@ def block_dims(spec: Specialization) -> tuple[int, int]:
     return max(64, padded_head_dim(spec.head_dim)), max(64, padded_head_dim(spec.head_dim_v))
 
 
+def has_parts(spec: Specialization) -> bool:
+    """Whether either head dim is a sum of two powers of two that is less than the next one."""
+    return any(head_dim_parts(dim)[1] for dim in (spec.head_dim, spec.head_dim_v))
+
+
+def parts_pay(spec: Specialization) -> bool:
+    """Whether parts are taken where nothing was measured: not of 64 columns, where they cost as much as they save."""
+    return max(block_dims(spec)) > 64 and has_parts(spec)
+
+
+def part_dims(spec: Specialization, config: Config) -> dict[str, int]:
+    """Columns of the parts of both head dims, if IN_PARTS; else of ``block_dims``, and REST_D and REST_DV are 0."""
+    d, dv = ((dim, 0) for dim in block_dims(spec))
+    if config["IN_PARTS"]:
+        d = head_dim_parts(spec.head_dim) if head_dim_parts(spec.head_dim)[1] else d
+        dv = head_dim_parts(spec.head_dim_v) if head_dim_parts(spec.head_dim_v)[1] else dv
+    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
+
+
+def columns(spec: Specialization, config: Config) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V, O and dO: of all parts."""
+    found = part_dims(spec, config)
+    return found["BLOCK_D"] + found["REST_D"], found["BLOCK_DV"] + found["REST_DV"]
+
+
+HEAD_DIM_HAS_PARTS = Constraint(
+    "head_dim_has_parts",
+    "a head dim that is a power of two, or that two powers of two would pad as far as one, has one part",
+    lambda config, spec, arch: not config["IN_PARTS"] or has_parts(spec),
+)
 SIXTEEN_BIT = Constraint(
     "sixteen_bit",
     "Hopper's tensor cores take only bf16 and fp16 operands from registers and transposed; float32 is left to the portable "

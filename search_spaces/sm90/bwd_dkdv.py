@@ -1,8 +1,17 @@
 """Search space of kernels/sm90/bwd_dkdv.py."""
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    HEAD_DIM_HAS_PARTS,
+    SHARED_BYTES,
+    SIXTEEN_BIT,
+    TMA_ADDRESSES_TENSORS,
+    block_dims,
+    columns,
+    parts_pay,
+)
 from fa2tune.spec.problem import Config, Specialization
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 #: Registers a thread of a consumer group gets: what 64 Ki leave beside a producer of 24.
 REGISTERS = 240
@@ -13,16 +22,23 @@ BEST = {64: ("keys", 64, 128, 3, 1), 128: ("keys", 64, 128, 2, 1), 256: ("produc
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     own, block_m, block_n, stages, p_stages = BEST[max(block_dims(spec))]
-    return {
+    best = {
         "OWN": own, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages, "P_STAGES": p_stages,
-        "HEADS_PER_WAVE": 4, "num_warps": 4,
+        "HEADS_PER_WAVE": 4, "IN_PARTS": False, "num_warps": 4,
     }  # fmt: skip
+    return fitted(spec, best)
+
+
+def fitted(spec: Specialization, config: Config) -> Config:
+    """The config of a row of other head dims, padded as far as these, for these: in parts. A third stage, for which there is
+    then room, gained nothing (docs/experiments/head-dims.md)."""
+    return {**config, "IN_PARTS": parts_pay(spec)}
 
 
 def _live_registers(config: Config, spec: Specialization) -> int:
     """Registers a consumer thread holds at once: accumulators, float32 tiles of 64 keys x BLOCK_M queries and operands made of
     them, lse or delta of every fourth query."""
-    d, dv = block_dims(spec)
+    d, dv = columns(spec, config)
     m = config["BLOCK_M"]
     if config["OWN"] == "keys":
         return int(d // 2 + dv // 2 + m + 2 * (m // 4))
@@ -30,7 +46,7 @@ def _live_registers(config: Config, spec: Specialization) -> int:
 
 
 def _shared_bytes(config: Config, spec: Specialization) -> int:
-    d, dv = block_dims(spec)
+    d, dv = columns(spec, config)
     tiles = (config["BLOCK_N"] + config["STAGES"] * config["BLOCK_M"]) * (d + dv)
     p = 0 if config["OWN"] == "keys" else config["P_STAGES"] * config["BLOCK_N"] * config["BLOCK_M"]
     return int(2 * (tiles + p)) + BARRIER_BYTES
@@ -45,11 +61,13 @@ SPACE = SearchSpace(
         "STAGES": (2, 3, 4),  # tiles of Q and dO under way
         "P_STAGES": (1, 2),  # tiles of P on their way from one group to the other
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
+        "IN_PARTS": added(False, True, older=False),  # head dims as sums of two powers of two, 192 as 128 + 64
         "num_warps": (4,),
     },
     constraints=(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
+        HEAD_DIM_HAS_PARTS,
         Constraint(
             "two_groups_of_keys",
             "two groups that own 64 keys each need a tile of 128 keys, and exchange no P",

@@ -3,8 +3,8 @@
 from typing import Any
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
-from fa2tune.spec.problem import Config, Problem, Specialization
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
@@ -15,6 +15,7 @@ CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: (docs/experiments.md), and some more, as main waits for what is late
 ROWS_WORTH = 60
 HELPERS_WORTH = 62  #: and, with FINISH_BESIDE, of preparing a row and finishing its dQ: 60 to 85 measured
+ARGUMENT_BYTES = 512  #: of shared memory, that the descriptors of second parts take on their way to the partitions
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
@@ -28,8 +29,18 @@ BEST = {
 
 
 def columns(spec: Specialization) -> int:
-    """Of every tile: K, Q, V and dO share one width, what lacks is zeros."""
+    """Of every tile, and of a row of sums: K, Q, V and dO share one width, what lacks is zeros. In parts, only of the sums."""
     return max(block_dims(spec))
+
+
+def has_parts(spec: Specialization) -> bool:
+    """Whether both head dims are the same sum of two powers of two, half of ``columns`` and less."""
+    return head_dim_parts(spec.head_dim) == head_dim_parts(spec.head_dim_v) and head_dim_parts(spec.head_dim)[1] > 0
+
+
+def parts(spec: Specialization, config: Config) -> tuple[int, int]:
+    """Columns of the parts of every tile; the second is 0 where there is one part. Configs of older rows name no IN_PARTS."""
+    return head_dim_parts(spec.head_dim) if config.get("IN_PARTS") else (columns(spec), 0)
 
 
 def padded_rows(problem: Problem) -> int:
@@ -49,6 +60,7 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     one = joined(config)
     return {
         "BLOCK_D": d,
+        **dict(zip(("PART_D", "REST_D"), parts(spec, config), strict=True)),
         "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
         "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
         "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
@@ -101,7 +113,7 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
 
 
 #: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells.
-PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False}
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -113,21 +125,31 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     mask = "full" if spec.mask == "full" else "causal"
     block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), mask]
-    return {
+    best = {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
-        "HEADS_PER_WAVE": heads, "num_warps": warps,
+        "HEADS_PER_WAVE": heads, "IN_PARTS": False, "num_warps": warps,
     }  # fmt: skip
+    return fitted(spec, best)
+
+
+def fitted(spec: Specialization, config: Config) -> Config:
+    """The config of a row of other head dims, padded as far as these, for these: in parts, whose groups are apart and add to dQ
+    from registers. Not of 64 columns, where parts cost as much as they save (docs/experiments/head-dims.md)."""
+    if not has_parts(spec) or columns(spec) == 64:
+        return {**config, "IN_PARTS": False}
+    return {**config, "REDUCE": "vector", "IN_PARTS": True, "num_warps": 4}
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes."""
-    d, m, keys = columns(spec), config["BLOCK_M"], GROUPS * KEYS
+    d, m, keys = sum(parts(spec, config)), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
     rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
     ds = (2 if together else 3) * 2 * keys * m
     out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
-    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES
+    more = ARGUMENT_BYTES if config.get("IN_PARTS") else 0
+    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES + more
 
 
 SPACE = SearchSpace(
@@ -150,6 +172,9 @@ SPACE = SearchSpace(
         "BESIDE": (False, True),  # lse, delta and zeros prepared overlapped with the first tiles, or before
         "FINISH_BESIDE": (False, True),  # and dQ made of its sums overlapped with the last ones, or after
         "HEADS_PER_WAVE": (1, 4, 8, 32),
+        "IN_PARTS": added(
+            False, True, older=False
+        ),  # head dims as sums of two powers of two, 96 as 64 + 32, not padded
         "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },
     constraints=(
@@ -159,7 +184,17 @@ SPACE = SearchSpace(
             "registers_hold_accumulators",
             "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
             "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
-            lambda config, spec, arch: columns(spec) + config["BLOCK_M"] <= 192,
+            lambda config, spec, arch: sum(parts(spec, config)) + config["BLOCK_M"] <= 192,
+        ),
+        Constraint(
+            "parts_are_of_both_head_dims",
+            "tiles of Q, K, V and dO share one shape, so both head dims need the same two parts, and have to have two",
+            lambda config, spec, arch: not config["IN_PARTS"] or has_parts(spec),
+        ),
+        Constraint(
+            "parts_are_added_apart",
+            "in parts a group's piece of dQ is of one part, which is no block that a TMA could add, and joined groups share",
+            lambda config, spec, arch: not config["IN_PARTS"] or (config["REDUCE"] == "vector" and not joined(config)),
         ),
         Constraint(
             "half_blocks_if_joined",

@@ -297,7 +297,7 @@ def test_who_stands_in_for_a_row() -> None:
     assert any(row.key == key for row in rows)
     found = list(script_.contenders(key, rows))
     steps = [step for step, _ in found]
-    assert steps[0] == script_.OWN and steps[-2:] == [lookup_cost.PORTABLE, lookup_cost.DEFAULT]
+    assert steps[0] == script_.OWN and steps[-2:] == [lookup_cost.WITHOUT_TMA, lookup_cost.DEFAULT]
     assert steps.count("bucket: next shorter") == steps.count("bucket: next longer") == 1
     assert steps.count("bucket: 4 times off") == 2  # 512 and 8k
     assert "LOADS" not in found[0][1] and "LOADS" in found[-2][1]  # the winner is warp-specialised
@@ -309,7 +309,7 @@ def test_who_stands_in_for_a_row() -> None:
 def test_lookup_costs_by_step() -> None:
     cases = [{"kernel": "fwd", "step": lookup_cost.DEFAULT, "cost": value} for value in (0.0, 0.1, 0.5)]
     text = lookup_cost.markdown(
-        lookup_cost.summary([*cases, {"kernel": "bwd", "step": lookup_cost.PORTABLE, "cost": 0.25}])
+        lookup_cost.summary([*cases, {"kernel": "bwd", "step": lookup_cost.WITHOUT_TMA, "cost": 0.25}])
     )
     assert "| forward | documented default | 3 | 10.0 % | 42.0 % | 50.0 % |" in text
     assert "| backward | tensors that TMA cannot address | 1 | 25.0 % | 25.0 % | 25.0 % |" in text

@@ -12,7 +12,7 @@ from benchmark_scripts import script
 from click.testing import CliRunner
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, registry
 from fa2tune.compiling.binaries import File
 from fa2tune.fleet import precompile
@@ -33,9 +33,9 @@ MADE = next(row.triton for path in reader.shipped_paths() if path.stem == "h200"
 def everything() -> dict[int, dict[precompile.BinaryJob, None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ship.fingerprint, "triton_version", lambda: MADE)
-        dispatch.toolchain.cache_clear()
+        choosing.toolchain.cache_clear()
         found = ship.jobs()
-    dispatch.toolchain.cache_clear()  # the next to ask is told the truth
+    choosing.toolchain.cache_clear()  # the next to ask is told the truth
     return found  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,7 @@ def test_every_shipped_gpu_has_its_jobs_and_those_of_windows(
 
 def test_what_a_call_loads_is_among_them(everything: dict[int, dict[precompile.BinaryJob, None]]) -> None:
     problem = TuningKey(A100.name, A100.sm_count, A100.arch, "fwd", "bf16", "ieee", 128, 128, "causal", 2048).workload()
-    config = dispatch.choose(problem, "fwd", A100).config
+    config = choosing.choose(problem, "fwd", A100).config
     for mask in (problem.mask, band(700, 0)):
         spec = replace(problem, mask=mask).specialization
         for variant, its_config in passes.runs("fwd", spec, config, A100.arch):
@@ -171,12 +171,12 @@ def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     monkeypatch.setattr(precompiled, "triton_version", lambda: version)
     monkeypatch.setattr(precompiled, "triton_build", lambda: version)
     gpu = gpus.named("h200")
-    choice = dispatch.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
+    choice = choosing.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
     assert choice.measured == MADE
     for variant, config in passes.runs("fwd", problem.specialization, choice.config, 90):
         binary = compiler.binary_config(variant, config)
         image, where = precompiled.find(variant, problem.specialization, binary, 90, choice.measured)
         assert where == str(path) and image is not None
     monkeypatch.setenv("FA2TUNE_KERNELS", "off")
-    without = dispatch.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
+    without = choosing.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
     assert without.measured == (version or without.measured), "rows of the Triton that will compile"

@@ -15,7 +15,6 @@ import torch
 
 import fa2tune
 from fa2tune.calling import arguments, dispatch, ops
-from fa2tune.spec.problem import Problem
 
 Q = torch.zeros(1, 4, 32, 64)
 #: Of torch.nn.functional.scaled_dot_product_attention, as its documentation begins.
@@ -211,9 +210,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     said = r"^attention: cuda:1 \(Tesla T4\) has compute capability 7\.5, 8\.0 or higher is needed$"
     try:
         with pytest.raises(RuntimeError, match=said):
-            dispatch._plan(
-                Problem("bf16", 1, 4, 4, 32, 32, 64, 64, False), {"fwd": None}, 1, lambda configs, measured: configs
-            )
+            dispatch.gpu_of(1)
         assert not fa2tune.is_supported(Q, Q, Q)
         turing.major, turing.minor = 8, 0
         assert fa2tune.is_supported(Q, Q, Q)

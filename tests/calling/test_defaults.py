@@ -9,7 +9,7 @@ import pytest
 from cache_rows import FULL as ROW
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.calling.defaults import default_config, portable_default
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
@@ -69,12 +69,12 @@ def test_by_pointer_where_no_descriptor_can_address() -> None:
 def test_a_predicted_portable_row_never_stands_before_the_warp_specialised_default(
     asked: Problem, gpu: gpus.Gpu, served: bool
 ) -> None:
-    key = dispatch.key_of(asked, "fwd", gpu)
+    key = choosing.key_of(asked, "fwd", gpu)
     config = portable_default("fwd", asked, gpu.arch)
     predicted = replace(ROW, key=key, config=config, implementation=implementation_of(config), obtained=PREDICTED)
     among = [reader.Layer("user", Path("rows.sqlite"), (predicted,))]
-    assert (dispatch.choose(asked, "fwd", gpu, among=among).answer is not None) == served
+    assert (choosing.choose(asked, "fwd", gpu, among=among).answer is not None) == served
     measured = replace(predicted, key=key.with_(bucket=512), obtained="measured")
     among = [reader.Layer("user", Path("rows.sqlite"), (predicted, measured))]
-    answer = dispatch.choose(asked, "fwd", gpu, among=among).answer
+    answer = choosing.choose(asked, "fwd", gpu, among=among).answer
     assert answer is not None and answer.row is (predicted if served else measured)

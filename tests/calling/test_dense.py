@@ -11,6 +11,7 @@ from benchmark_scripts import BENCHMARKS
 
 from fa2tune import gpus
 from fa2tune.calling import dense, dispatch, serving
+from fa2tune.calling.choosing import Chooser
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, Problem
 
@@ -34,11 +35,13 @@ def test_which_tensors_no_descriptor_can_address():
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
 def test_large_calls_are_copied_and_small_ones_are_not(pass_):
-    assert dispatch.copied(LARGE, H200, NAMES, pass_) == NAMES
-    assert dispatch.copied(SMALL, H200, NAMES, pass_) == ()
-    assert dispatch.copied(replace(LARGE, seqlen_q=1), H200, NAMES, pass_) == ()  # decoding reads K and V once
-    assert dispatch.copied(dense.addressable(LARGE), H200, NAMES, pass_) == ()
-    assert dispatch.copied(LARGE, H200, (), pass_) == ()
+    assert dispatch.with_copies(Chooser(LARGE, H200), NAMES, pass_)
+    assert not dispatch.with_copies(Chooser(SMALL, H200), NAMES, pass_)
+    assert not dispatch.with_copies(
+        Chooser(replace(LARGE, seqlen_q=1), H200), NAMES, pass_
+    )  # decoding reads K and V once
+    assert not dispatch.with_copies(Chooser(dense.addressable(LARGE), H200), NAMES, pass_)
+    assert not dispatch.with_copies(Chooser(LARGE, H200), (), pass_)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
@@ -47,7 +50,7 @@ def test_a_row_stride_of_zero_alone_costs_less_without_a_copy(pass_):
     expanded = replace(LARGE, aligned=True)
     lengths = [2**n for n in range(8, 15)]
     odd, still = (
-        [bool(dispatch.copied(replace(one, seqlen_q=n, seqlen_k=n), H200, NAMES, pass_)) for n in lengths]
+        [bool(dispatch.with_copies(Chooser(replace(one, seqlen_q=n, seqlen_k=n), H200), NAMES, pass_)) for n in lengths]
         for one in (LARGE, expanded)
     )
     assert sum(odd) > sum(still) > 0
@@ -59,7 +62,7 @@ def test_what_was_faster_on_an_h200_is_chosen(case, pass_):
     """Expanded heads were timed on the portable kernels, as rows with a stride of 0 are served."""
     asked = replace(LARGE, seqlen_q=case["seqlen"], seqlen_k=case["seqlen"], aligned=case["kind"] == "expanded")
     us = case[pass_]
-    copied = dispatch.copied(asked, H200, case["names"], pass_)
+    copied = dispatch.with_copies(Chooser(asked, H200), case["names"], pass_)
     assert us["copied" if copied else "as they are"] <= 1.01 * min(us.values())
 
 
@@ -83,14 +86,17 @@ def test_the_longest_tile_is_one_multiprocessors():
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
 def test_nothing_is_copied_for_portable_kernels(pass_):
-    assert dispatch.copied(LARGE, A100, NAMES, pass_) == ()
-    assert dispatch.copied(replace(LARGE, dtype="fp32"), H200, NAMES, pass_) == ()
+    assert not dispatch.with_copies(Chooser(LARGE, A100), NAMES, pass_)
+    assert not dispatch.with_copies(Chooser(replace(LARGE, dtype="fp32"), H200), NAMES, pass_)
 
 
 def test_a_call_is_copied_from_some_length_on_and_not_for_more_tensors_earlier():
     lengths = [2**n for n in range(6, 15)]
     one, three = (
-        [bool(dispatch.copied(replace(LARGE, seqlen_q=n, seqlen_k=n), H200, names, "fwd")) for n in lengths]
+        [
+            bool(dispatch.with_copies(Chooser(replace(LARGE, seqlen_q=n, seqlen_k=n), H200), names, "fwd"))
+            for n in lengths
+        ]
         for names in (("k",), NAMES)
     )
     assert one == sorted(one) and three == sorted(three) and sum(one) >= sum(three) > 0 and not one[0]

@@ -9,7 +9,7 @@ import pytest
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, group_schedule, serving
+from fa2tune.calling import choosing, group_schedule, serving
 from fa2tune.compiling.registry import variants_of
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -24,8 +24,8 @@ def posed(batch, heads_q, heads_kv, seqlen, dim, mask=CAUSAL):
 
 
 def chosen(problem, deterministic=False):
-    strategy, kinds = dispatch.strategy_of(problem, H200, deterministic)
-    configs = {name: dispatch.choose(problem, name, H200, kinds.get(name)).config for name in STRATEGIES[strategy]}
+    strategy, kinds = choosing.strategy_of(problem, H200, deterministic)
+    configs = {name: choosing.choose(problem, name, H200, kinds.get(name)).config for name in STRATEGIES[strategy]}
     return group_schedule.parts(problem, configs, H200), configs
 
 

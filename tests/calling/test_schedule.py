@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, schedule
+from fa2tune.calling import choosing, schedule
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -164,7 +164,7 @@ def test_a_row_of_128_serves_96_in_parts_and_a_row_of_96_as_it_was_tuned():
         layer = reader.Layer("named", Path("a.sqlite"), (row,))
         for dim in (96, 88):
             asked = Problem("bf16", 4, 16, 16, 4096, 4096, dim, dim, CAUSAL)
-            found = dispatch.choose(asked, "fwd", gpus.named("h200"), None, [layer], everything)
+            found = choosing.choose(asked, "fwd", gpus.named("h200"), None, [layer], everything)
             changed = {"HEADS_PER_WAVE": found.config["HEADS_PER_WAVE"]}
             assert found.config == {**tuned.config, **changed, **config}
 

@@ -19,7 +19,7 @@ from pace import timed
 
 from fa2tune.cli import _tables
 from fa2tune.cli.cache import cache, look
-from fa2tune.cli.cache.common import describe
+from fa2tune.cli.cache.common import describe_row
 from fa2tune.cli.explain import explain
 from fa2tune.rows import reader, record
 from fa2tune.rows.lookup import Toolchain
@@ -418,12 +418,12 @@ def test_stale_shipped_rows_are_copied_before_they_are_renewed(
 
 
 def test_another_driver_is_a_fact_about_a_row_and_no_fault(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
     from fa2tune.compiling import fingerprint
 
     monkeypatch.setattr(fingerprint, "driver_version", lambda: "590.1")
-    today = replace(dispatch.toolchain(), driver="590.1")
-    monkeypatch.setattr(dispatch, "toolchain", lambda: today)
+    today = replace(choosing.toolchain(), driver="590.1")
+    monkeypatch.setattr(choosing, "toolchain", lambda: today)
     Store(user).put([fresh(driver="580.1")])
     found = explained("--gpu", "h200", "--causal", "--pass", "fwd").output
     assert found.startswith("Tuned: ") and "Next: nothing to do" in found and "stale" not in found
@@ -455,9 +455,9 @@ def test_explain_asks_a_named_file_first(user: Path, tmp_path: Path) -> None:
 
 def test_a_row_says_that_it_holds_no_errors() -> None:
     here = Toolchain()
-    assert "errors    none on record" in list(describe(BARE, here))
-    assert any(line.startswith("errors    o: max ") for line in describe(FULL, here))
-    assert not any(line.startswith("errors") for line in describe(row({"kernel": "bwd"}, errors={}), here))
+    assert "errors    none on record" in list(describe_row(BARE, here))
+    assert any(line.startswith("errors    o: max ") for line in describe_row(FULL, here))
+    assert not any(line.startswith("errors") for line in describe_row(row({"kernel": "bwd"}, errors={}), here))
 
 
 def test_the_help_of_explain_names_the_mask_it_takes_by_default() -> None:

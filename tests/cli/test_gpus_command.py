@@ -23,7 +23,7 @@ H200 = devices.Device(0, "NVIDIA H200", 90, 132)
 
 
 def listed(monkeypatch: pytest.MonkeyPatch, *found: devices.Device, why: str = "", options: Sequence[str] = ()) -> str:
-    monkeypatch.setattr(devices, "find", lambda: devices.Found(found, "13.0" if found else "", why))
+    monkeypatch.setattr(devices, "find", lambda: devices.FoundDevices(found, "13.0" if found else "", why))
     result = CliRunner().invoke(main, ["gpus", *options])
     assert result.exit_code == 0, result.output
     return result.output
@@ -137,5 +137,5 @@ def test_explain_says_that_its_gpu_is_an_estimate() -> None:
 def test_doctor_says_that_its_gpu_is_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "bus_id", lambda number: "")
     laptop = devices.Device(0, "NVIDIA GeForce RTX 4090 Laptop GPU", 89, 76)
-    said = {one.subject: one.found for one in _checks.gpus(devices.Found((laptop,), "13.0"))}
+    said = {one.subject: one.found for one in _checks.gpus(devices.FoundDevices((laptop,), "13.0"))}
     assert said["gpu 0"] == f"{laptop.name}, 76 SMs, sm_89: not in the catalogue: rates are estimated from rtx-4090"

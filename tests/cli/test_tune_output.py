@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and signals of
 
 #: The command with fake functions: no compiler. The name of an A100 means a prediction wherever this runs.
 COMMAND = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 from fa2tune import gpus
 from fa2tune.cli import main
 from fa2tune.compiling import registry

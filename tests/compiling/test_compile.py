@@ -18,11 +18,11 @@ import triton
 from cache_rows import row
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.predicting import model
-from fa2tune.rows import reader
+from fa2tune.rows import lookup, reader
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import KERNELS, Problem, Specialization, padded_head_dim
@@ -159,7 +159,8 @@ def test_shipped_rows_belong_to_these_kernels(path: Path) -> None:
 @pytest.mark.parametrize("path", reader.shipped_paths(), ids=lambda path: path.stem)
 def test_shipped_rows_are_filed_as_what_their_configs_are(path: Path) -> None:
     for one in reader.read(path):
-        why = dispatch.refusal(one.key.workload(), gpus.named(one.key.gpu), deterministic=False)(one)
+        chooser = choosing.Chooser(one.key.workload(), gpus.named(one.key.gpu), node=lookup.Toolchain())
+        why = chooser.strategy_refusal(one, False) if one.key.kernel == "bwd" else chooser.fitted(one).refused
         assert why is None or "only a measurement" in why, one
 
 
@@ -191,7 +192,8 @@ def test_what_cannot_be_imported_is_absent_and_its_rows_are_refused(
     registry.implementations.cache_clear()
     try:
         problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
-        refused = dispatch.refusal(problem, gpus.named("h200"))(row(implementation=WARP_SPECIALIZED, config=config))
+        chooser = choosing.Chooser(problem, gpus.named("h200"), [], lookup.Toolchain())
+        refused = chooser.fitted(row(implementation=WARP_SPECIALIZED, config=config)).refused
         assert refused == "kernel fwd: got a 'warp_specialized' config, known are pointer, descriptor, sm80"
         hashes = fingerprint.kernel_hashes.__wrapped__()
         assert "fwd warp_specialized full" not in hashes and hashes["bwd_dq warp_specialized full"]

@@ -110,16 +110,16 @@ def test_stand_ins_do_not_leak(host: dict[str, Variant]) -> None:
 LOOK = """
 import json, sys
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.launching import passes, precompiled
 from fa2tune.compiling import compiler, registry
 from fa2tune.spec.problem import STRATEGIES, Problem
 from fa2tune.spec.mask import CAUSAL
 problem, gpu = Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, CAUSAL), gpus.named("h200")
 found = []
-strategy, kinds = dispatch.strategy_of(problem, gpu, False)
+strategy, kinds = choosing.strategy_of(problem, gpu, False)
 for kernel in ("fwd", *STRATEGIES[strategy]):
-    config = dispatch.choose(problem, kernel, gpu, kinds.get(kernel)).config
+    config = choosing.choose(problem, kernel, gpu, kinds.get(kernel)).config
     for variant, its_config in passes.runs(kernel, problem.specialization, config, 90):
         binary = compiler.binary_config(variant, its_config)
         found.append(precompiled.find(variant, problem.specialization, binary, 90)[1])
@@ -162,10 +162,10 @@ class NoGluon:
             raise ImportError("no Gluon here")
 sys.meta_path.insert(0, NoGluon)
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.mask import CAUSAL
-print(dispatch.choose(Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, CAUSAL), "fwd", gpus.named("h200")).step)
+print(choosing.choose(Problem("bf16", 4, 32, 32, 4096, 4096, 64, 64, CAUSAL), "fwd", gpus.named("h200")).step)
 """
 
 

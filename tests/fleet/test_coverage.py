@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from variant_fakes import DEFAULT
 
 from fa2tune.cli.cache import cache
-from fa2tune.fleet.modelconfig import MOST, ModelConfigError, attentions, read
+from fa2tune.fleet.modelconfig import MAX_COUNT, ModelConfigError, attentions, read
 from fa2tune.rows import reader
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
@@ -72,7 +72,7 @@ def test_window_layers_of_qwen2() -> None:
         ({"num_attention_heads": "32"}, "num_attention_heads"),
         ({"num_attention_heads": True}, "num_attention_heads"),
         ({"num_attention_heads": -1}, "num_attention_heads: got -1, must be an integer of at least 1"),
-        ({"num_attention_heads": MOST * 2}, r"number of attention heads .33554432."),
+        ({"num_attention_heads": MAX_COUNT * 2}, r"number of attention heads .33554432."),
         ({"num_key_value_heads": 5}, "num_key_value_heads: got 5, must divide"),
         ({"hidden_size": 4097}, "hidden size .4097. is not a multiple"),
         ({"torch_dtype": "float8"}, "torch_dtype: got 'float8', allowed are bfloat16"),
@@ -135,9 +135,9 @@ def served(**key: object) -> Row:
 
 
 def fresh(**key: object) -> Row:
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    here = dispatch.toolchain()
+    here = choosing.toolchain()
     made = served(**key)
     return row(dict(key), config=CONFIG, triton=here.triton, driver=here.driver,
                kernel_hash=here.kernel_hashes[f"{made.key.kernel} {made.key.mask}"])  # fmt: skip

@@ -191,11 +191,11 @@ def test_a_program_asks_for_the_manifest_of_what_it_serves_from(tmp_path: Path) 
     Store(path).put([FULL])
     code = """
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import measured_code
 from fa2tune.rows.store import Store
 m = fa2tune.manifest()
-assert measured_code.toolchain() == dispatch.toolchain()
+assert measured_code.toolchain() == choosing.toolchain()
 Store(r"%s").put([])
 assert m == fa2tune.manifest() and type(m).__name__ == "Manifest" and "manifest" in dir(fa2tune)
 print(m.hash, [part.file for part in m.layers][0])

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from fa2tune import gpus
 from fa2tune.cli.cache import cache
 from fa2tune.fleet import coverage, families, modelconfig
-from fa2tune.fleet.modelconfig import MOST, Model
+from fa2tune.fleet.modelconfig import MAX_COUNT, Model
 from fa2tune.rows import reader
 from fa2tune.rows.store import Store
 
@@ -148,13 +148,13 @@ MODELS: dict[str, tuple[str, str, list[tuple[Any, ...]]]] = {
     "t5-base": ("partly covered", "partly covered", [
         ("encoder", 12, 12, 12, 64, "full", 0, "a relative position bias is added to its scores"),
         ("decoder", 12, 12, 12, 64, "causal", 0, "a relative position bias is added to its scores"),
-        ("cross attention", 12, 12, 12, 64, "full", MOST, ""),
+        ("cross attention", 12, 12, 12, 64, "full", MAX_COUNT, ""),
     ]),
     "vit-base-patch16-224": ("covered", "covered", [
         ("", 12, 12, 12, 64, "full", 197, ""),
     ]),
     "wav2vec2-base": ("covered", "partly covered", [
-        ("", 12, 12, 12, 64, "full", MOST, ""),
+        ("", 12, 12, 12, 64, "full", MAX_COUNT, ""),
     ]),
     "whisper-large-v3": ("covered", "covered", [
         ("encoder", 32, 20, 20, 64, "full", 1500, ""),
@@ -298,7 +298,7 @@ def test_positions_of_roberta_start_behind_the_padding_token() -> None:
 
 
 def test_positions_of_an_image() -> None:
-    for size, limit in ((224, 197), ([224, 448], 14 * 28 + 1), ([], MOST), ([224], MOST), (0, MOST)):
+    for size, limit in ((224, 197), ([224, 448], 14 * 28 + 1), ([], MAX_COUNT), ([224], MAX_COUNT), (0, MAX_COUNT)):
         assert [one.limit for one in of("vit-base-patch16-224", image_size=size).attentions] == [limit]
 
 
@@ -404,7 +404,7 @@ def test_every_family_can_be_read() -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, must be an integer of at most 4096"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: got -1"),
         ({"num_attention_heads": 0}, "num_attention_heads: got 0"),
-        ({"num_attention_heads": MOST * 2, "hidden_size": MOST * 2, "head_dim": 64}, "num_attention_heads: got 33554432"),
+        (dict.fromkeys(("num_attention_heads", "hidden_size"), 2 * MAX_COUNT) | {"head_dim": 64}, "heads: got 33554432"),
         ({"hidden_size": 10**30}, "hidden_size: got 1000000"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]}, "attention_types: got 1000000000"),
         ({"layer_types": ["full_attention"] * (1 << 17)}, "layer_types: 131072 entries"),
@@ -459,9 +459,9 @@ def run(name: str, *arguments: object) -> Result:
 
 def tune(model: Model, user: Path, *lengths: int) -> int:
     """Fresh rows of its own for every key of the forward."""
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
-    here, target, rows = dispatch.toolchain(), gpus.named("h200"), {}
+    here, target, rows = choosing.toolchain(), gpus.named("h200"), {}
     for attention in model.attentions:
         for need in coverage.needs(
             attention, target, [], here, buckets=coverage.lengths(attention, lengths), training=False

@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.cli import main
 from fa2tune.cli.cache import precompile as command
 from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, registry
@@ -72,11 +72,11 @@ def kernels(one_key: Path) -> Path:
 
 def asked(problem: Problem, layers: list[Layer]) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
     """(variant, specialization, binary config) of everything that a call, forward and backward, would load."""
-    chosen = {"fwd": dispatch.choose(problem, "fwd", H200, among=layers).config}
+    chosen = {"fwd": choosing.choose(problem, "fwd", H200, among=layers).config}
     for deterministic in (False, True):
-        strategy, kinds = dispatch.strategy_of(problem, H200, deterministic, layers)
+        strategy, kinds = choosing.strategy_of(problem, H200, deterministic, layers)
         for kernel in STRATEGIES[strategy]:
-            chosen[kernel] = dispatch.choose(problem, kernel, H200, kinds.get(kernel), layers).config
+            chosen[kernel] = choosing.choose(problem, kernel, H200, kinds.get(kernel), layers).config
     for kernel, config in chosen.items():
         for variant, its_config in passes.runs(kernel, problem.specialization, config, H200.arch):
             yield variant, problem.specialization, compiler.binary_config(variant, its_config)
@@ -223,7 +223,7 @@ def test_a_row_whose_machine_code_is_here_is_as_fresh_under_another_triton(
     Store(one_key).put(today)
     rows = reader.read(one_key)
     served = {
-        dispatch.choose(PROBLEM, kernel, H200, among=layers(one_key)).answer.row.key.kernel
+        choosing.choose(PROBLEM, kernel, H200, among=layers(one_key)).answer.row.key.kernel
         for kernel in ("fwd", "bwd_dq")
     }  # type: ignore[union-attr]
     here = measured_code.toolchain(driver="")
@@ -233,7 +233,7 @@ def test_a_row_whose_machine_code_is_here_is_as_fresh_under_another_triton(
 
     assert stale(rows[0].triton) == set() and served <= stale("9.9")
     monkeypatch.setenv("FA2TUNE_KERNELS", str(kernels))
-    best = {kernel: dispatch.choose(PROBLEM, kernel, H200, among=layers(one_key)).answer.row for kernel in served}  # type: ignore[union-attr]
+    best = {kernel: choosing.choose(PROBLEM, kernel, H200, among=layers(one_key)).answer.row for kernel in served}  # type: ignore[union-attr]
     assert not any(replace(here, triton="9.9").stale(row) for row in best.values())
     assert [row for row in rows if row.key.kernel == "bwd" and not replace(here, triton="9.9").stale(row)]
     of_tritons(kernels, path, "3.5.0")
@@ -315,7 +315,7 @@ def test_other_tritons_and_architectures_stay_in_a_file(kernels: Path, tmp_path:
     }
     sources = {"then": {"fwd": "of another day"}, "never": {"fwd": "unheard of"}}
     binaries.save(path, binaries.packed(before, sources))
-    saved = precompile.save(path, precompile.Outcome({key: new}))
+    saved = precompile.save(path, precompile.CompiledBinaries({key: new}))
     assert (saved.binaries, saved.kept, saved.dropped, saved.digest) == (4, 3, 1, File(path).digest)
     assert saved.size == path.stat().st_size
     assert set(File(path).entries) == {key, "1" * 64, "2" * 64, "4" * 64}
@@ -327,7 +327,7 @@ def test_writers_of_one_file_take_turns(kernels: Path, tmp_path: Path) -> None:
     entries = File(kernels).entries.items()
     news = [(key, binaries.New(e.code, e.about, e.launch, File(kernels).cubin(e))) for key, e in entries]
     with ThreadPoolExecutor(len(news)) as pool:
-        list(pool.map(lambda one: precompile.save(path, precompile.Outcome(dict([one]))), news))
+        list(pool.map(lambda one: precompile.save(path, precompile.CompiledBinaries(dict([one]))), news))
     assert set(File(path).entries) == set(File(kernels).entries)
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -348,7 +348,7 @@ def test_what_is_not_trusted_is_not_built_on(kernels: Path, tmp_path: Path) -> N
     binaries.save(path, kernels.read_bytes())
     path.chmod(0o666)
     with pytest.raises(binaries.BinariesError, match="not trusted"):
-        precompile.save(path, precompile.Outcome({}))
+        precompile.save(path, precompile.CompiledBinaries({}))
 
 
 def test_threads_compile_at_once_though_python_parses_for_one_at_a_time() -> None:
@@ -412,7 +412,7 @@ def test_rows_of_two_drivers_are_there_for_nodes_of_either(
     one_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of equals, the one that was made with a node's driver serves; so which it is, the building host cannot know."""
-    today = dispatch.toolchain()
+    today = choosing.toolchain()
     rows = {row.filed_as: row for row in reader.read(one_key) if row.key.kernel == "fwd"}
     fast = replace(rows["descriptor"], triton=today.triton, kernel_hash=today.kernel_hashes["fwd full"])
     other = replace(rows["pointer"], triton=today.triton, kernel_hash=today.kernel_hashes["fwd full"], driver="590.1")
@@ -420,7 +420,7 @@ def test_rows_of_two_drivers_are_there_for_nodes_of_either(
     Store(path).put([fast, other])
     for driver in ("", fast.driver, "590.1", "600.1"):  # of the building host
         here = replace(today, driver=driver)
-        monkeypatch.setattr(dispatch, "toolchain", lambda here=here: here)
+        monkeypatch.setattr(choosing, "toolchain", lambda here=here: here)
         todo, _ = precompile.jobs(H200, layers(path), precompile.Wanted())
         assert {dict(point)["LOADS"] for variant, _, point in todo if variant.name == "portable/fwd"} == {
             "descriptor",

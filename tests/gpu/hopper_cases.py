@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import compiler, limits, registry
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -192,7 +192,7 @@ def forms_of(variant: Variant, head_dim: int) -> list[dict[str, Any]]:
     """Every config that a row of this head dim names, and those of FORMS, each binary once."""
     named = [
         variant.space.completed(row.config)
-        for layer in dispatch.layers() for row in layer.rows
+        for layer in choosing.layers() for row in layer.rows
         if (row.key.kernel, row.key.head_dim, row.implementation) == (variant.serves, head_dim, WARP_SPECIALIZED)
     ]  # fmt: skip
     written = [form.config(variant) for form in FORMS if (form.variant, form.dim) == (variant.name, head_dim)]
@@ -347,6 +347,16 @@ FORMS = (
             (96, True, "both", {"RESCALE": "never"}), (96, False, "qk", {"STAGES": 2}), (80, True, "both", {"Q_STAGES": 2}),
             (192, True, "both", {"RESCALE": "now"}), (40, False, "both", {"RESCALE": "never"}),
             (160, False, "both", {"BLOCK_N": 128, "STAGES": 2, "O_THROUGH": "q"}),
+        )
+    ),
+    *(
+        Form(kernel, dim, causal, {"IN_PARTS": True, **more})
+        for kernel, dim, causal, more in (
+            ("sm90/bwd_dq", 192, True, {}), ("sm90/bwd_dq", 96, False, {}),
+            ("sm90/bwd_dkdv", 192, True, {}), ("sm90/bwd_dkdv", 96, False, {}),
+            ("sm90/bwd_fused", 96, True, {"ORDER": "behind"}), ("sm90/bwd_fused", 80, False, {"ORDER": "together"}),
+            ("sm90/bwd_fused", 96, False, {"ORDER": "ahead"}), ("sm90/bwd_fused", 48, True, {"ORDER": "behind"}),
+            ("sm90/bwd_fused", 40, False, {"BESIDE": True, "FINISH_BESIDE": True, "DYNAMIC": True}),
         )
     ),
     *(

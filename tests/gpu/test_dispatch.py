@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 
 
 def qkv(*shape, dtype=torch.bfloat16, **options):
@@ -219,7 +219,7 @@ def kernels(tmp_path_factory):
         same = (row.key.head_dim, row.key.dtype, row.key.mask) == (64, "bf16", "causal")
         return same and (row.key.kernel == "fwd" or row.key.bucket == 1024)
 
-    few = [replace(layer, rows=list(filter(of_key, layer.rows))) for layer in dispatch.layers()]
+    few = [replace(layer, rows=list(filter(of_key, layer.rows))) for layer in choosing.layers()]
     todo, _ = precompile.jobs(gpu, few, precompile.Wanted())
     if not todo:
         pytest.skip(f"no row serves {gpu.name}")

@@ -7,7 +7,7 @@ import torch
 from hopper_cases import VIEWS, config_for, legal, refusal, sequence_first, specialized, strategy_of
 
 import fa2tune
-from fa2tune.calling import dispatch, group_schedule
+from fa2tune.calling import choosing, dispatch, group_schedule
 from fa2tune.launching import group_parts, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -78,8 +78,8 @@ def few_key_heads():
     k, v = (torch.randn(1, 1, 2048, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     asked = passes.describe(q, k, v, CAUSAL, 128**-0.5)
     for exact in (False, True):
-        strategy, kinds = dispatch.strategy_of(asked, dispatch.gpu_of(0), exact)
-        configs = {n: dispatch.choose(asked, n, dispatch.gpu_of(0), kinds.get(n)).config for n in STRATEGIES[strategy]}
+        strategy, kinds = choosing.strategy_of(asked, dispatch.gpu_of(0), exact)
+        configs = {n: choosing.choose(asked, n, dispatch.gpu_of(0), kinds.get(n)).config for n in STRATEGIES[strategy]}
         assert max(group_schedule.parts(asked, configs, dispatch.gpu_of(0)).values()) > 1
     return q, k, v, do
 

@@ -29,7 +29,7 @@ from hopper_cases import (
 )
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling.registry import portable_of, variants_of
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.measuring import reference, verify
@@ -378,7 +378,7 @@ def captured_and_from_two_streams(variant: Variant, asked: Problem, config: Conf
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache file in which warp-specialised rows are the fastest of every kernel."""
-    gpu, today = dispatch.gpu_of(0), dispatch.toolchain()
+    gpu, today = dispatch.gpu_of(0), choosing.toolchain()
     rows = []
 
     def file(kernel: str, config: dict[str, object], time_us: float, strategy: str = "") -> None:
@@ -388,7 +388,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "triton": today.triton,
             "kernel_hash": today.kernel_hashes[hashed_as(kernel, WARP_SPECIALIZED, mask, strategy)],
         }
-        key = dispatch.key_of(problem, kernel, gpu)
+        key = choosing.key_of(problem, kernel, gpu)
         evidence = {"time_us": time_us, "strategy": strategy, **made_with}
         rows.append(Row(key, WARP_SPECIALIZED, config, MEASURED, "target", **evidence))
 
@@ -440,6 +440,6 @@ def test_what_tma_cannot_address_takes_another_implementation() -> None:
         theirs = fa2tune.attention(*(tensor.contiguous() for _ in range(3)), causal=True)
         torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
     gpu = dispatch.gpu_of(0)
-    assert dispatch.choose(asked, "fwd", gpu).config.get("LOADS") is None or "fwd" not in {v.serves for v in VARIANTS}
+    assert choosing.choose(asked, "fwd", gpu).config.get("LOADS") is None or "fwd" not in {v.serves for v in VARIANTS}
     unaligned = replace(asked, aligned=False, tma=False)
-    assert dispatch.choose(unaligned, "fwd", gpu).config["LOADS"] == "pointer"
+    assert choosing.choose(unaligned, "fwd", gpu).config["LOADS"] == "pointer"

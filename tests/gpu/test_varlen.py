@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.testing
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import FUSED, Problem
@@ -96,7 +96,7 @@ def test_other_dtypes_and_a_soft_cap():
 
 
 def test_the_fused_backward(monkeypatch):
-    monkeypatch.setattr(dispatch, "strategy_of", lambda *asked: (FUSED, {}))
+    monkeypatch.setattr(choosing.Chooser, "strategy", lambda *asked: (FUSED, {}))
     monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
     compared("bf16", "unequal", CAUSAL, dims=(64, 64))
 

@@ -11,7 +11,7 @@ import torch
 from benchmark_scripts import script
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
 from fa2tune.launching import passes
@@ -74,7 +74,7 @@ def test_chunks_in_fp32_and_fp16():
 def forms(head_dim):
     """Every distinct warp-specialised config that rows of this head dim name."""
     found = {}
-    for layer in dispatch.layers():
+    for layer in choosing.layers():
         for row in layer.rows:
             if row.specialized and (row.key.kernel, row.key.head_dim) == ("fwd", head_dim):
                 found[json.dumps(row.config, sort_keys=True)] = row.config
@@ -141,10 +141,10 @@ def test_the_split_hopper_backward(kernel, head_dim):
 def test_the_hopper_backward_serves_windows(head_dim, deterministic):
     gpu = dispatch.gpu_of(0)
     for asked in hopper_cases.bounded("bf16", head_dim):
-        strategy, kinds = dispatch.strategy_of(asked, gpu, deterministic)
+        strategy, kinds = choosing.strategy_of(asked, gpu, deterministic)
         assert strategy == ("split" if deterministic or head_dim == 256 else "fused") and any(kinds.values())
         for kernel, specialized in kinds.items():
-            found = dispatch.choose(asked, kernel, gpu, specialized).config
+            found = choosing.choose(asked, kernel, gpu, specialized).config
             assert (implementation_of(found) == WARP_SPECIALIZED) == specialized
 
 

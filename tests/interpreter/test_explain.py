@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import arguments, dispatch, serving
+from fa2tune.calling import arguments, dispatch, explanation
 from fa2tune.rows import reader
 from fa2tune.spec.mask import CAUSAL
 
@@ -30,7 +30,7 @@ def test_explain_describes_the_call_that_attention_would_make() -> None:
     p = found.problem
     assert (p.heads_q, p.heads_kv, p.seqlen_q, p.seqlen_k, p.mask, p.dtype) == (4, 2, 24, 40, CAUSAL, "fp32")
     assert [served.kernel for served in found.kernels] == ["fwd"], "no gradient is asked for"
-    assert found.status == serving.DEFAULT and "no row serves fwd" in found.verdict
+    assert found.status == explanation.DEFAULT and "no row serves fwd" in found.verdict
     assert str(found).splitlines()[0] == found.verdict and found.next in str(found)
     assert "default" in repr(found) and "\n" not in repr(found)
     assert not dispatch.FORWARD_PLANS, "nothing was launched"

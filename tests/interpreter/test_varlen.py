@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import portable_of, variants_of
 from fa2tune.gpus import named
@@ -96,7 +96,7 @@ def test_every_sequence_is_a_call_of_its_own(options):
 
 
 def test_float32_and_the_fused_backward(monkeypatch):
-    monkeypatch.setattr(dispatch, "strategy_of", lambda *asked: (FUSED, {}))
+    monkeypatch.setattr(choosing.Chooser, "strategy", lambda *asked: (FUSED, {}))
     short = ((5, 9), (40, 33), (0, 3))
     check(torch.float32, {"causal": True}, lengths=short, heads=(4, 2))
 

@@ -19,8 +19,11 @@ import pytest
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, ops
+from fa2tune.calling import choosing, dispatch, ops
+from fa2tune.calling.choosing import Chooser
+from fa2tune.calling.defaults import default_config
 from fa2tune.compiling import compiler, registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import cuda, launch, passes, precompiled
@@ -595,43 +598,43 @@ class Missing:
     def __init__(self) -> None:
         self.made: list[dict[str, Any]] = []
 
-    def __call__(self, configs: Mapping[str, Any], measured: Mapping[str, str]) -> str:
+    def __call__(self, choices: Mapping[str, Choice]) -> str:
         if not cuda.may_load():
             raise launch.CaptureMiss("fwd")
-        self.made.append(dict(configs))
+        self.made.append({kernel: choice.config for kernel, choice in choices.items()})
         return "a plan"
 
 
 @pytest.fixture
-def capturing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def capturing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Chooser:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpus.named("h200"))
+    return Chooser(PROBLEM, gpus.named("h200"))
 
 
-def test_by_default_it_is_an_error_that_says_what_to_do(capturing: None) -> None:
+def test_by_default_it_is_an_error_that_says_what_to_do(capturing: Chooser) -> None:
     missing = Missing()
     with pytest.raises(launch.CaptureMiss) as miss:
-        dispatch._plan(PROBLEM, {"fwd": None}, 0, missing)
+        dispatch._plan(capturing, {"fwd": capturing.choose("fwd")}, missing)
     said = r"fwd is not loaded yet .* warm-up call with these shapes .* or set FA2TUNE_CAPTURE_MISS=default"
     with pytest.raises(RuntimeError, match=said):
-        dispatch._plan_in_capture(miss.value, PROBLEM, ("fwd",), 0, missing)
+        dispatch._plan_in_capture(miss.value, capturing, ("fwd",), missing)
     assert not missing.made
 
 
-def test_it_may_take_the_documented_default(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_may_take_the_documented_default(capturing: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "default")
     missing, kernels = Missing(), STRATEGIES[SPLIT]
     before = dispatch.SERVED["default, in a capture"]
-    assert dispatch._plan_in_capture(launch.CaptureMiss("bwd_dq"), PROBLEM, kernels, 0, missing) == "a plan"
-    default = {kernel: dispatch.default_config(kernel, PROBLEM, gpus.named("h200")) for kernel in kernels}
+    assert dispatch._plan_in_capture(launch.CaptureMiss("bwd_dq"), capturing, kernels, missing) == "a plan"
+    default = {kernel: default_config(kernel, PROBLEM, gpus.named("h200")) for kernel in kernels}
     assert missing.made == [default]
     assert dispatch.SERVED["default, in a capture"] - before == 2 and not cuda.may_load()
 
 
-def test_another_setting_is_refused(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_setting_is_refused(capturing: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2TUNE_CAPTURE_MISS", "tune")
     with pytest.raises(ValueError, match="FA2TUNE_CAPTURE_MISS: got 'tune', allowed are error and default"):
-        dispatch._plan_in_capture(launch.CaptureMiss("fwd"), PROBLEM, ("fwd",), 0, Missing())
+        dispatch._plan_in_capture(launch.CaptureMiss("fwd"), capturing, ("fwd",), Missing())
 
 
 # ---- what a first call leaves behind
@@ -688,7 +691,7 @@ def test_nor_does_one_whose_config_does_not_compile(
         return compile_(source, **options)
 
     monkeypatch.setattr(triton, "compile", refusing)
-    dispatch._log_once.cache_clear()
+    choosing.log_once.cache_clear()
     assert kept(gradients) == []
     assert "the first choice for" in caplog.text and serving.launched
 

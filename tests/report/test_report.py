@@ -28,12 +28,12 @@ from optuna.distributions import CategoricalDistribution, IntDistribution
 
 from fa2tune import gpus
 from fa2tune.bench import tables
-from fa2tune.calling import dispatch
+from fa2tune.calling.choosing import Chooser
 from fa2tune.cli import main
 from fa2tune.report import charts, compared, contents, document, facts, searches, served, sources
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.reader import Layer
-from fa2tune.rows.row import MARGIN, MEASURED, PREDICTED, Row
+from fa2tune.rows.row import MEASURED, PREDICTED, TIE_MARGIN, Row
 from fa2tune.rows.store import export
 from fa2tune.sharing.storage import Storage
 from fa2tune.sharing.study_writer import StudyWriter
@@ -179,7 +179,7 @@ def test_a_shipped_cache_gives_a_page_with_every_row(name: str, tmp_path: Path) 
     best = [attrs for attrs in document.winners if attrs.get("class") != "other"]
     assert len(best) == len({row.key for row in rows})
     assert ("Against other implementations" in text) == (name == "h200")
-    keys = document.records(charts.KEYS)
+    keys = document.records(charts.BEST_OF_KEYS)
     assert {record["title"] for record in keys} == {charts.title_of(row.key) for row in rows}
     gains = {record["n"]: record["gain"] for record in keys if record["gain"] is not None}
     by_number = {n: s.row.gain for n, s in enumerate(facts.standings(rows)) if s.best and s.row.gain is not None}
@@ -196,7 +196,7 @@ def asks_for_something(text: str) -> list[str]:
         if name in ("src", "srcset", "action", "data", "poster") or (name.endswith("href") and (value or "x")[0] != "#")
     ]  # fmt: skip
     asked += [tag for tag, _ in document_.tags if tag in ("link", "iframe", "object", "embed", "base")]
-    rest = text.replace(document.library(), "")
+    rest = text.replace(document.chart_library(), "")
     return asked + re.findall(r"https?://[^\s\"'<]+|@import[^;]*|url\([^)]*\)|\bfetch\(|XMLHttpRequest|import\(", rest)
 
 
@@ -469,7 +469,7 @@ def test_what_the_tuner_leaves_can_be_shown(tmp_path: Path, monkeypatch: pytest.
 def test_the_best_row_of_a_key_is_what_a_call_takes() -> None:
     rows = [
         row(implementation="pointer", time_us=100.0),
-        row(implementation="descriptor", time_us=100.0 * (1 + MARGIN / 2)),
+        row(implementation="descriptor", time_us=100.0 * (1 + TIE_MARGIN / 2)),
     ]
     rows += [row(implementation="descriptor", time_us=50.0, obtained=PREDICTED)]
     assert [(s.row.filed_as, s.row.obtained) for s in facts.standings(rows) if s.best] == [("descriptor", MEASURED)]
@@ -540,7 +540,7 @@ def test_best_so_far_and_importance(run: Path) -> None:
 
 
 def test_pairs_of_times_are_ranked() -> None:
-    pairs = [facts.Pair(KEY, str(n), float(n), float(n * n)) for n in range(1, 9)]
+    pairs = [facts.TimedPrediction(KEY, str(n), float(n), float(n * n)) for n in range(1, 9)]
     assert facts.rank_correlation(pairs) == pytest.approx(1.0)
     assert facts.rank_correlation([replace(p, predicted_us=-p.predicted_us) for p in pairs]) == pytest.approx(-1.0)
     assert facts.rank_correlation([replace(p, predicted_us=1.0) for p in pairs]) is None
@@ -605,12 +605,8 @@ def test_a_model_gets_what_the_lookup_says() -> None:
         for kernel, line in zip(("fwd", "bwd"), lines, strict=True):
             for bucket, (number, _) in zip(BUCKETS, line, strict=True):
                 key = KEY.with_(kernel=kernel, dtype=dtype, mask=mask, head_dim=dim, head_dim_v=dim, bucket=bucket)
-                problem = key.workload()
-                if kernel == "fwd":
-                    refusal = dispatch.kind_refusal(problem, gpu, None)
-                else:
-                    refusal = dispatch.strategy_refusal(problem, gpu, False, here, lookup.Toolchain())
-                answer = lookup.find(key, gpu.silicon, here, refusal, lookup.Toolchain())
+                chooser = Chooser(key.workload(), gpu, here, lookup.Toolchain())
+                answer, _ = chooser.find("fwd") if kernel == "fwd" else chooser.find_backward(False)
                 assert answer is not None and standings[number].row is answer.row
                 assert (answer.row.key == key) == (dim in (64, 128, 256))
     assert not any(key.split()[1] == "fp32" or int(key.split()[-1]) <= 32 for key in found["found"])

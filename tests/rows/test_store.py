@@ -151,7 +151,7 @@ def test_export_gives_the_same_bytes_whatever_the_history(tmp_path: Path) -> Non
     for r in reversed(many):
         other.put([replace(r, config={"x" * 60: 1})])
         other.put([replace(r, config=dict(reversed(r.config.items())))])
-    for kind in store.KINDS:
+    for kind in store.FILE_KINDS:
         one.export(tmp_path / f"1.{kind}", kind)
         other.export(tmp_path / f"2.{kind}", kind)
         assert (tmp_path / f"1.{kind}").read_bytes() == (tmp_path / f"2.{kind}").read_bytes()
@@ -200,7 +200,7 @@ def test_the_twin_of_every_schema_is_read(version: int) -> None:
     assert ordered(reader.read(FIXTURES / f"schema_{version}.json")) == ordered(kept(version))
 
 
-@pytest.mark.parametrize("kind", store.KINDS)
+@pytest.mark.parametrize("kind", store.FILE_KINDS)
 def test_a_variant_of_a_whole_backward_becomes_strategy_and_implementation(kind: str) -> None:
     found = {(r.key.mask, r.strategy, r.implementation, r.batch, r.heads_q, r.heads_kv, r.seqlen_q, r.seqlen_k)
              for r in reader.read(FIXTURES / f"schema_2_backward.{kind}")}  # fmt: skip

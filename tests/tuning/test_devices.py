@@ -136,7 +136,7 @@ def test_the_last_gpu_lost_ends_the_run_and_blames_nobody(bench, used, monkeypat
     assert bench.tune(HERE, devices="all", trials=4, buckets=(512,)).rows
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: object, target: Target = HERE) -> plan.Plan:
+def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: object, target: Target = HERE) -> plan.TuningPlan:
     monkeypatch.setattr(plan, "resolve_target", lambda name: target)
     return make_plan(TuneRequest(cache=folder / "c.sqlite", devices=devices))  # type: ignore[arg-type]
 

@@ -35,7 +35,7 @@ from fa2tune.tuning.search.candidates import Field, UnseenSampler, legal, point
 from fa2tune.tuning.search.proposals import Search
 from fa2tune.tuning.search.study import KeyStudy, TrialOutcome
 from fa2tune.tuning.select import finalists, gpu_jobs
-from fa2tune.tuning.select.predicted import TOLERANCE
+from fa2tune.tuning.select.predicted import EQUAL_WITHIN
 
 FAKES = WorkerFunctions(
     "tuner_fakes:compile_check", "tuner_fakes:race", "tuner_fakes:check", "tuner_fakes:check_backward"
@@ -491,7 +491,7 @@ def test_a_follower_with_few_trials_tries_what_won_for_the_other_dtype(bench, mo
     times = {(r.key, r.implementation): true_time(r.config, r.key.bucket) for r in report.rows}
     assert {key.dtype for key, _ in times} == {"bf16", "fp16"}
     for (key, name), time_us in times.items():
-        assert key.dtype == "bf16" or time_us <= times[key.with_(dtype="bf16"), name] * (1 + TOLERANCE)
+        assert key.dtype == "bf16" or time_us <= times[key.with_(dtype="bf16"), name] * (1 + EQUAL_WITHIN)
 
 
 def test_winners_are_all_tried_whatever_the_number_of_trials():

@@ -16,13 +16,13 @@ from tuner_fakes import true_time
 from variant_fakes import DEFAULT
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, serving
+from fa2tune.calling import choosing, dispatch, serving
 from fa2tune.cli.explain import explain
 from fa2tune.compiling import fingerprint, limits, registry
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.compiling.registry import portable_of, variant_named, variant_of
 from fa2tune.report import sources
-from fa2tune.rows import reader
+from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, backward_implementation, over_portable
 from fa2tune.rows.store import Store
 from fa2tune.spec.mask import CAUSAL, ROW_MASKS
@@ -202,10 +202,10 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(reader, "shipped_paths", list)
     dispatch.reload()
-    dispatch.toolchain.cache_clear()
+    choosing.toolchain.cache_clear()
     yield reader.user_path()
     dispatch.reload()
-    dispatch.toolchain.cache_clear()
+    choosing.toolchain.cache_clear()
 
 
 SPECIALIZED = row(implementation=WARP_SPECIALIZED, config=DEFAULT, time_us=500.0)
@@ -228,8 +228,8 @@ def test_the_fastest_row_that_may_serve_does(user: Path) -> None:
     assert "config    pointer" in unaligned
     assert "refused   warp_specialized" in unaligned and "not multiples of 16 bytes" in unaligned
     problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
-    assert dispatch.choose(problem, "fwd", H200).config == DEFAULT
-    assert dispatch.choose(problem, "fwd", H200, specialized=False).config["LOADS"] == DESCRIPTOR
+    assert choosing.choose(problem, "fwd", H200).config == DEFAULT
+    assert choosing.choose(problem, "fwd", H200, specialized=False).config["LOADS"] == DESCRIPTOR
     assert serving.served_by(problem, H200, backward=False) == {"fwd": "warp_specialized (1.20 x portable)"}
 
 
@@ -279,10 +279,10 @@ PROBLEM = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
 
 def test_the_strategy_is_the_row_s_and_so_are_its_kernels(user: Path) -> None:
     Store(user).put(bwd_rows(with_kernels=True))
-    assert dispatch.strategy_of(PROBLEM, H200, False) == ("fused", {"bwd_fused": True})
+    assert choosing.strategy_of(PROBLEM, H200, False) == ("fused", {"bwd_fused": True})
     # a portable row is faster by itself; the whole backward was measured with the other
-    assert dispatch.choose(PROBLEM, "bwd_fused", H200, True).config == DEFAULT
-    strategy, kinds = dispatch.strategy_of(PROBLEM, H200, True)
+    assert choosing.choose(PROBLEM, "bwd_fused", H200, True).config == DEFAULT
+    strategy, kinds = choosing.strategy_of(PROBLEM, H200, True)
     assert strategy == "split" and kinds == {"bwd_dq": True, "bwd_dkdv": True}
     said = explained("--pass", "bwd", "--deterministic")
     assert "config    split warp_specialized" in said and "refused   fused warp_specialized" in said
@@ -292,7 +292,7 @@ def test_the_strategy_is_the_row_s_and_so_are_its_kernels(user: Path) -> None:
 def test_a_strategy_whose_kernels_cannot_serve_gives_way(user: Path) -> None:
     Store(user).put(bwd_rows(with_kernels=True))
     unaligned = Problem(**{**{f: getattr(PROBLEM, f) for f in PROBLEM.__slots__}, "aligned": False, "tma": False})
-    strategy, kinds = dispatch.strategy_of(unaligned, H200, False)
+    strategy, kinds = choosing.strategy_of(unaligned, H200, False)
     assert strategy == "split" and kinds == {"bwd_dq": False, "bwd_dkdv": False}
     said = explained("--pass", "bwd", "--unaligned", "--heads", 1, "--seqlen", 16, "--seqlen-k", 4096)
     assert "no row of its warp-specialised bwd_fused can serve this problem" in said
@@ -302,21 +302,21 @@ def test_a_strategy_whose_kernels_cannot_serve_gives_way(user: Path) -> None:
 
 def test_strategies_of_a_later_release_are_refused(user: Path) -> None:
     Store(user).put([row({"kernel": "bwd"}, strategy="teleported", implementation="portable", config={}, time_us=1.0)])
-    assert dispatch.strategy_of(PROBLEM, H200, False) == ("split", {})
+    assert choosing.strategy_of(PROBLEM, H200, False) == ("split", {})
 
 
 def test_what_does_not_load_gives_way_to_the_portable_winner(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(user).put([SPECIALIZED, BY_POINTER, DESCRIBED])
-    monkeypatch.setattr(dispatch, "gpu_of", lambda index: H200)
     tried = []
 
-    def make(configs, measured):
-        tried.append(dict(configs["fwd"]))
-        if implementation_of(configs["fwd"]) == WARP_SPECIALIZED:
+    def make(choices):
+        tried.append(dict(choices["fwd"].config))
+        if implementation_of(choices["fwd"].config) == WARP_SPECIALIZED:
             raise CompileError("no such instruction")
-        return configs
+        return choices
 
-    assert dispatch._plan(PROBLEM, {"fwd": None}, -1, make)["fwd"]["LOADS"] == DESCRIPTOR
+    chooser = choosing.Chooser(PROBLEM, H200)
+    assert dispatch._plan(chooser, {"fwd": chooser.choose("fwd")}, make)["fwd"].config["LOADS"] == DESCRIPTOR
     assert [implementation_of(config) for config in tried] == [WARP_SPECIALIZED, DESCRIPTOR]
     assert json.dumps(tried[0], sort_keys=True) == json.dumps(DEFAULT, sort_keys=True)
 
@@ -333,7 +333,8 @@ def test_what_does_not_load_gives_way_to_the_portable_winner(user: Path, monkeyp
 )
 def test_a_row_filed_as_what_its_config_is_not_is_refused(changes: dict) -> None:
     filed = row({"kernel": BACKWARD} if "strategy" in changes else {}, **changes)
-    why = dispatch.refusal(PROBLEM, H200, deterministic=False)(filed)
+    chooser = choosing.Chooser(PROBLEM, H200, [], lookup.Toolchain())
+    why = chooser.strategy_refusal(filed, False) if "strategy" in changes else chooser.fitted(filed).refused
     assert why is not None and why.startswith(f"it is filed as {filed.filed_as}")
 
 
@@ -372,4 +373,4 @@ def test_a_kernel_without_legal_portable_configs_is_tuned_all_the_same(
 def test_fp32_has_no_such_row(user: Path) -> None:
     Store(user).put([SPECIALIZED])
     problem = Problem("fp32", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
-    assert implementation_of(dispatch.choose(problem, "fwd", H200).config) == POINTER
+    assert implementation_of(choosing.choose(problem, "fwd", H200).config) == POINTER

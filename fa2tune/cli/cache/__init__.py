@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fa2tune.cli.cache.common import describe as describe
+from fa2tune.cli.cache.common import describe_row as describe_row
 from fa2tune.cli.cache.coverage import coverage as _coverage
 from fa2tune.cli.cache.files import diff, export, merge
 from fa2tune.cli.cache.lock import check, lock, sign

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa2tune import gpus
+from fa2tune.cli import _output
 from fa2tune.cli._options import Command, head_dim_list, masks, told
 from fa2tune.rows import pruned, reader
 from fa2tune.rows.reader import Layer
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from fa2tune.gpus import Gpu
     from fa2tune.rows.lookup import Toolchain
 
-EVIDENCE_INDENT = 12  #: columns before the values in a line of ``describe`` that is itself indented by two
-WIDTH_OF_A_FILE = 160  #: columns, where the output is no terminal
+EVIDENCE_INDENT = 12  #: columns before the values in a line of ``describe_row`` that is itself indented by two
 
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -105,7 +105,7 @@ def console() -> Console:
     from rich.console import Console
 
     found = Console(highlight=False, markup=False)
-    return found if found.is_terminal else Console(highlight=False, markup=False, width=WIDTH_OF_A_FILE)
+    return found if found.is_terminal else Console(highlight=False, markup=False, width=_output.WIDTH_OF_A_FILE)
 
 
 #: Titles of the columns that ``cells`` fills.
@@ -138,7 +138,7 @@ def figure(value: Any) -> str:
     return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
-def describe(row: Row, here: Toolchain) -> Iterator[str]:
+def describe_row(row: Row, here: Toolchain) -> Iterator[str]:
     """A row and its evidence, line by line; unknown values are left out. ``here``: of this machine, for the driver."""
     key = row.key
     yield f"key       {_known([(name, getattr(key, name)) for name in key.__slots__])}"

@@ -86,12 +86,12 @@ def coverage(
     limit = max((attention.limit for attention in model.attentions), default=0)
     if seqlen and limit and max(seqlen) > limit:
         raise click.BadParameter(f"got {max(seqlen)}, the model has at most {limit}", param_hint="--seqlen")
-    from fa2tune.calling import dispatch
+    from fa2tune.calling import choosing
 
     needs: dict[object, rules.Need] = {}
     for attention in model.attentions:
         for need in rules.needs(
-            attention, target, layers, dispatch.toolchain(), buckets=rules.lengths(attention, seqlen),
+            attention, target, layers, choosing.toolchain(), buckets=rules.lengths(attention, seqlen),
             mask="full" if full else None, training=pass_ == "both" and not attention.dropout, deterministic=deterministic,
         ):  # fmt: skip
             needs[need.key, need.mask.name, need.score.name] = need
@@ -182,26 +182,26 @@ def _verdict_line(verdict: Verdict, model: Model, keys: str) -> str:
 
 
 def _computed(attention: Attention) -> str:
-    from fa2tune.fleet.modelconfig import MOST
+    from fa2tune.fleet.modelconfig import MAX_COUNT
 
     if not attention.longest:
         return "no" if attention.known else "not known"
-    if attention.longest == MOST:
+    if attention.longest == MAX_COUNT:
         return "any length"
-    of = f" of {attention.limit}" if attention.longest < attention.limit < MOST else ""
+    of = f" of {attention.limit}" if attention.longest < attention.limit < MAX_COUNT else ""
     return f"to {attention.longest}{of}"
 
 
 def _line(attention: Attention, full: bool) -> list[str]:
-    from fa2tune.fleet.families import FULL, FULL_KIND
+    from fa2tune.fleet.families import FULL_KIND, FULL_LAYERS
 
     kind = "" if attention.kind == FULL_KIND else f"{attention.kind.partition('_')[0]} "
     dims = dict.fromkeys((attention.head_dim, attention.head_dim_v))
     counts = (attention.layers, attention.heads_q, attention.heads_kv, "/".join(map(str, dims)))
-    mask = FULL if full else attention.mask
+    mask = FULL_LAYERS if full else attention.mask
     if attention.window:
-        mask += f", window {attention.window}" + (" each side" if mask == FULL else "")
-    if attention.chunk and mask != FULL:
+        mask += f", window {attention.window}" + (" each side" if mask == FULL_LAYERS else "")
+    if attention.chunk and mask != FULL_LAYERS:
         mask += f", chunks of {attention.chunk}"
     if attention.softcap:
         mask += f", soft cap {attention.softcap:g}"
@@ -227,10 +227,12 @@ def _next(verdict: Verdict, model: Model, path: Path, pass_: str, given: str) ->
 
 
 def _described(attention: Attention) -> dict[str, Any]:
-    from fa2tune.fleet.modelconfig import MOST
+    from fa2tune.fleet.modelconfig import MAX_COUNT
 
     found = asdict(attention)
-    return {name: None if value == MOST and name in ("limit", "longest") else value for name, value in found.items()}
+    return {
+        name: None if value == MAX_COUNT and name in ("limit", "longest") else value for name, value in found.items()
+    }
 
 
 def _served(need: Need) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fa2tune.rows.row import Row, precedence
 from fa2tune.text import count
 
 LISTED = 10  #: rows of each kind that ``diff`` lists without --all
-KINDS = {".sqlite": "sqlite", ".json": "json"}
+KIND_OF_SUFFIX = {".sqlite": "sqlite", ".json": "json"}
 
 
 @click.command(short_help="Write rows to a file that can be shipped.")
@@ -38,7 +38,7 @@ def export(
     Without OUT, --format json prints.
     """
     if kind is None:
-        kind = KINDS.get(out.suffix, "") if out else ""
+        kind = KIND_OF_SUFFIX.get(out.suffix, "") if out else ""
     if not kind and out:
         raise click.BadParameter(
             f"got {out}, its name must end in .sqlite or .json, or --format must say which", param_hint="OUT"

@@ -11,7 +11,7 @@ import click
 from fa2tune.cli import _tables
 from fa2tune.cli._options import told
 from fa2tune.cli._output import echo
-from fa2tune.cli.cache.common import EVIDENCE_INDENT, FILE, cells, describe, filters, layers_of, selector
+from fa2tune.cli.cache.common import EVIDENCE_INDENT, FILE, cells, describe_row, filters, layers_of, selector
 from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.row import Row
 from fa2tune.text import count
@@ -84,6 +84,6 @@ def show(file: Path | None, as_json: bool, **wanted: Any) -> None:
     for layer in layers:
         for row in filter(chosen, layer.rows):
             echo(f"{layer.name}: {layer.path}")
-            for line in describe(row, here):
+            for line in describe_row(row, here):
                 _tables.say(f"  {line}", EVIDENCE_INDENT)
             echo()

@@ -143,10 +143,10 @@ class _Run:
     """Compiles; saves the binaries now and then, and at the end, also after an error or Ctrl-C."""
 
     def __init__(self, out: Path, todo: Sequence[BinaryJob]) -> None:
-        from fa2tune.fleet.precompile import Outcome
+        from fa2tune.fleet.precompile import CompiledBinaries
 
         self.out, self.todo = out, todo
-        self.outcome = Outcome()
+        self.outcome = CompiledBinaries()
         self.removed = self.saved = 0
         self.seconds = 0.0
 

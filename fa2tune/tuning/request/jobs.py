@@ -17,7 +17,7 @@ from fa2tune.rows.row import PREDICTED
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, Specialization
-from fa2tune.tuning.request.plan import KERNELS_OF_PASS, Plan
+from fa2tune.tuning.request.plan import KERNELS_OF_PASS, TuningPlan
 from fa2tune.tuning.request.provenance import Provenance
 
 #: What predictions come from, and what is compiled at all on their word.
@@ -54,7 +54,7 @@ class TuningJob:
         return same and (key.kernel in self.kernels or (self.pass_ == "bwd" and key.kernel == BACKWARD))
 
 
-def tuning_jobs(plan: Plan) -> list[TuningJob]:
+def tuning_jobs(plan: TuningPlan) -> list[TuningJob]:
     """What a request comes to, the most work first: what is begun last should be over soon."""
     found = {
         TuningJob(pass_, spec.head_dim, spec.head_dim_v, spec.mask)
@@ -83,7 +83,7 @@ def stamp(toolchain: Provenance) -> str:
     return f"{made} on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
 
 
-def campaign(plan: Plan, toolchain: Provenance) -> str:
+def campaign(plan: TuningPlan, toolchain: Provenance) -> str:
     """What workers must have in common to share jobs: comparable trials of the same kernels and search spaces for the same GPU,
     in the same studies. Several files of studies may share the file with the leases."""
     gpu, url = plan.target.gpu, plan.storage.url
@@ -98,7 +98,7 @@ def campaign(plan: Plan, toolchain: Provenance) -> str:
     return f"{gpu.name} {gpu.sm_count} SMs {stamp(toolchain)} sources={sources}{studies}"
 
 
-def request_token(plan: Plan) -> str:
+def request_token(plan: TuningPlan) -> str:
     """What a job is settled for: equal tokens ask for the same, in the same cache. What was not asked for is no part of it:
     it is the same everywhere."""
     asked = {name: value for name, value in asdict(plan.request).items() if name in ASKED}

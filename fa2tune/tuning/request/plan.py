@@ -1,4 +1,4 @@
-"""What a tuning run was asked for, checked before anything is compiled: request -> Plan."""
+"""What a tuning run was asked for, checked before anything is compiled: request -> TuningPlan."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     request: TuneRequest
     target: Target
     kernels: tuple[str, ...]
@@ -210,7 +210,7 @@ def _places(request: TuneRequest) -> tuple[Path | None, Storage]:
     return cache, Storage.of_studies(studies)
 
 
-def make_plan(request: TuneRequest) -> Plan:
+def make_plan(request: TuneRequest) -> TuningPlan:
     """Check everything. ValueError names the argument, what came and what is allowed; VersionError, what is too old."""
     versions.check("torch", importlib.metadata.version("torch"))
     versions.check("triton", fingerprint.triton_version())
@@ -250,4 +250,4 @@ def make_plan(request: TuneRequest) -> Plan:
             trials = PREDICTED_TRIALS
             budget = budget or PREDICTED_SECONDS * len(r.head_dims)
     kernels = tuple(kernel for kernel in KERNELS_OF_PASS[r.pass_] if r.kernels is None or kernel in r.kernels)
-    return Plan(request, target, kernels, trials, budget, workers, cache, storage, devices)
+    return TuningPlan(request, target, kernels, trials, budget, workers, cache, storage, devices)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fa2tune.tuning.request.jobs import TuningJob
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class WorkerFunctions:
 class Watcher:
     """Follows a run; does nothing."""
 
-    def planned(self, plan: Plan, jobs: Sequence[TuningJob]) -> None:
+    def planned(self, plan: TuningPlan, jobs: Sequence[TuningJob]) -> None:
         """Before anything else."""
 
     def opened(self, job: TuningJob, tasks: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import STRATEGIES, Specialization
 from fa2tune.spec.variant import Variant
 from fa2tune.tuning.request.jobs import TuningJob
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.search.proposals import incumbents, winners
 from fa2tune.tuning.search.task import SearchTask
 
@@ -63,8 +63,8 @@ class OpenJob:
         return [members for members in by_spec.values() if {task.kernel for task in members} == kernels]
 
 
-def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_record: FailureRecord, known: Sequence[Row],
-           say: Callable[[str], None], retry: bool = False) -> OpenJob:  # fmt: skip
+def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, failure_record: FailureRecord,
+           known: Sequence[Row], say: Callable[[str], None], retry: bool = False) -> OpenJob:  # fmt: skip
     """The tasks of a job, with every trial there is of them. ``known``: rows whose configs are tried early; ``retry``:
     strike out what failed before."""
     tasks: list[SearchTask] = []
@@ -88,7 +88,7 @@ def opened(job: TuningJob, plan: Plan, writer: StudyWriter, stamp: str, failure_
     return OpenJob(job, tasks, refused)
 
 
-def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
+def _variants(job: TuningJob, plan: TuningPlan) -> list[Variant]:
     """What is searched: every variant of every kernel; where times are predicted, those that the model knows."""
     predicted, arch = plan.target.obtained == PREDICTED, plan.target.gpu.arch
     return [
@@ -100,7 +100,7 @@ def _variants(job: TuningJob, plan: Plan) -> list[Variant]:
     ]
 
 
-def unmodelled(plan: Plan) -> list[str]:
+def unmodelled(plan: TuningPlan) -> list[str]:
     """Kernels that the GPU could run and that are not searched, since times are predicted and the model does not know them."""
     if plan.target.obtained != PREDICTED:
         return []
@@ -114,7 +114,7 @@ def unmodelled(plan: Plan) -> list[str]:
     return [one.short_name for one in others if not one.modelled and runs(one)]
 
 
-def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: Plan) -> tuple[int, int]:
+def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: TuningPlan) -> tuple[int, int]:
     """About how many candidates, and finals (of all variants of a kernel together), are to come: of ``tasks``, and of jobs
     that are not opened yet."""
     candidates = sum(max(0, f.search.goal - f.search.binaries) for f in tasks if not f.selected)

@@ -18,7 +18,7 @@ from fa2tune.sharing.leases import Leases
 from fa2tune.sharing.shared import SharedStore
 from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.tuning.request import jobs
-from fa2tune.tuning.request.plan import Plan, TuneRequest, make_plan
+from fa2tune.tuning.request.plan import TuneRequest, TuningPlan, make_plan
 from fa2tune.tuning.request.provenance import Provenance
 from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
 from fa2tune.tuning.run.budget import Budget
@@ -56,7 +56,7 @@ def _provenance(obtained: str) -> Provenance:
 class Run:
     """One run of the tuner."""
 
-    def __init__(self, plan: Plan, watcher: Watcher, functions: WorkerFunctions) -> None:
+    def __init__(self, plan: TuningPlan, watcher: Watcher, functions: WorkerFunctions) -> None:
         self.plan = plan
         self.cpu = time.process_time()
         predicted = plan.target.obtained == PREDICTED

@@ -23,7 +23,7 @@ from scipy.optimize import minimize
 from scipy.spatial.distance import cdist
 from scipy.special import ndtr
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 #: Times beyond this factor of the best are as good as each other: the process need not tell the slow from the slower.
 CLIP = 2.0
@@ -56,32 +56,32 @@ class Process:
     is the sum over dimensions of |x_d - x'_d|; ``columns``: dimension -> its columns; ``estimates``: the model's, or None."""
 
     def __init__(
-        self, vectors: Array, columns: Sequence[slice], estimates: Sequence[float] | None, prior: Prior = PRIOR
+        self, vectors: FloatArray, columns: Sequence[slice], estimates: Sequence[float] | None, prior: Prior = PRIOR
     ) -> None:
         self.vectors, self.columns, self.prior = vectors, list(columns), prior
         logs = np.zeros(len(vectors)) if estimates is None else np.log(np.asarray(estimates, dtype=float))
-        self.logs: Array = logs - logs.min(initial=np.inf)
+        self.logs: FloatArray = logs - logs.min(initial=np.inf)
         start = [prior.scale, prior.noise, prior.trust, *[prior.rate] * len(self.columns)]
-        self.start: Array = np.log(start)
-        self.theta: Array = self.start.copy()
+        self.start: FloatArray = np.log(start)
+        self.theta: FloatArray = self.start.copy()
         self.fitted_at = 0
 
     # ---- the kernel
 
-    def _scaled(self, indices: Sequence[int] | Array, theta: Array) -> Array:
+    def _scaled(self, indices: Sequence[int] | FloatArray, theta: FloatArray) -> FloatArray:
         weights = np.empty(self.vectors.shape[1])
         for columns, rate in zip(self.columns, np.exp(theta[3:]), strict=True):
             weights[columns] = rate
         return self.vectors[indices] * weights
 
-    def _covariance(self, a: Sequence[int], b: Sequence[int]) -> Array:
+    def _covariance(self, a: Sequence[int], b: Sequence[int]) -> FloatArray:
         scale, _, trust = np.exp(self.theta[:3])
         near = np.exp(-cdist(self._scaled(a, self.theta), self._scaled(b, self.theta), "cityblock"))
         return scale**2 * near + trust**2 * np.outer(self.logs[a], self.logs[b]) + CONSTANT**2
 
     # ---- hyperparameters
 
-    def _fit(self, indices: Sequence[int], residuals: Array) -> None:
+    def _fit(self, indices: Sequence[int], residuals: FloatArray) -> None:
         order = np.argsort(residuals + self.logs[indices], kind="stable")
         if len(indices) > FIT_AT_MOST:
             fast = set(order[: FIT_AT_MOST // 2].tolist())
@@ -95,7 +95,7 @@ class Process:
         linear = np.outer(self.logs[here], self.logs[here])
         identity = np.eye(len(here))
 
-        def loss(theta: Array) -> tuple[float, Array]:
+        def loss(theta: FloatArray) -> tuple[float, FloatArray]:
             scale2, noise2, trust2 = np.exp(2 * theta[:3])
             rates = np.exp(theta[3:])
             near = scale2 * np.exp(-np.tensordot(rates, distances, 1))
@@ -123,7 +123,7 @@ class Process:
 
     def posterior(
         self, times: Mapping[int, float], refused: Sequence[int], under_way: Sequence[int], wanted: Sequence[int]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[FloatArray, FloatArray]:
         """(mean, deviation) of the log time of the ``wanted`` points.
 
         ``times``: point -> time; ``refused``: points that cannot run, taken for slow ones; ``under_way``: points whose time is
@@ -161,7 +161,7 @@ class Process:
         variance = variance - (across**2).sum(axis=0)
         return mean, np.sqrt(np.maximum(variance, 1e-10))
 
-    def _factor(self, indices: Sequence[int], noise: float) -> Array:
+    def _factor(self, indices: Sequence[int], noise: float) -> FloatArray:
         k = self._covariance(indices, indices)
         k[np.diag_indices_from(k)] += noise**2 + 1e-8
         return cholesky(k, lower=True)
@@ -179,9 +179,9 @@ def hopeful(estimates: Sequence[Sequence[float]], implementations: Sequence[str]
     return np.flatnonzero(kept).tolist()
 
 
-def improvement(mean: Array, deviation: Array, best: float) -> Array:
+def improvement(mean: FloatArray, deviation: FloatArray, best: float) -> FloatArray:
     """Expected improvement over ``best``, in log time."""
     z = (best - mean) / deviation
     density = np.exp(-0.5 * z * z) / np.sqrt(2 * np.pi)
-    gain: Array = (best - mean) * ndtr(z) + deviation * density
+    gain: FloatArray = (best - mean) * ndtr(z) + deviation * density
     return gain

@@ -14,7 +14,7 @@ from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.search.binaries import Binaries
 from fa2tune.tuning.search.candidates import Point, UnseenSampler, point
 from fa2tune.tuning.search.compile_check import CompileResult
@@ -31,7 +31,7 @@ class SearchTask:
 
     variant: Variant
     spec: Specialization
-    plan: Plan
+    plan: TuningPlan
     writer: StudyWriter
     stamp: str  #: see KeyStudy; kernel and space hashes are added here
     failure_record: FailureRecord

@@ -13,20 +13,20 @@ from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, STRATEGIES
 
 if TYPE_CHECKING:
-    from fa2tune.tuning.request.plan import Plan
+    from fa2tune.tuning.request.plan import TuningPlan
     from fa2tune.tuning.select.report import Report
 
 PARTS = {kernel for kernels in STRATEGIES.values() for kernel in kernels}  #: what a whole backward consists of
 
 
-def requested(plan: Plan) -> list[TuningKey]:
+def requested(plan: TuningPlan) -> list[TuningKey]:
     """Every key that should have a row at the end: of each kernel, and of the whole backward where all its kernels are asked
     for."""
     kernels = [*plan.kernels, *([BACKWARD] if {*plan.kernels} >= PARTS else [])]
     return [key for spec in plan.specializations() for kernel in kernels for key in plan.keys(spec, kernel)]
 
 
-def close(plan: Plan, report: Report) -> None:
+def close(plan: TuningPlan, report: Report) -> None:
     """Fill in, at the end of a run, what became of the keys that have no row."""
     have = {row.key for row in report.rows}
     failed = {key: why for key, why in report.failed.items() if key not in have}
@@ -43,7 +43,7 @@ def close(plan: Plan, report: Report) -> None:
     report.failed, report.missing = failed, missing
 
 
-def described(keys: Sequence[TuningKey]) -> Iterator[str]:
+def described_keys(keys: Sequence[TuningKey]) -> Iterator[str]:
     """Keys in words, the lengths of one search together: "fwd fp16 64 causal 512, 1024"."""
     groups: dict[str, list[str]] = {}
     for key in keys:

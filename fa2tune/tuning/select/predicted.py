@@ -20,7 +20,7 @@ from fa2tune.tuning.select import evidence, finalists
 from fa2tune.tuning.select.gpu_jobs import Steps
 from fa2tune.tuning.select.log import NONE_RIGHT, Log
 
-TOLERANCE = 0.01  #: predictions closer than this are called equal
+EQUAL_WITHIN = 0.01  #: predictions closer than this are called equal
 CHECK_DEADLINE = 180.0  #: seconds
 
 
@@ -69,7 +69,7 @@ class Predicted:
     def _select(self, task: SearchTask, rows: dict[TuningKey, list[Row]]) -> Steps:
         for implementation in task.space.implementations():
             rival = finalists.rival(task.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
-            ranks = cover(task.studies.values(), implementation, rival, TOLERANCE)
+            ranks = cover(task.studies.values(), implementation, rival, EQUAL_WITHIN)
             for key, candidates in ranks.items():
                 study = task.studies[key]
                 default = study.outcomes.get(point(rival))

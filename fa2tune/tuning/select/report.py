@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from fa2tune.rows import record
 from fa2tune.rows.row import Row
 from fa2tune.spec.key import TuningKey
-from fa2tune.tuning.request.plan import Plan
+from fa2tune.tuning.request.plan import TuningPlan
 
 
 @dataclass
 class Report:
     """What a run came to."""
 
-    plan: Plan
+    plan: TuningPlan
     rows: list[Row] = field(default_factory=list)
     compiled: int = 0  #: candidates compiled in this run
     compile_seconds: float = 0.0  #: wall time until the last of them

@@ -1,0 +1,250 @@
+"""Which row and config serve each kernel of a call: the lookup ladder, with the limits of every row checked again.
+
+A ``Chooser`` holds what was worked out for one problem: the candidates of a kernel, and what a row's config is for the problem.
+A cold call has one and derives nothing twice. Where no row serves, the documented default config does (``default`` in the
+kernel's search space), and a log line says so once per key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from fa2tune.calling import schedule
+from fa2tune.calling.defaults import portable_default, specialized_default
+from fa2tune.compiling import limits, measured_code
+from fa2tune.compiling.choice import Choice, choice_of
+from fa2tune.compiling.compiler import uses_descriptors
+from fa2tune.compiling.registry import Misfit, fitting
+from fa2tune.gpus import Gpu
+from fa2tune.rows import lookup, reader
+from fa2tune.rows.row import PREDICTED, Row, backward_implementation
+from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
+
+log = logging.getLogger("fa2tune")
+
+#: (the row that serves, or None; what stood before it and cannot)
+Lookup = tuple[lookup.Answer | None, tuple[lookup.Refused, ...]]
+
+
+@cache
+def layers() -> list[reader.Layer]:
+    """The cache layers, read once per process."""
+    return reader.layers()
+
+
+@cache
+def toolchain() -> lookup.Toolchain:
+    """What is running here, for the life of this process."""
+    return measured_code.toolchain()
+
+
+@cache
+def log_once(message: str) -> None:
+    log.warning("fa2tune: %s", message)
+
+
+def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
+    """The key of a row that fits this problem exactly."""
+    return TuningKey(
+        gpu.name, gpu.sm_count, gpu.arch, kernel, problem.dtype, problem.precision, problem.head_dim, problem.head_dim_v,
+        problem.mask.row_mask, problem.bucket,
+    )  # fmt: skip
+
+
+def kinds_of(row: Row) -> dict[str, bool]:
+    """Of a whole backward's row: kernel -> whether it is warp-specialised."""
+    return {kernel: implementation == WARP_SPECIALIZED for kernel, implementation in row.config.items()}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A kernel's row for a problem."""
+
+    given: Row
+    row: Row  #: with every dimension of the search, as for the problem's head dims and (packed sequences) forms
+    variant: Variant | None  #: None: the row is of none that is here
+    refused: str | None  #: why it cannot serve; None: it can
+
+
+class Chooser:
+    """The choices for the kernels of one problem on one GPU."""
+
+    def __init__(
+        self, problem: Problem, gpu: Gpu, among: Sequence[reader.Layer] | None = None,
+        node: lookup.Toolchain | None = None,
+    ) -> None:  # fmt: skip
+        """``among``: None for the layers of this process; ``node``: what is running where the call will be, None for here."""
+        self.problem, self.gpu = problem, gpu
+        self.layers = layers() if among is None else among
+        self.node = node or toolchain()
+        self._spec = problem.specialization
+        self._ladders: dict[TuningKey, list[lookup.Candidate]] = {}
+        self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
+        self._found: dict[tuple[str, bool | None], Lookup] = {}  # kernel and kind, backward and deterministic
+        self._specialized_defaults: dict[str, Config | None] = {}
+
+    def of(self, problem: Problem) -> Chooser:
+        """The same for a problem that may be this one, or have the same keys: nothing is then worked out again."""
+        if problem == self.problem:
+            return self
+        other = Chooser(problem, self.gpu, self.layers, self.node)
+        other._ladders = self._ladders
+        return other
+
+    def ladder(self, kernel: str) -> list[lookup.Candidate]:
+        """Every row that could serve a kernel, or the whole backward, best first."""
+        key = key_of(self.problem, kernel, self.gpu)
+        if key not in self._ladders:
+            self._ladders[key] = list(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
+        return self._ladders[key]
+
+    def fitted(self, row: Row) -> Fitted:
+        """A kernel's row for this problem, or why it cannot serve: its limits are checked again here."""
+        if (found := self._fitted.get(id(row))) is None:
+            found = self._fitted[id(row)] = self._fit(row)
+        return found
+
+    def _fit(self, row: Row) -> Fitted:
+        problem = self.problem
+        try:
+            variant, config = fitting(row.key.kernel, row.implementation, row.config)
+        except Misfit as odd:
+            return Fitted(row, row, None, str(odd))
+        if not lookup.same_columns(row.key, problem.head_dim, problem.head_dim_v):
+            config = dict(variant.fitted(self._spec, config))
+        if problem.extent.ragged:
+            config = dict(variant.suited(problem, config))
+        ours = row if config == row.config else replace(row, config=config)
+        if uses_descriptors(variant, config) and not problem.tma:
+            why = "a descriptor cannot address these tensors: base or strides are not multiples of 16 bytes, or a row's is 0"
+            return Fitted(row, ours, variant, why)
+        refused = limits.before_compile(variant, self._spec, config, self.gpu)
+        return Fitted(row, ours, variant, refused.why if refused else None)
+
+    def specialized_default(self, kernel: str) -> Config | None:
+        """As ``defaults.specialized_default`` has it."""
+        if kernel not in self._specialized_defaults:
+            self._specialized_defaults[kernel] = specialized_default(kernel, self.problem, self.gpu)
+        return self._specialized_defaults[kernel]
+
+    def _refusal(self, row: Row, specialized: bool | None) -> str | None:
+        """Why a kernel's row cannot serve, where only warp-specialised ones, or only the others, are asked for."""
+        if specialized not in (None, row.specialized):
+            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel"
+        # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
+        if row.obtained == PREDICTED and not row.specialized and self.specialized_default(row.key.kernel):
+            return (
+                "it was only predicted, for a portable kernel: the warp-specialised default was measured to be faster"
+            )
+        return self.fitted(row).refused
+
+    def find(self, kernel: str, specialized: bool | None = None) -> Lookup:
+        """The best row of the ladder for one kernel. ``specialized``: whether it has to be warp-specialised; None: either."""
+        asked = kernel, specialized
+        if asked not in self._found:
+            self._found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, specialized))
+        return self._found[asked]
+
+    def find_preferring(self, kernel: str, specialized: bool | None) -> Lookup:
+        """The same, where a warp-specialised kernel is asked for and no such row can serve with any other."""
+        found = self.find(kernel, specialized)
+        return found if found[0] or not specialized else self.find(kernel, False)
+
+    def find_backward(self, deterministic: bool) -> Lookup:
+        """The best row for a whole backward."""
+        asked = BACKWARD, deterministic
+        if asked not in self._found:
+            self._found[asked] = lookup.choose(
+                self.ladder(BACKWARD), lambda row: self.strategy_refusal(row, deterministic)
+            )
+        return self._found[asked]
+
+    def strategy_refusal(self, row: Row, deterministic: bool) -> str | None:
+        """Why a whole backward's row cannot serve, or None."""
+        if row.strategy not in STRATEGIES:
+            return f"the strategy {row.strategy!r:.40} is not known to this version"
+        if row.specialized != (WARP_SPECIALIZED in row.config.values()):
+            kind = "a" if row.specialized else "no"
+            return f"it is filed as {row.filed_as}, with {kind} warp-specialised kernel, which contradicts its config"
+        if row.implementation != backward_implementation(row.specialized):
+            return f"the implementation {row.implementation!r:.40} is not known to this version"
+        if row.barred:
+            return row.barred
+        if row.strategy == FUSED and deterministic:
+            return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        for kernel in STRATEGIES[row.strategy]:
+            if row.config.get(kernel) == WARP_SPECIALIZED and not self.find(kernel, True)[0]:
+                return f"no row of its warp-specialised {kernel} can serve this problem"
+        return None
+
+    def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool]]:
+        """(strategy, kernel -> whether it is to be warp-specialised), by the row of the whole backward; the strategy is "split"
+        or "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by
+        itself."""
+        answer, _ = self.find_backward(deterministic)
+        return (answer.row.strategy, kinds_of(answer.row)) if answer else (SPLIT, {})
+
+    def choose(self, kernel: str, specialized: bool | None = None) -> Choice:
+        """The choice for one kernel: by the best row of the ladder, else the default. ``specialized``: whether it is to be
+        warp-specialised, where such a row can serve; None: as the rows have it."""
+        answer, _ = self.find_preferring(kernel, specialized)
+        if answer is not None:
+            return self.suited(answer)
+        problem, gpu = self.problem, self.gpu
+        log_once(
+            f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
+        )
+        return self.default(kernel)
+
+    def default(self, kernel: str) -> Choice:
+        """The documented one."""
+        config = self.specialized_default(kernel)
+        return choice_of(kernel, config) if config else self.portable_default(kernel)
+
+    def portable_default(self, kernel: str) -> Choice:
+        return choice_of(kernel, portable_default(kernel, self.problem, self.gpu.arch))
+
+    def suited(self, answer: lookup.Answer) -> Choice:
+        """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
+        problem, own = self.problem, self.fitted(answer.row)
+        variant = own.variant
+        assert variant is not None  # of an answer
+        by_schedule, by_work = schedule.covers(variant), not problem.mask.measured and answer.row.specialized
+        if not by_schedule and not by_work:
+            return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
+        others = [self.fitted(row) for row in lookup.of_other_lengths(answer, self.node)]
+        rows = {id(one.row): one for one in (own, *others) if one.refused is None}
+        served, *able = (one.row for one in rows.values())
+        if by_schedule:
+            row, config = schedule.best(problem, served, able, self.gpu.sm_count)
+            return Choice(variant, config, rows[id(row)].given, answer)
+        found = rows[id(schedule.of_like_work(problem, served, able))]
+        assert found.variant is not None
+        return Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
+
+
+def choose(
+    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None = None, among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
+) -> Choice:  # fmt: skip
+    """``Chooser.choose`` for one kernel of a problem."""
+    return Chooser(problem, gpu, among, node).choose(kernel, specialized)
+
+
+def choose_backward(chooser: Chooser, deterministic: bool) -> tuple[str, dict[str, Choice]]:
+    """Strategy of a backward, and the choice for each of its kernels."""
+    strategy, kinds = chooser.strategy(deterministic)
+    return strategy, {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
+
+
+def strategy_of(
+    problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
+    node: lookup.Toolchain | None = None,
+) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
+    """``Chooser.strategy`` of a problem."""
+    return Chooser(problem, gpu, among, node).strategy(deterministic)

@@ -1,0 +1,48 @@
+"""What serves one kernel of a call: derived once, where a row is chosen, and carried to the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fa2tune.compiling.registry import variant_of
+from fa2tune.rows.lookup import Answer
+from fa2tune.rows.row import Row, over_portable
+from fa2tune.spec.problem import Config
+from fa2tune.spec.variant import Variant
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel's implementation and config for one problem, and the row they come from."""
+
+    variant: Variant
+    config: Config  #: of the launch: every dimension of the search, fitted to the problem
+    row: Row | None = None  #: whose config it is; None: of no row
+    #: the row that the lookup names, and its place there: of another length bucket than ``row`` where that suits the problem's
+    #: batch, heads and lengths better
+    answer: Answer | None = None
+
+    @property
+    def step(self) -> str:
+        """Of the lookup, for counting: "problem exact, GPU exact, measured, fresh, shipped layer", ..., or "default"."""
+        return self.answer.step if self.answer else "default"
+
+    @property
+    def measured(self) -> str:
+        """The version of Triton whose machine code the row was measured with; "": there is no row."""
+        return self.row.triton if self.row else ""
+
+    @property
+    def lead(self) -> float | None:
+        """How many times as fast the answer is as the portable winner of its key; None: it is that, or there is no row."""
+        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer else None
+
+
+def choice_of(kernel: str, given: Config | Choice) -> Choice:
+    """``given``, or the choice that a bare config of a kernel is. ValueError: this version has no such implementation."""
+    return given if isinstance(given, Choice) else Choice(variant_of(kernel, given), given)
+
+
+#: By kernel, in the order of their launches.
+Chosen = Mapping[str, Config | Choice]

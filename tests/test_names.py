@@ -1,0 +1,91 @@
+"""A name that travels between the files of fa2tune/ means one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "fa2tune"
+TREES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(ROOT.rglob("*.py"))
+    if not {"kernels", "search_spaces"} & {*path.relative_to(ROOT).parts}
+}
+#: Two limits of files that happen to be as large, constants that each schedule model has of its own, and an exit status that
+#: ``fa2tune --help`` must not import.
+SAME_BY_CHANCE = {"MAX_FILE", "LAUNCH_US", "MARGIN", "INTERRUPTED"}
+
+
+def defined(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    """(name, value of a constant) of all that a file defines at its top level."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name, None
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple):
+                    values = node.value.elts if isinstance(node.value, ast.Tuple) else [None] * len(target.elts)
+                    pairs = list(zip(target.elts, values, strict=False))
+                yield from ((one.id, value) for one, value in pairs if isinstance(one, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
+
+
+FILES = defaultdict[str, dict[str, ast.expr | None]](dict)  # name -> file -> value
+for file, tree in TREES.items():
+    for name, value in defined(tree):
+        FILES[name][file] = value
+SEVERAL = {name: files for name, files in FILES.items() if len(files) > 1 and not name.startswith("__")}
+
+
+def imported() -> dict[str, set[str]]:
+    """Name -> the modules of fa2tune that files import it from by that name."""
+    found = defaultdict[str, set[str]](set)
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fa2tune"):
+                for one in node.names:
+                    if one.asname in (None, one.name):
+                        found[one.name].add(node.module or "")
+    return found
+
+
+def test_a_type_has_a_name_of_its_own() -> None:
+    """Classes, and aliases of types. A type variable is its file's."""
+    types = {
+        name: [*files]
+        for name, files in SEVERAL.items()
+        if len(name) > 1 and name.lstrip("_") != name.upper().lstrip("_")
+    }
+    types = {name: files for name, files in types.items() if name.lstrip("_")[:1].isupper()}
+    assert types == {}
+
+
+def test_a_name_is_imported_from_one_file() -> None:
+    """Packages import what the modules in them define, under the same name."""
+    several = {
+        name: modules for name, modules in imported().items() if len(modules & {*map(module_of, FILES[name])}) > 1
+    }
+    assert several == {}
+
+
+def test_a_constant_that_is_imported_has_a_name_of_its_own() -> None:
+    travels = imported()
+    assert {name: [*files] for name, files in SEVERAL.items() if name.isupper() and name in travels} == {}
+
+
+def test_a_fact_stands_once() -> None:
+    """No two files give the same name to the same number or text."""
+    twice = {}
+    for name, files in SEVERAL.items():
+        values = [ast.dump(value) for value in files.values() if isinstance(value, ast.Constant)]
+        if name.isupper() and len(values) != len({*values}) and name not in SAME_BY_CHANCE:
+            twice[name] = [*files]
+    assert twice == {}
+
+
+def module_of(file: str) -> str:
+    return "fa2tune." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
