@@ -21,7 +21,7 @@ import torch
 from packed import microseconds
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 
 #: (lengths, heads, head dim)
 PACKINGS: Mapping[str, tuple[tuple[int, ...], int, int]] = {
@@ -86,7 +86,7 @@ def main(out: Path | None) -> None:
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):  # a cool GPU clocks higher
         matrix @ matrix
-    here = dispatch.toolchain()
+    here = choosing.toolchain()
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},

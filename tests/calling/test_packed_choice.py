@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing
 from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup
@@ -32,8 +32,8 @@ def posed(dim: int, mask: Mask = CAUSAL, dtype: str = "bf16", longest: int = 0, 
 def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> None:
     for longest in (0, 512, 4096, 16384):
         problem = posed(dim, mask, dtype, longest)
-        assert dispatch.strategy_of(problem, H200, False, node=NODE) == (FUSED, {"bwd_fused": True})
-        choice = dispatch.choose(problem, "bwd_fused", H200, True, node=NODE)
+        assert choosing.strategy_of(problem, H200, False, node=NODE) == (FUSED, {"bwd_fused": True})
+        choice = choosing.choose(problem, "bwd_fused", H200, True, node=NODE)
         assert implementation_of(choice.config) == WARP_SPECIALIZED
         assert bwd_fused.PACKED.items() <= choice.config.items()
         variant = registry.variant_of("bwd_fused", choice.config)
@@ -42,7 +42,7 @@ def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> N
 
 def test_the_length_chooses_the_row() -> None:
     for longest, bucket in ((0, 1024), (600, 1024), (8192, 8192)):
-        choice = dispatch.choose(posed(128, longest=longest), "bwd_fused", H200, True, node=NODE)
+        choice = choosing.choose(posed(128, longest=longest), "bwd_fused", H200, True, node=NODE)
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 
 
@@ -59,10 +59,10 @@ def test_the_length_chooses_the_row() -> None:
     ids=["deterministic", "256", "fp32", "soft cap", "unaligned", "4 GiB"],
 )
 def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bool) -> None:
-    strategy, kinds = dispatch.strategy_of(problem, H200, deterministic, node=NODE)
+    strategy, kinds = choosing.strategy_of(problem, H200, deterministic, node=NODE)
     assert strategy == SPLIT or not kinds["bwd_fused"]
     for kernel in kinds:
-        config = dispatch.choose(problem, kernel, H200, kinds[kernel], node=NODE).config
+        config = choosing.choose(problem, kernel, H200, kinds[kernel], node=NODE).config
         assert implementation_of(config) != WARP_SPECIALIZED
 
 

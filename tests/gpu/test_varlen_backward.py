@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch
+from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import passes
@@ -187,16 +187,16 @@ overlapped_or_not = pytest.mark.parametrize("form", ["default", "joined, and fin
 
 def served_by_hopper(monkeypatch, form):
     """Calls take the fused Hopper backward, whatever the rows say."""
-    chosen = dispatch.choose
+    chosen = choosing.Chooser.choose
     monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
-    monkeypatch.setattr(dispatch, "strategy_of", lambda *asked: (FUSED, {"bwd_fused": True}))
+    monkeypatch.setattr(choosing.Chooser, "strategy", lambda *asked: (FUSED, {"bwd_fused": True}))
 
-    def choose(problem, kernel, *rest):
+    def choose(chooser, kernel, *rest):
         if kernel == "bwd_fused":
-            return dispatch.Choice(config_of(problem.specialization, form), "default")
-        return chosen(problem, kernel, *rest)
+            return choosing.choice_of(kernel, config_of(chooser.problem.specialization, form))
+        return chosen(chooser, kernel, *rest)
 
-    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(choosing.Chooser, "choose", choose)
 
 
 @overlapped_or_not
@@ -260,4 +260,4 @@ def test_a_deterministic_call_is_not_served_by_it():
     one, other = (torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True) for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
     asked = Problem("bf16", 1, 4, 4, 2000, 2000, 64, 64, CAUSAL, extent=Extent(RAGGED, 2, 0))
-    assert dispatch.strategy_of(asked, dispatch.gpu_of(0), True)[0] == SPLIT
+    assert choosing.strategy_of(asked, dispatch.gpu_of(0), True)[0] == SPLIT

@@ -28,7 +28,7 @@ def prepared(
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
         ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
-        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM,
+        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=DIM,
     )  # fmt: skip
     assert not words.any()
     delta = (o.double() * do.double()).sum(-1) - (0.0 if dlse is None else dlse.double())
