@@ -93,7 +93,8 @@ def test_sums_come_back_to_their_rows(columns: int) -> None:
     config = variant.space.default(PROBLEM.specialization, 90)
     bwd_finish_hopper_kernel[(variant.programs(PROBLEM, config, 1),)](
         words, dq, 0.5, *dq.stride()[:3], HEADS, TOTALS[0], PADDED, words, len(LENGTHS), TOTALS[1], starts(0), starts(1),
-        HEAD_DIM=DIM, RAGGED=True, SUM_COLUMNS=DIM, USED_COLUMNS=DIM, BLOCK_R=config["BLOCK_R"], PERMUTED_COLUMNS=columns, FINISH_BESIDE=False,
+        HEAD_DIM=DIM, RAGGED=True, SUM_COLUMNS=DIM, USED_COLUMNS=DIM, BLOCK_R=config["BLOCK_R"], PERMUTED_COLUMNS=columns,
+        FINISH_BESIDE=False,
     )  # fmt: skip
     for first, rows, padded, _ in places():
         torch.testing.assert_close(dq[0, :, first : first + rows], (sums[:, padded : padded + rows] * 0.5).half())
