@@ -100,9 +100,8 @@ def attention_varlen(
             int32 tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they
             are, no memory outside the tensors is read or written.
 
-    On a Hopper its fused backward serves 16-bit dtypes and head dims up to 128, but no deterministic calls and none with a soft
-    cap; the portable kernels serve all else. Configs are those tuned without packing. Differentiable once, through output and
-    lse.
+    On Hopper (9.0) the warp-specialised forward serves 16-bit tensors that TMA can address, without soft cap; everything else
+    the portable kernels. Configs are of rows tuned without packing. Differentiable once, through output and lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
@@ -152,8 +151,8 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 def _longest(*given: Any) -> int:
     """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
-        number = isinstance(value, numbers.Integral | torch.SymInt) and not isinstance(value, bool)
-        if not number and not isinstance(value, torch.Tensor | None):
+        number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+        if not number and not isinstance(value, (torch.Tensor, type(None))):
             raise TypeError(f"{name}: got {value!r:.80}, must be an integer, a tensor or None")
     known = [int(value) for value in given if isinstance(value, numbers.Integral)]
     if any(value < 0 for value in known):

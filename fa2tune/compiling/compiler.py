@@ -20,7 +20,7 @@ from fa2tune.compiling import hostside
 from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
 from fa2tune.compiling.registry import variant_named
-from fa2tune.spec.extent import DENSE, OFFSETS, RAGGED, STORED
+from fa2tune.spec.extent import DENSE, OFFSETS, PACKED_ROWS_OF, RAGGED
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
@@ -148,8 +148,8 @@ def block_of(variant: Variant, spec: Specialization, config: Config, name: str) 
     """Shape of the block that the descriptor of a tensor addresses."""
     known = _known(variant, spec, config)
     block = [known[side] if isinstance(side, str) else side for side in variant.descriptors[name]]
-    front = 3 if spec.ragged and name in STORED else 2
-    return [*[1] * front, *block] if len(block) == 2 else block
+    packed = spec.ragged and variant.rest_of.get(name, name) in PACKED_ROWS_OF
+    return [*[1] * (3 if packed else 2), *block] if len(block) == 2 else block
 
 
 def _absent(variant: Variant, spec: Specialization, config: Config) -> dict[str, None]:

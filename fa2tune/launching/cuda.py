@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from fa2tune.catalogue import WARP_THREADS
+from fa2tune.compiling.compiler import CompileError
 from fa2tune.devices import library, refusal
 from fa2tune.launching.image import Image, MapFormat
 
@@ -32,6 +33,7 @@ _address = torch.Tensor.data_ptr
 
 # Of cuda.h
 _INVALID_CONTEXT = 201
+OUT_OF_MEMORY = 2
 _SHARED_OPTIN = 97  #: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _MAX_THREADS, _SHARED_STATIC, _MAX_DYNAMIC_SHARED = 0, 1, 8  #: CU_FUNC_ATTRIBUTE_...
 _PREFER_SHARED = 1  #: CU_FUNC_CACHE_PREFER_SHARED
@@ -44,7 +46,11 @@ _GRAPHS_TAKE_EARLY = 12030  #: the first CUDA whose graphs know launches that st
 
 
 class CudaError(RuntimeError):
-    """The driver refused."""
+    """The driver refused. ``code``: its own, 0 if it did not answer with one."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class _Attribute(ctypes.Structure):
@@ -62,7 +68,7 @@ class _LaunchConfig(ctypes.Structure):
 def check(code: int, doing: str) -> None:
     """CudaError, in the driver's words, if ``code`` is one."""
     if code:
-        raise CudaError(refusal(library(), code, doing))
+        raise CudaError(refusal(library(), code, doing), code)
 
 
 @cache
@@ -84,8 +90,10 @@ def ensure_context(device_index: int) -> None:
 
 
 def _out_of_resources(asked: int, most: int, what: str) -> Exception:
-    from triton.runtime.errors import OutOfResources  # only here: with precompiled kernels Triton is not imported
-
+    try:
+        from triton.runtime.errors import OutOfResources  # only here: with precompiled kernels Triton is not imported
+    except Exception:  # a broken Triton raises what it likes
+        return CompileError(f"out of resource: {what}: needed {asked}, this GPU has {most}")
     found: Exception = OutOfResources(asked, most, what)
     return found
 

@@ -26,7 +26,6 @@ from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching import cuda, precompiled
 from fa2tune.launching.cuda import Chain, CudaError, Function, Launch, Maps
 from fa2tune.launching.image import Image, MapFormat
-from fa2tune.spec.extent import PACKED_ROWS, STORED
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.variant import SCORE, WINDOW, Variant
 
@@ -230,29 +229,28 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
     return [math.prod(shape[place + 1 :]) for place in range(len(shape))]
 
 
+#: The coordinate in front of a packed tensor's own ones, and how many rows it seems to have; and sizes that bound nothing.
+_PACKED_ROWS, _MOST_ROWS = 1 << 30, (1 << 31) - (1 << 16)
+
+
 def _addressed(
     name: str, problem: Problem, strides: tuple[int, int, int] | None, workspaces: Placed
-) -> tuple[list[int], list[int], int]:
-    """(shape, strides, elements ahead of the tensor's start), as ``cuda.Maps`` has them, of a tensor behind a descriptor.
+) -> tuple[list[int], list[int]]:
+    """(shape, strides), as ``cuda.Maps`` has them, of a tensor behind a descriptor.
 
-    A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends, and rows
-    are counted so that the tensor's bound falls on that row: row r of a sequence of n rows, of ``rows`` in all, has the
-    coordinate ``rows`` - n + r. The hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave
-    the next sequence alone (kernels/lib/hopper_packed.py).
-
-    Stores fault where memory before the tensor is not mapped. What is stored therefore begins at the tensor itself: it seems
-    to have PACKED_ROWS rows, and one more dimension, whose coordinate is always PACKED_ROWS, takes them back: as many of its
-    strides are 2^64 bytes, where addresses wrap around, less PACKED_ROWS rows."""
+    A packed tensor has one batch entry, so that dimension is free: its coordinate is the row where a sequence ends. Rows are
+    counted so that the tensor's bound falls on that row: row r of a sequence of n rows has the coordinate 2^30 - n + r. The
+    hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave the next sequence alone. One more
+    dimension takes the 2^30 rows back: its coordinate is always 2^30, and 2^30 of its strides are 2^64 bytes, where addresses
+    wrap around, less 2^30 rows. (A base before the tensor faults where nothing is mapped there.)"""
     shape = _shape(name, problem, workspaces)
     steps = _steps(shape, strides)
     if not problem.extent.ragged or name in workspaces:
-        return shape, steps, 0
-    _, heads, rows, dim = shape
+        return shape, steps
+    _, heads, _, dim = shape
     _, head_step, row_step, one = steps
-    if name in STORED:
-        back = (1 << 64) // PACKED_ROWS // ITEMSIZE[problem.dtype] - row_step
-        return [PACKED_ROWS + 1, rows + 1, heads, PACKED_ROWS, dim], [back, row_step, head_step, row_step, one], 0
-    return [rows + 1, heads, rows, dim], [row_step, head_step, row_step, one], rows * row_step
+    back = (1 << 64) // _PACKED_ROWS // ITEMSIZE[problem.dtype] - row_step
+    return [_MOST_ROWS, _MOST_ROWS, heads, _PACKED_ROWS, dim], [back, row_step, head_step, row_step, one]
 
 
 def starts_early(variant: Variant, config: Config) -> bool:
@@ -278,10 +276,10 @@ def _bound(
             continue
         if name in described:
             whole = variant.rest_of.get(name, name)
-            shape, steps, ahead = _addressed(whole, problem, strides.get(whole), workspaces)
-            maps = Maps(next(formats), shape, steps, ahead)
+            shape, steps = _addressed(whole, problem, strides.get(whole), workspaces)
+            maps = Maps(next(formats), shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
-                maps.encode(ANY_ADDRESS + maps.ahead)
+                maps.encode(ANY_ADDRESS)
             except CudaError as error:
                 raise CompileError(f"{variant.short_name}, {name}: {error}") from error
             slots[name] = len(arguments), maps

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 DENSE, RAGGED = "dense", "ragged"
 #: Tensor parameters of kernels with a constexpr RAGGED. In a dense call they are compiled in as 0, so they cost nothing.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-#: Tensors that kernels write by descriptors: of packed sequences these have one dimension more (``_addressed`` in
-#: launching/launch.py).
-STORED = ("dk", "dv")
-#: Rows that a packed tensor which is written seems to have.
-PACKED_ROWS = 1 << 30
+#: Tensors with a row a token: behind a descriptor they have one dimension more (``_addressed`` in launching/launch.py).
+PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True)

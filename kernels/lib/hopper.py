@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
-    "fence_async_shared", "mbarrier", "opaque", "thread_barrier", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "PACKED_ROWS", "fence_async_shared", "load_block", "mbarrier", "opaque", "reduce_block", "store_block", "thread_barrier",
+    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 #: tma_load(descriptor, coordinates, barrier, shared): global to shared memory, completes on the barrier
@@ -38,6 +38,37 @@ else:  # 3.6 has the operation, its Python wrapper is missing
     def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+#: Of packed sequences: row r of a sequence of n rows has the coordinate PACKED_ROWS - n + r, and the batch's coordinate is the
+#: row behind the sequence (``_addressed`` in fa2tune/launching/launch.py).
+PACKED_ROWS = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def load_block(descriptor, b, h, row, column, barrier, place):
+    """A block of a (batch, heads, rows, dim) tensor to shared memory of the block's shape; of packed sequences it has one
+    dimension more in front."""
+    if len(descriptor.block_type.shape) == 5:
+        tma_load(descriptor, [PACKED_ROWS, b, h, row, column], barrier, place)
+    else:
+        tma_load(descriptor, [b, h, row, column], barrier, place)
+
+
+@gluon.jit
+def store_block(descriptor, b, h, row, column, place):
+    if len(descriptor.block_type.shape) == 5:
+        tma_store(descriptor, [PACKED_ROWS, b, h, row, column], place)
+    else:
+        tma_store(descriptor, [b, h, row, column], place)
+
+
+@gluon.jit
+def reduce_block(descriptor, b, h, row, column, place):
+    if len(descriptor.block_type.shape) == 5:
+        tma_reduce_add(descriptor, [PACKED_ROWS, b, h, row, column], place)
+    else:
+        tma_reduce_add(descriptor, [b, h, row, column], place)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
 
 from fa2tune.kernels.lib.hopper import (
+    PACKED_ROWS,
     mbarrier,
     tma_load,
     warpgroup_mma,
@@ -278,9 +279,9 @@ def produce(
             # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
             b = first_q + queries
             k_entry = first_k + keys
-            q_shift = seqlen_q - queries
+            q_shift = PACKED_ROWS - queries
             own_row -= q_shift
-            start_n += seqlen_k - keys
+            start_n += PACKED_ROWS - keys
             of_lse = 0
             entries = 1
         else:

@@ -1,23 +1,21 @@
 """Packed sequences in the fused Hopper backward: which key tile a program works on, and where its rows lie. Device side.
 
 A sequence's rows of q, k, v, do, dk and dv are addressed by descriptors that end where the sequence ends (``_addressed`` in
-fa2tune/launching/launch.py): row r of a sequence of n rows has the coordinates [``end``, head, rows in all - n + r, 0], where
-``end`` is the tensor's row behind the sequence. Blocks that reach past it are filled with zeros, and what is stored there is
-dropped; of dk and dv, which are stored, coordinates are those of ``store_packed``. Workspaces have whole blocks of CHUNK rows
+fa2tune/launching/launch.py): row r of a sequence of n rows has the coordinates [PACKED_ROWS, ``end``, head,
+PACKED_ROWS - n + r, 0], where ``end`` is the tensor's row behind the sequence. Blocks that reach past it are filled with zeros, and what is stored
+there is dropped. Workspaces have whole blocks of CHUNK rows
 for each sequence: that of sequence s starts at block cu_seqlens_q[s] // CHUNK + s."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier, tma_store
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier, store_block
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
 from fa2tune.kernels.lib.hopper_extent import packed_tiles, place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.
 BLOCK_N = gl.constexpr(space.GROUPS * space.KEYS)
-#: Rows that a packed tensor which is stored seems to have, as PACKED_ROWS of fa2tune/spec/extent.py.
-PACKED_ROWS = gl.constexpr(1 << 30)
 #: Query rows of a block of the workspaces.
 CHUNK = gl.constexpr(space.CHUNK)
 
@@ -25,7 +23,7 @@ CHUNK = gl.constexpr(space.CHUNK)
 @gluon.jit
 def store_packed(descriptor, end, h, row, stage):
     """A block to a packed tensor; row: of its sequence less the sequence's rows, so below 0 where there is such a row."""
-    tma_store(descriptor, [PACKED_ROWS, end, h, PACKED_ROWS + row, 0], stage)
+    store_block(descriptor, end, h, PACKED_ROWS + row, 0, stage)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
+    load_block,
     mbarrier,
     tma_load,
     tma_store,
@@ -35,9 +36,13 @@ def descriptors_of(first, rest):
 
 @gluon.jit
 def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
-    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it. REST 0: there is one part."""
+    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it (of a packed tensor with one more
+    dimension of 1). REST 0: there is one part."""
     first = descriptors[0]
-    found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], first.layout),)
+    if len(first.block_type.shape) == 5:
+        found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, 1, HEIGHT, WIDTH], first.layout),)
+    else:
+        found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], first.layout),)
     if REST > 0:
         rest = descriptors[1]
         found = (found[0], gl.allocate_shared_memory(rest.dtype, [SLOTS, 1, 1, HEIGHT, REST], rest.layout))
@@ -71,7 +76,7 @@ def expect_both(descriptors, others, barrier):
 @gluon.jit
 def load_parts(descriptors, b, h, row, barrier, smem, slot):
     """A tile's parts, from row ``row`` on, into a slot."""
-    tma_load(descriptors[0], [b, h, row, 0], barrier, smem[0].index(slot))
+    load_block(descriptors[0], b, h, row, 0, barrier, smem[0].index(slot))
     if len(descriptors) > 1:
         tma_load(descriptors[1], [b, h, row, smem[0].shape[-1]], barrier, smem[1].index(slot))
 

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOG2E
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_load, tma_store
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, load_block, mbarrier, thread_barrier, tma_store
 from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.kernels.lib.hopper_fused import BLOCK_N, CHUNK, do_once
 from fa2tune.search_spaces.lib.hopper import block_dims
@@ -87,12 +87,12 @@ def _load(o, do, smem, duty, tiles, heads_q, seqlen_q, seqlen_k, packed, STAGES:
         if RAGGED:  # descriptors that end where the sequence ends
             row, first_q, rows, keys = _in_sequence(row, packed, seqlen_q, seqlen_k, 1)
             b = first_q + rows
-            row += seqlen_q - rows
+            row += PACKED_ROWS - rows
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), o.block_type.nbytes + do.block_type.nbytes)
-        tma_load(o, [b, h, row, 0], ready.index(slot), o_smem.index(slot))
-        tma_load(do, [b, h, row, 0], ready.index(slot), do_smem.index(slot))
+        load_block(o, b, h, row, 0, ready.index(slot), o_smem.index(slot))
+        load_block(do, b, h, row, 0, ready.index(slot), do_smem.index(slot))
 
 
 @gluon.jit
@@ -264,8 +264,12 @@ def bwd_beside_hopper_kernel(
     do_once(_START_MAIN)
 
     gl.static_assert(BATCH <= 32 and BATCH <= SLOTS)
-    o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], o.layout)
-    do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], do.layout)
+    if RAGGED:
+        o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], o.layout)
+        do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], do.layout)
+    else:
+        o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], o.layout)
+        do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], do.layout)
     zero_smem = gl.allocate_shared_memory(gl.float32, [1, 1, ZERO_ROWS, SUM_COLUMNS], sums.layout)
     zero_layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     zero_smem.reshape([ZERO_ROWS, SUM_COLUMNS]).store(gl.zeros([ZERO_ROWS, SUM_COLUMNS], gl.float32, zero_layout))

@@ -10,7 +10,7 @@ from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90 import bwd_fused
-from fa2tune.spec.extent import PACKED_ROWS, RAGGED, Extent
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import FUSED, SPLIT, Problem
 from fa2tune.spec.score import score_of
@@ -26,6 +26,13 @@ def posed(dim: int, mask: Mask = CAUSAL, dtype: str = "bf16", longest: int = 0, 
     return Problem(dtype, 1, 16, 4, 16384, 16384, dim, dim, mask, extent=extent, **more)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it will be once the kernel has run on a GPU."""
+    monkeypatch.setattr(registry, "UNPROVED_PACKED", frozenset())
+
+
+@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(256, 0)], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -40,12 +47,14 @@ def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> N
         assert limits.before_compile(variant, problem.specialization, choice.config, H200) is None
 
 
+@pytest.mark.usefixtures("proved")
 def test_the_length_chooses_the_row() -> None:
     for longest, bucket in ((0, 1024), (600, 1024), (8192, 8192)):
         choice = choosing.choose(posed(128, longest=longest), "bwd_fused", H200, True, node=NODE)
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 
 
+@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize(
     ("problem", "deterministic"),
     [
@@ -66,6 +75,7 @@ def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bo
         assert implementation_of(config) != WARP_SPECIALIZED
 
 
+@pytest.mark.usefixtures("proved")
 def test_forms_that_packed_sequences_cannot_have_are_refused() -> None:
     variant, spec = registry.variant_named("sm90/bwd_fused"), posed(128).specialization
     good = variant.space.default(spec, 90)
@@ -76,26 +86,28 @@ def test_forms_that_packed_sequences_cannot_have_are_refused() -> None:
 
 
 def test_a_descriptor_ends_where_a_sequence_ends() -> None:
-    """Coordinates (row behind the sequence, head, rows in all - its length + row) are those of the row, and a row that the
-    sequence has not is one that the tensor has not."""
-    rows, heads, dim = 16384, 16, 128
+    """Coordinates (2^30, row behind the sequence, head, 2^30 - its length + row) are those of the row, by addresses that wrap
+    around, and a row that the sequence has not is one that the tensor has not."""
+    rows, heads, dim, most = 16384, 16, 128, 1 << 30
     strides = (rows * heads * dim, dim, heads * dim)
-    shape, steps, ahead = _addressed("q", posed(dim), strides, {})
-    for first, length in ((0, 5), (100, 0), (16000, 384), (7, 1000)):
-        for row in (-1, 0, 3, 4, 5, 999, 1000):
-            place = (first + length, 9, rows - length + row, 0)
-            inside = all(0 <= at < size for at, size in zip(place, shape, strict=True))
-            assert inside == (row < length)
-            address = sum(at * step for at, step in zip(place, steps, strict=True)) - ahead
-            assert address == (first + row) * strides[2] + 9 * strides[1]
-    # what is stored: from the tensor itself on, with addresses that wrap around
-    shape, steps, ahead = _addressed("dk", posed(dim), strides, {})
-    assert ahead == 0 and all(0 < 2 * step < 1 << 40 and 2 * step % 16 == 0 for step in steps[:-1])
-    for first, length in ((0, 5), (100, 0), (16000, 384), (7, 1000)):
-        for row in (0, 3, 4, 5, 999, 1000):
-            place = (PACKED_ROWS, first + length, 0, PACKED_ROWS - length + row, 0)
-            assert all(0 <= at < size for at, size in zip(place, shape, strict=True)) == (row < length)
-            address = sum(at * 2 * step for at, step in zip(place, steps, strict=True))
-            assert address % (1 << 64) == 2 * (first + row) * strides[2]
+    for name in ("q", "k", "dk"):
+        shape, steps = _addressed(name, posed(dim), strides, {})
+        assert all(0 < 2 * step < 1 << 40 and 2 * step % 16 == 0 for step in steps[:-1])
+        assert all(0 < size <= 1 << 32 for size in shape)
+        for first, length in ((0, 5), (100, 0), (16000, 384), (7, 1000)):
+            for row in (0, 3, 4, 5, 999, 1000):
+                place = (most, first + length, 3, most - length + row, 0)
+                assert all(0 <= at < size for at, size in zip(place, shape, strict=True)) == (row < length)
+                address = sum(at * 2 * step for at, step in zip(place, steps, strict=True))
+                assert address % (1 << 64) == 2 * ((first + row) * strides[2] + 3 * strides[1])
     dense = Problem("bf16", 2, heads, heads, rows, rows, dim, dim, CAUSAL)
-    assert _addressed("q", dense, strides, {}) == ([2, heads, rows, dim], [*strides, 1], 0)
+    assert _addressed("q", dense, strides, {}) == ([2, heads, rows, dim], [*strides, 1])
+
+
+def test_what_is_not_proved_is_not_served() -> None:
+    for longest in (0, 1024, 8192):
+        strategy, kinds = choosing.strategy_of(posed(128, longest=longest), H200, False, node=NODE)
+        assert strategy == SPLIT or not kinds["bwd_fused"]
+        for kernel in kinds:
+            config = choosing.choose(posed(128), kernel, H200, kinds[kernel], node=NODE).config
+            assert implementation_of(config) != WARP_SPECIALIZED

@@ -9,7 +9,6 @@ import torch
 
 import fa2tune
 from fa2tune.calling import choosing, dispatch
-from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
@@ -60,8 +59,7 @@ def config_of(spec, form):
     """The config of a form, or None: the search space has no such form for these head dims."""
     variant = variant_named("sm90/bwd_fused")
     config = {**variant.space.default(spec, 90), **FORMS.get(form, {})}
-    refused = limits.before_compile(variant, spec, config, dispatch.gpu_of(0))
-    return None if refused else config
+    return None if variant.space.broken(config, spec, 90) else config
 
 
 def offsets(lengths):
