@@ -2,9 +2,9 @@
 
 A sequence's rows of q, k, v, do, dk and dv are addressed by descriptors that end where the sequence ends (``_addressed`` in
 fa2tune/launching/launch.py): row r of a sequence of n rows has the coordinates [PACKED_ROWS, ``end``, head,
-PACKED_ROWS - n + r, 0], where ``end`` is the tensor's row behind the sequence. Blocks that reach past it are filled with zeros, and what is stored
-there is dropped. Workspaces have whole blocks of CHUNK rows
-for each sequence: that of sequence s starts at block cu_seqlens_q[s] // CHUNK + s."""
+PACKED_ROWS - n + r, 0], where ``end`` is the tensor's row behind the sequence. Blocks that reach past it are filled with
+zeros, and what is stored there is dropped. Workspaces have whole blocks of CHUNK rows for each sequence: that of sequence s
+starts at block cu_seqlens_q[s] // CHUNK + s."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
