@@ -45,17 +45,19 @@ CALLS = (
     ((2, 8, 8, 4096, 40, 40), False),
     ((32, 16, 16, 257, 80, 80), False),
 )
-#: The same for the backward, by the fused strategy where its kernel has room, and longer ones; then by the split strategy.
+#: The same for the backward, and whether it is the split one where the fused kernel has room, too.
 BACKWARD_CALLS = (
-    *((*call, False) for call in CALLS),
-    ((2, 8, 8, 4096, 48, 48), True, False),
+    ((4, 32, 32, 2048, 96, 96), True, False),
+    ((4, 32, 32, 2048, 80, 80), True, False),
+    ((2, 48, 8, 4096, 192, 192), True, False),
+    ((1, 16, 16, 4096, 192, 128), True, False),
+    ((4, 12, 12, 4096, 160, 160), True, False),
+    ((16, 16, 16, 729, 72, 72), False, False),
+    ((32, 16, 16, 257, 80, 80), False, False),
     ((2, 16, 16, 8192, 96, 96), False, False),
     ((2, 20, 20, 8192, 80, 80), False, False),
-    ((4, 12, 12, 4096, 160, 160), True, False),
     ((2, 10, 10, 8192, 192, 192), False, False),
     ((4, 32, 32, 2048, 96, 96), True, True),
-    ((2, 20, 20, 8192, 80, 80), False, True),
-    ((2, 8, 8, 4096, 40, 40), False, True),
 )
 _TWO_PROGRAMS = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "Q_STAGES": 1, "PINGPONG": False, "maxnreg": 128}
 _LONGER = {"BLOCK_N": 128, "STAGES": 2, "Q_STAGES": 1}
@@ -68,13 +70,9 @@ TRIED: tuple[Config, ...] = (
     _SHORTER, {**_SHORTER, "STAGES": 2}, _TWO_PROGRAMS, {**_TWO_PROGRAMS, "STAGES": 2, "O_THROUGH": "q"},
 )  # fmt: skip
 PADDED: tuple[Config, ...] = ({"RESCALE": "lazy"}, {"RESCALE": "never"})
-BACKWARD_PADDED: tuple[Config, ...] = ({"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32})
-BACKWARD_TRIED: tuple[Config, ...] = (
-    {"ORDER": "together", "EXPONENTIALS_FIRST": False}, {"ORDER": "behind", "EXPONENTIALS_FIRST": False},
-    {"HEADS_PER_WAVE": 4}, {"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32}, {"HEADS_PER_WAVE": 8, "ORDER": "behind"},
-    {"K_STAGES": 3, "V_STAGES": 2}, {"STAGES": 3, "P_STAGES": 1}, {"STAGES": 3, "P_STAGES": 2}, {"IN_PARTS": True},
-    {"IN_PARTS": True, "REDUCE": "vector"},
-)  # fmt: skip
+#: Dimensions that a launch chooses, so that nothing more is compiled.
+BACKWARD_PADDED: tuple[Config, ...] = ({"HEADS_PER_WAVE": 8},)
+BACKWARD_TRIED: tuple[Config, ...] = ({"HEADS_PER_WAVE": 4}, {"HEADS_PER_WAVE": 8}, {"HEADS_PER_WAVE": 32})
 BURSTS, CALLS_A_BURST = 9, 3
 WARM_SECONDS = 0.25
 #: Kernel -> its config.

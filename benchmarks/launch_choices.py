@@ -6,8 +6,8 @@
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
-mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: forward calls of 0.1 to 30 GFLOP, head dim
-128, and the candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
+mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: prompts, then drawn forward calls of 0.1
+to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
 calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
 dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
 """
@@ -36,6 +36,13 @@ ORDERS = (0, 1, 4, 22, 64)
 MOST_FLOP = 2.5e12  #: of a forward: about 5 ms
 MOST_BYTES = 6 << 30
 SMALL_FLOP = (1e8, 3e10)
+#: (batch, query heads, key heads, queries, keys, head dim unless another is asked for, causal) of the first --small calls:
+#: prompts of a Llama, and others of few tiles.
+PROMPTS = (
+    (1, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 256, 128, True), (1, 32, 8, 512, 512, 128, True),
+    (1, 32, 8, 777, 777, 128, True), (1, 32, 8, 1024, 1024, 128, True), (1, 32, 8, 1536, 1536, 128, True),
+    (4, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 4096, 128, True), (8, 16, 16, 256, 256, 128, False),
+)  # fmt: skip
 
 
 def drawn(seed: int, count: int, backward: bool) -> list[dict[str, Any]]:
@@ -68,18 +75,21 @@ def _mask(shape: dict[str, Any]) -> Mask:
     return CAUSAL if shape["causal"] else FULL
 
 
-def drawn_small(seed: int, count: int) -> list[dict[str, Any]]:
-    """Few tiles: prompts and short sequences, head dim 128, batch 1 to 8."""
+def drawn_small(seed: int, count: int, dim: int) -> list[dict[str, Any]]:
+    """Few tiles: prompts and short sequences, batch 1 to 8; ``dim``: the head dim."""
     rng = random.Random(seed)
-    found: list[dict[str, Any]] = []
+    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "causal")
+    found: list[dict[str, Any]] = [
+        {**dict(zip(names, one, strict=True)), "head_dim": dim, "space": True} for one in PROMPTS[:count]
+    ]
     while len(found) < count:
         seqlen, batch = int(math.exp(rng.uniform(math.log(64), math.log(4000)))), rng.choice((1, 1, 1, 2, 4, 8))
         heads_kv, group, causal = rng.choice((2, 4, 8, 16)), rng.choice((1, 4)), rng.random() < 0.6
-        flop = 4 * batch * heads_kv * group * seqlen * seqlen * 128 * (0.5 if causal else 1)
+        flop = 4 * batch * heads_kv * group * seqlen * seqlen * dim * (0.5 if causal else 1)
         if SMALL_FLOP[0] <= flop <= SMALL_FLOP[1]:
             found.append({
                 "batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen,
-                "head_dim": 128, "causal": causal, "space": True,
+                "head_dim": dim, "causal": causal, "space": True,
             })  # fmt: skip
     return found
 
@@ -151,6 +161,12 @@ def compile_all(shapes: list[dict[str, Any]], backward: bool) -> int:
     with multiprocessing.get_context("spawn").Pool(min(14, len(jobs))) as pool:
         pool.map(compile_one, jobs.values(), chunksize=1)
     return len(jobs)
+
+
+def differing(config: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """What a config has that the chosen one has not."""
+    other = {name: value for name, value in config.items() if chosen.get(name) != value}
+    return " ".join(f"{name}={value}" for name, value in other.items()) or "the same"
 
 
 def graphed(call: Any, count: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -237,15 +253,16 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--backward", is_flag=True)
 @click.option("--small", is_flag=True)
+@click.option("--dim", type=int, default=128, help="Head dim of --small calls.")
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, out: Path) -> None:
+def main(backward: bool, small: bool, dim: int, seed: int, shapes: int, seconds: float, out: Path) -> None:
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
     random.seed(seed)
-    asked = drawn_small(seed, shapes) if small else drawn(seed, shapes, backward)
+    asked = drawn_small(seed, shapes, dim) if small else drawn(seed, shapes, backward)
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -257,9 +274,14 @@ def main(backward: bool, small: bool, seed: int, shapes: int, seconds: float, ou
             print(f"stopped after {len(cases)} of {shapes} shapes")
             break
         cases.append(measured(shape, backward, stream))
-        best = min(cases[-1]["candidates"], key=lambda c: c["us"])
+        first = sorted(cases[-1]["candidates"], key=lambda c: c["us"])[:3]
+        best = first[0]
         print(f"{list(shape.values())} chosen {cases[-1]['chosen_us']} best {best['us']} "
               f"({cases[-1]['chosen_us'] / best['us']:.3f})", flush=True)  # fmt: skip
+        if small:
+            print(f"    chosen {cases[-1]['chosen']['fwd']}")
+            for one in first:
+                print(f"    {one['us']:7.2f} {differing(one['configs']['fwd'], cases[-1]['chosen']['fwd'])}")
         torch.cuda.empty_cache()
     facts = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seed": seed,

@@ -1,20 +1,22 @@
-"""Times packed sequences: equal lengths beside the dense call, and mixed lengths.
+"""Times packed sequences: beside the portable kernels, equal lengths beside the dense call, and FlashAttention-3.
 
     python benchmarks/packed.py [--out benchmarks/calls/packed.json]
 
-16 query and key heads of 128, causal, bf16. Of equal lengths the packed forward stands beside the dense forward with the same
-portable config, and beside the dense call as it is served. CUDA events around single calls, interleaved, L2 flushed each time;
-medians of 25. TFLOP/s count visible pairs. Needs a GPU.
+Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
+the dense call as it is served. The documents of a packing get shorter by one ratio, and lie in no order. FlashAttention-3
+(forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. CUDA events around single calls,
+interleaved, L2 flushed each time; medians of 25. TFLOP/s count visible pairs. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -24,14 +26,42 @@ from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.variant import implementation_of
 
-HEADS, DIM, REPEATS = 16, 128, 25
+REPEATS = 25
 FLUSHED_WORDS = 64 << 20  #: int32 words, several times the L2
-PACKINGS: Mapping[str, tuple[int, ...]] = {
-    "16 of 1024": (1024,) * 16,
-    "4 of 4096": (4096,) * 4,
-    "8, the longest 8192": (8192, 100, 4000, 1, 0, 700, 2000, 1391),
-    "300 of 1 to 109": tuple(1 + 53 * n % 109 for n in range(300)),
+
+
+class Packing(NamedTuple):
+    lengths: tuple[int, ...]
+    heads_q: int = 16
+    heads_kv: int = 16
+    dim: int = 128
+
+
+def documents(count: int, total: int, longest: int) -> tuple[int, ...]:
+    """Lengths that get shorter by one ratio, ``total`` together, in no order."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        ratio = (low + high) / 2
+        over = sum(longest * ratio**n for n in range(count)) > total
+        low, high = (low, ratio) if over else (ratio, high)
+    lengths = [max(1, round(longest * low**n)) for n in range(count)]
+    lengths[count // 2] += total - sum(lengths)  # what rounding leaves
+    return tuple(lengths[7 * n % count] for n in range(count))
+
+
+PACKINGS: Mapping[str, Packing] = {
+    "16 of 1024": Packing((1024,) * 16),
+    "8 of 2048": Packing((2048,) * 8),
+    "4 of 4096": Packing((4096,) * 4),
+    "16 of 1024, 32 heads of 64": Packing((1024,) * 16, 32, 32, 64),
+    "4 of 4096, 32 heads of 64": Packing((4096,) * 4, 32, 32, 64),
+    "8, the longest 8192": Packing((8192, 100, 4000, 1, 0, 700, 2000, 1391)),
+    "300 of 1 to 109": Packing(tuple(1 + 53 * n % 109 for n in range(300))),
+    "32k in 20, the longest 5067": Packing(documents(20, 32768, 5067)),
+    "32k in 53, the longest 3756, 32/8 heads": Packing(documents(53, 32768, 3756), 32, 8),
+    "16k in 57, the longest 1820, 32 heads of 64": Packing(documents(57, 16384, 1820), 32, 32, 64),
 }
 
 
@@ -54,30 +84,43 @@ def microseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: round(statistics.median(times), 1) for name, times in samples.items()}
 
 
-def measured(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Times of one packing, and TFLOP/s."""
+def _fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> Callable[[], Any]:
+    torch.ops.load_library(os.environ["FA3_LIBRARY"])
+    return lambda: torch.ops._vllm_fa3_C.fwd(
+        q, k, v, *[None] * 4, offsets, offsets, *[None] * 3, longest, longest, *[None] * 9, q.shape[-1] ** -0.5, True, -1, -1,
+        0.0, True, None, 0, None, 0, None, 1, 0, None,
+    )  # fmt: skip
+
+
+def measured(packing: Packing) -> dict[str, Any]:
+    """Times of one packing, TFLOP/s, and which kernel served the packed forward."""
+    lengths, scale = packing.lengths, packing.dim**-0.5
     q, k, v = (
-        torch.randn(sum(lengths), HEADS, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        torch.randn(sum(lengths), heads, packing.dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (packing.heads_q, packing.heads_kv, packing.heads_kv)
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     o = fa2tune.attention_varlen(q, k, v, offsets, causal=True)
     do, (packed_q, packed_k, packed_v) = torch.randn_like(o), (tensor.detach() for tensor in (q, k, v))
+    views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
+    ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
+    served = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
+    portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), specialized=False).config
+    plan = passes.ForwardPlan(ragged, *views, scale, portable)
     calls: dict[str, Callable[[], Any]] = {
         "packed forward": lambda: fa2tune.attention_varlen(packed_q, packed_k, packed_v, offsets, causal=True),
+        "portable forward": lambda: plan(*views, offsets, offsets),
         "packed backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
     }
     if len(set(lengths)) == 1:
         dense = [tensor.unflatten(0, (len(lengths), -1)).transpose(1, 2) for tensor in (packed_q, packed_k, packed_v)]
-        views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
-        ragged = passes.describe(*views, CAUSAL, DIM**-0.5, extent=Extent(RAGGED, len(lengths), lengths[0]))
-        config = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
-        plan = passes.ForwardPlan(passes.describe(*dense, CAUSAL, DIM**-0.5), *dense, DIM**-0.5, config)
-        calls["dense forward, same config"] = lambda: plan(*dense)
         calls["dense forward"] = lambda: fa2tune.attention(*dense, causal=True)
+    if "FA3_LIBRARY" in os.environ:
+        calls["FlashAttention-3 forward"] = _fa3(packed_q, packed_k, packed_v, offsets, max(lengths))
     times = microseconds(calls)
-    flops = 4 * DIM * HEADS * sum(length * (length + 1) / 2 for length in lengths)
+    flops = 4 * packing.dim * packing.heads_q * sum(length * (length + 1) / 2 for length in lengths)
     rates = {name: round(flops * (2.5 if "backward" in name else 1) / us / 1e6) for name, us in times.items()}
-    return {"us": times, "tflops": rates}
+    return {"us": times, "tflops": rates, "served": implementation_of(served), "config": dict(served)}
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
@@ -93,9 +136,9 @@ def main(out: Path | None) -> None:
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},
     }  # fmt: skip
-    for name, lengths in PACKINGS.items():
-        facts["packings"][name] = found = measured(lengths)
-        click.echo(f"{name:22} {found}")
+    for name, packing in PACKINGS.items():
+        facts["packings"][name] = found = measured(packing)
+        click.echo(f"{name}: {found['served']}, TFLOP/s {found['tflops']}, us {found['us']}")
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """Makes the machine code that a release carries for its rows: sm_<capability>.kernels. ``make release`` calls it.
 
-    python benchmarks/ship_binaries.py FOLDER            # about 20 minutes on two cores, no GPU
+    python benchmarks/ship_binaries.py FOLDER            # about 20 minutes of one core, on all cores; no GPU
     python benchmarks/ship_binaries.py FOLDER --check    # what is there against the rows; some binaries are compiled again
 
 For each GPU with shipped rows, the dispatcher's own lookup tells which binaries calls load that those rows serve: every length,
@@ -10,6 +10,8 @@ which has to be the one installed. The same rows and sources give the same bytes
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -21,7 +23,8 @@ import click
 
 from fa2tune import gpus
 from fa2tune.compiling import binaries, fingerprint
-from fa2tune.compiling.binaries import BinariesError, File
+from fa2tune.compiling.binaries import BinariesError, File, New
+from fa2tune.compiling.compiler import CompileError
 from fa2tune.fleet import precompile
 from fa2tune.launching import precompiled
 from fa2tune.rows import reader
@@ -31,9 +34,10 @@ WANTED = precompile.Wanted(windows=True)
 LARGEST = 15_000_000  #: bytes of a file; a wheel is to stay below 40 MB
 
 
-def jobs() -> dict[int, dict[precompile.BinaryJob, None]]:
-    """Compute capability -> what to compile for the shipped rows. Files of rows that another Triton made (h200-triton3.9)
-    are for those whose machine code is not here, so they are left out; any other row of another Triton is an error."""
+def jobs(only: int | None = None) -> dict[int, dict[precompile.BinaryJob, None]]:
+    """Compute capability (all, or one) -> what to compile for the shipped rows. Files of rows that another Triton made
+    (h200-triton3.9) are for those whose machine code is not here, so they are left out; any other row of another Triton is an
+    error."""
     found: dict[int, dict[precompile.BinaryJob, None]] = {}
     here = fingerprint.triton_version()
     for path in reader.shipped_paths():
@@ -46,6 +50,8 @@ def jobs() -> dict[int, dict[precompile.BinaryJob, None]]:
             )
         for name in sorted({row.key.gpu for row in rows}):
             gpu = gpus.named(name)
+            if only not in (None, gpu.arch):
+                continue
             todo, _ = precompile.jobs(gpu, [Layer("shipped", path, rows)], WANTED)
             found.setdefault(gpu.arch, {}).update(dict.fromkeys(todo))
     return found
@@ -55,27 +61,51 @@ def path_of(folder: Path, arch: int) -> Path:
     return folder / f"sm_{arch}{binaries.SUFFIX}"
 
 
-def make(folder: Path, workers: int | None) -> None:
-    for arch, todo in jobs().items():
+_todo: list[tuple[precompile.BinaryJob, int]] = []  #: for the processes that are forked
+
+
+def _built(number: int) -> tuple[str, New]:
+    job, arch = _todo[number]
+    try:
+        return precompile.build(job, arch)
+    except CompileError as error:
+        variant, spec, _ = job
+        raise RuntimeError(f"{variant.short_name}, {spec}: {error}") from None
+
+
+def compiled(todo: Iterable[precompile.BinaryJob], arch: int, workers: int | None) -> dict[str, New]:
+    """Key -> binary. In processes, since Triton's own part of a compile holds Python's lock, and those that take long first.
+    They are forked: what to compile holds functions, which cannot be pickled."""
+    precompile.check_host()
+    _todo[:] = [(job, arch) for job in sorted(todo, key=_longest_first)]
+    found: dict[str, New] = {}
+    with multiprocessing.get_context("fork").Pool(workers or len(os.sched_getaffinity(0))) as pool:
+        try:
+            for key, new in pool.imap_unordered(_built, range(len(_todo))):
+                found[key] = new
+                if len(found) % 20 == 0:
+                    click.echo(f"sm_{arch}: {len(found)} of {len(_todo)}", err=True)
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from None
+    return found
+
+
+def _longest_first(job: precompile.BinaryJob) -> tuple[bool, bool, int]:
+    variant, spec, _ = job
+    return variant.portable, variant.serves == "fwd", -spec.head_dim
+
+
+def make(folder: Path, workers: int | None, only: int | None = None) -> None:
+    for arch, todo in jobs(only).items():
         path = path_of(folder, arch)
-        outcome = precompile.compile_all(list(todo), arch, workers, _progress(path.name, len(todo)))
-        for (variant, spec, _), why in outcome.failures:
-            raise click.ClickException(f"{variant.short_name}, {spec}: {why}")
-        binaries.save(path, binaries.packed(outcome.entries, precompile.sources()))
-        click.echo(f"{path}: {len(outcome.entries)} binaries, {path.stat().st_size / 1e6:.1f} MB")
+        found = compiled(todo, arch, workers)
+        binaries.save(path, binaries.packed(found, precompile.sources()))
+        click.echo(f"{path}: {len(found)} binaries, {path.stat().st_size / 1e6:.1f} MB")
 
 
-def _progress(name: str, total: int) -> precompile.OnBinary:
-    def progress(done: int) -> None:
-        if done % 20 == 0:
-            click.echo(f"{name}: {done} of {total}", err=True)
-
-    return progress
-
-
-def check(folder: Path, sample: int, seed: int) -> Iterable[str]:
+def check(folder: Path, sample: int, seed: int, only: int | None = None) -> Iterable[str]:
     """What is wrong with the files of a folder."""
-    for arch, todo in jobs().items():
+    for arch, todo in jobs(only).items():
         path = path_of(folder, arch)
         try:
             file = File(path, believed=True)
@@ -127,11 +157,12 @@ def compiled_anew() -> Iterator[None]:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling at a time.  [default: one per core]")
-def main(folder: Path, only_check: bool, sample: int, seed: int, workers: int | None) -> None:
+@click.option("--arch", type=int, help="Of this compute capability only, as 90.")
+def main(folder: Path, only_check: bool, sample: int, seed: int, workers: int | None, arch: int | None) -> None:
     if not only_check:
-        make(folder, workers)
+        make(folder, workers, arch)
         return
-    found = list(check(folder, sample, seed))
+    found = list(check(folder, sample, seed, arch))
     for line in found:
         click.echo(line)
     sys.exit(1 if found else 0)

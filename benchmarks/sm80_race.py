@@ -3,10 +3,14 @@
     python benchmarks/sm80_race.py --headdim 64,128 --configs 6 --out race.json
 
 The sm_80 PTX that Triton makes is assembled by ptxas for this GPU: the same instructions, barriers and traffic as on an A100.
-What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks where Hopper takes some 6.2,
-and other GPUs have 99 KiB of shared memory a block (--gpu a10 keeps to such a limit, and to no other property of that GPU).
-Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config and so many legal ones drawn at
-random, each compared with SDPA's result, then timed in turns. Figures: SDPA's time divided by this one, median over rounds.
+--gpu says whose limits and defaults count; with --crowd, blocks ask for so much shared memory that no more of them share a
+multiprocessor than there. What does not carry over: an A100's float32 rate is half of Hopper's, its mma.sync takes 8 clocks
+where Hopper takes some 6.2, and so on for the others.
+Per cell (pass, head dim, mask, length; 16k tokens, hidden size 2048, bf16): the default config, those of --try and so many
+legal ones drawn at random, each checked by the error rule and compared with SDPA's result, then timed in turns. Figures: SDPA's
+time divided by this one, median over rounds.
+
+    python benchmarks/sm80_race.py --pass fwd --configs 0 --try '{"SCHEDULE": "double", "BLOCK_N": 32}' --every
 """
 
 from __future__ import annotations
@@ -20,18 +24,22 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
+import sm80_on_hopper
 from sm80_on_hopper import ARCH, assembled
 
 from fa2tune import gpus
 from fa2tune.cli._options import comma_separated
 from fa2tune.compiling import compiler, registry
+from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
+from fa2tune.measuring import verify
 from fa2tune.rows.describe import describe
 from fa2tune.spec.mask import Mask, row_mask_named
 from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Specialization
@@ -41,6 +49,7 @@ from fa2tune.tuning.search.candidates import legal
 KERNELS = {"fwd": "sm80/fwd", "bwd": "sm80/bwd_fused"}
 #: Largest difference from SDPA's result, as a share of its largest magnitude: both round P and dS to bf16.
 TOLERANCE = 0.03
+RESERVED = 1024  #: bytes of shared memory a block, beside its own
 #: Variant's name, specialization, what a binary depends on.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
 
@@ -72,6 +81,14 @@ def _image(asked: Asked) -> Image | str:
         return str(error)
 
 
+def crowded(image: Image, gpu: Gpu, here: Gpu) -> Image:
+    """Asks for so much shared memory that a multiprocessor of ``here`` holds as many blocks as one of ``gpu`` does, or more
+    where even the most that a block may have leaves room for them. That leaves less of it as L1, too: 28 KiB here."""
+    blocks = gpu.shared_per_sm // (image.shared + RESERVED)
+    room = min(here.shared_per_sm // max(1, blocks) - RESERVED, here.shared_per_block)
+    return replace(image, shared=max(image.shared, room))
+
+
 def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
     """What compiles of them, on so many cores; the rest is named."""
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
@@ -83,15 +100,15 @@ def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
 
 
 def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
-    """Stands in for ``launch.load``. CompileError: a kernel is not among the images."""
+    """Stands in for ``launch.load``."""
     loaded: dict[tuple[Asked, int], cuda.Function] = {}
 
     def load(
         variant: Variant, spec: Specialization, config: tuple[tuple[str, Any], ...], device_index: int, _measured: str = ""
     ) -> cuda.Function:  # fmt: skip
         asked = (variant.name, spec, config)
-        if asked not in known:
-            raise compiler.CompileError(f"{variant.name} was not assembled for this GPU: {dict(config)}")
+        if asked not in known:  # the kernels around a checked one
+            return sm80_on_hopper.load(variant, spec, config, device_index)
         if (asked, device_index) not in loaded:
             kinds = launch.kinds(variant, spec, dict(config))
             loaded[asked, device_index] = cuda.Function(known[asked], kinds, device_index, "sm_80 PTX")
@@ -101,9 +118,11 @@ def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
 
 
 def cells(
-    wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int
+    wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
+    tried: Sequence[tuple[int, Config]] = (),
 ) -> Iterator[Cell]:  # fmt: skip
-    """Every combination, with the default and ``count`` other legal configs, the same at every length."""
+    """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
+    dim, or 0: for all), and ``count`` other legal configs, the same at every length."""
     card = gpus.named(gpu)
     for pass_ in wanted:
         variant = registry.variant_named(KERNELS[pass_])
@@ -111,15 +130,25 @@ def cells(
             for mask in masks:
                 spec = Specialization("bf16", dim, dim, mask)
                 default = dict(variant.space.default(spec, card.arch))
-                others = [config for config in legal(variant, spec, card).configs if config != default]
+                changes = [change for only, change in tried if only in (0, dim) and change.keys() <= default.keys()]
+                named = [{**default, **change} for change in changes]
+                named = [config for config in named if variant.space.broken(config, spec, card.arch) is None]
+                others = (
+                    [config for config in legal(variant, spec, card).configs if config not in (default, *named)]
+                    if count
+                    else []
+                )
                 drawn = random.Random(f"{seed} {pass_} {dim} {mask}").sample(others, min(count, len(others)))
                 for length in lengths:
-                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *drawn])
+                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *named, *drawn])
 
 
 def _binaries(cell: Cell) -> Iterator[Asked]:
     kernel = registry.variant_named(KERNELS[cell.pass_]).serves
     spec = Specialization("bf16", cell.head_dim, cell.head_dim, cell.mask.name)
+    if cell.pass_ == "bwd":  # the check's forward
+        portable = registry.portable_of("fwd")
+        yield _asked(portable, spec, portable.space.default(spec, ARCH))
     for config in cell.configs:
         for variant, its_config in passes.runs(kernel, spec, config, ARCH):
             yield _asked(variant, spec, its_config)
@@ -154,6 +183,12 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
 
     found, off, wanted = {"SDPA FlashAttention-2": peer}, {}, peer()
     for config in cell.configs:
+        fault = wrong(cell.pass_, cell.head_dim, cell.mask.name, tuple(sorted(config.items())))
+        if fault:
+            click.echo(
+                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {describe(config)}: {fault}", err=True
+            )
+            continue
         try:
             method = own(config)
             pairs = zip(method(), wanted, strict=True)
@@ -169,6 +204,17 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
                 err=True,
             )
     return found, off
+
+
+@cache
+def wrong(pass_: str, dim: int, mask: str, config: tuple[tuple[str, Any], ...]) -> str:
+    """By the error rule, with lengths that are multiples of nothing: what is wrong, or ""."""
+    variant, spec = registry.variant_named(KERNELS[pass_]), Specialization("bf16", dim, dim, mask)
+    try:
+        verify.check(variant.serves, dict(config), spec, ARCH, "cuda")
+    except (verify.WrongResult, compiler.CompileError, cuda.CudaError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def race(cell: Cell, rounds: int) -> dict[str, Any]:
@@ -207,6 +253,20 @@ def race(cell: Cell, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def every(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each config of a pass, head dim and mask: its ratios by length."""
+    table: dict[tuple[str, int, str], dict[str, dict[int, float]]] = {}
+    for one in results:
+        rows = table.setdefault((one["pass"], one["head_dim"], one["mask"]), {})
+        for name, found in one["methods"].items():
+            rows.setdefault(name, {})[one["length"]] = found["ratio"]
+    for (pass_, dim, mask), rows in table.items():
+        lengths = sorted({length for row in rows.values() for length in row})
+        yield f"{pass_} {dim} {mask}: {' '.join(map(str, lengths))}"
+        for name, row in sorted(rows.items(), key=lambda item: -sum(item[1].values())):
+            yield "  " + " ".join(f"{row.get(length, math.nan):.3f}" for length in lengths) + f"  {name}"
+
+
 def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line a cell, with the fastest config, and one a pass: the least and the geometric mean."""
     ratios: dict[str, list[float]] = {}
@@ -225,6 +285,12 @@ def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{pass_}: at least {min(found):.3f} x, geometric mean {mean:.3f} x over {len(found)} cells"
 
 
+def parsed(change: str) -> tuple[int, Config]:
+    """Of --try: the head dim, or 0, and what is changed."""
+    only, colon, rest = change.partition(":")
+    return (int(only), json.loads(rest)) if colon and only.isdigit() else (0, json.loads(change))
+
+
 @click.command(help=__doc__)
 @click.option("--pass", "wanted", callback=comma_separated(str), default="fwd,bwd", show_default=True)
 @click.option("--headdim", callback=comma_separated(int), default="64,128", show_default=True)
@@ -233,31 +299,43 @@ def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @click.option(
     "--configs", default=4, show_default=True, help="In addition to the default, per pass, head dim and mask."
 )
+@click.option(
+    "--try",
+    "tried",
+    multiple=True,
+    help="JSON: what else than the default's a config to race has; 64:JSON for one head dim.",
+)
+@click.option("--every", "all_of_them", is_flag=True, help="Print every config, not only the best.")
 @click.option("--gpu", default="a100", show_default=True, help="Whose limits and defaults count.")
+@click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as its shared memory holds.")
 @click.option("--rounds", default=10, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
-    wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, gpu: str, rounds: int,
-    seed: int, cores: int, out: Path | None,
+    wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
+    all_of_them: bool, gpu: str, crowd: bool, rounds: int, seed: int, cores: int, out: Path | None,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
-    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed))
+    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried]))
     here = gpus.present()
     if here is None or here.arch != 90:
         raise click.ClickException("needs a GPU of compute capability 9.0")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
-        launch.load = loader(images(list(dict.fromkeys(asked for cell in found for asked in _binaries(cell))), cores))  # type: ignore[assignment]
+        wanted_images = list(dict.fromkeys(asked for cell in found for asked in _binaries(cell)))
+        known = images(wanted_images, cores)
+        if crowd:
+            known = {asked: crowded(image, gpus.named(gpu), here) for asked, image in known.items()}
+        launch.load = loader(known)  # type: ignore[assignment]
         results = []
         for cell in found:
             results.append(race(cell, rounds))
             if out is not None:
                 out.write_text(json.dumps({"gpu": here.name, "limits": gpu, "cells": results}, indent=1) + "\n")
-    for line in best(results):
+    for line in (*(every(results) if all_of_them else ()), *best(results)):
         click.echo(line)
 
 

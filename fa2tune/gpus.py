@@ -149,7 +149,8 @@ def identify(driver_name: str, arch: int, sm_count: int) -> Gpu:
     return _stand_in(driver_name, arch, sm_count)
 
 
-def _device(number: int) -> Gpu:
+def device(number: int) -> Gpu:
+    """A CUDA device by number. Imports torch."""
     import torch
 
     properties = torch.cuda.get_device_properties(number)
@@ -162,7 +163,7 @@ def present() -> Gpu | None:
 
     if not torch.cuda.is_available() or torch.version.hip:
         return None
-    return _device(torch.cuda.current_device())
+    return device(torch.cuda.current_device())
 
 
 def visible() -> list[Gpu]:
@@ -171,7 +172,7 @@ def visible() -> list[Gpu]:
 
     if not torch.cuda.is_available() or torch.version.hip:
         return []
-    return [_device(number) for number in range(torch.cuda.device_count())]
+    return [device(number) for number in range(torch.cuda.device_count())]
 
 
 def use(number: int) -> None:

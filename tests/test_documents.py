@@ -146,17 +146,8 @@ def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
     assert [(tuple(call["shape"]), call["causal"]) for call in record["calls"]] == list(measured.CALLS)
     gains = []
     for call in record["calls"]:
-        batch, heads, groups, length, dim, dim_v = call["shape"]
         us = {one["name"]: one["us"] for one in call["raced"]}
-        changed = {name.partition(" ")[2]: value for name, value in us.items() if name.startswith("parts ")}
-        name = min(changed, key=lambda name: changed[name])
-        spread = max((max(one["bursts"]) - min(one["bursts"])) / one["us"] for one in call["raced"])
-        cells = (
-            f"{dim} / {dim_v}" if dim != dim_v else f"{dim}", f"{batch} x {heads} / {groups} x {length}",
-            "causal" if call["causal"] else "full", f"{us['padded']:.1f}", f"{us['padded'] / us['parts']:.2f}",
-            f"{us['padded'] / changed[name]:.2f}: {name.replace(' ', ', ')}", f"{100 * spread:.0f} %",
-        )  # fmt: skip
-        assert f"| {' | '.join(cells)} |" in page
+        assert f"| {' | '.join(cells_of_parts(call))} |" in page
         padded, *in_parts = call["raced"]
         spec = measured.posed(tuple(call["shape"]), call["causal"]).specialization
         ours = variant.fitted(spec, padded["config"])
@@ -166,6 +157,40 @@ def test_figures_of_head_dims_in_parts_are_those_of_the_record() -> None:
         "96 {:.2f}, 80 {:.2f}, 192 {:.2f}, 192 / 128 {:.2f}, 160 {:.2f}, 72 {:.2f}, 40 {:.2f}, 80 at 257 tokens {:.2f}"
     )
     assert of_today.format(*gains) in " ".join(page.split())
+
+
+LOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["head_dims_bwd_tried"])
+def test_figures_of_the_backward_in_parts_are_those_of_the_record(name: str) -> None:
+    record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
+    page = (ROOT / "docs/experiments/head-dims.md").read_text(encoding="utf-8")
+    assert f"`benchmarks/calls/{name}.json.gz`" in page and record["gpu"] == "NVIDIA H200"
+    for call in record["calls"]:
+        assert f"| {' | '.join(cells_of_parts(call))} |" in page
+    wide = [{one["name"]: one["us"] for one in call["raced"]} for call in record["calls"] if call["shape"][4] > 64]
+    gains = [us["padded"] / us["parts"] for us in wide]
+    assert len(gains) == 11
+    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast as padded columns (eleven calls)" in LOG
+
+
+def cells_of_parts(call: dict[str, Any]) -> tuple[str, ...]:
+    """A call's row of the table: padded time, how much faster parts are, and their best change."""
+    batch, heads, groups, length, dim, dim_v = call["shape"]
+    us = {one["name"]: one["us"] for one in call["raced"]}
+    changed = {name.partition(" ")[2]: value for name, value in us.items() if name.startswith("parts ")}
+    name = min(changed, key=lambda name: changed[name])
+    spread = max((max(one["bursts"]) - min(one["bursts"])) / one["us"] for one in call["raced"])
+    best = name.replace(" ", ", ")
+    if "configs" in call["raced"][0]:  # a backward's
+        best = f"`{best}`"
+    return (
+        f"{dim} / {dim_v}" if dim != dim_v else f"{dim}", f"{batch} x {heads} / {groups} x {length}",
+        ("causal" if call["causal"] else "full") + (", split" if call.get("split") else ""), f"{us['padded']:.1f}",
+        f"{us['padded'] / us['parts']:.2f}", f"{us['padded'] / changed[name]:.2f}: {best}",
+        f"{100 * spread:.0f} %",
+    )  # fmt: skip
 
 
 def test_where_the_readme_says_a_peer_is_faster_it_is() -> None:

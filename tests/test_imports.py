@@ -41,9 +41,12 @@ SHARED_BY_KERNELS = {
     "fa2tune.kernels.lib.hopper_forward",
     "fa2tune.kernels.lib.hopper_fused",
     "fa2tune.kernels.lib.hopper_joined",
+    "fa2tune.kernels.lib.hopper_keys",
     "fa2tune.kernels.lib.hopper_packed",
     "fa2tune.kernels.lib.hopper_parts",
+    "fa2tune.kernels.lib.hopper_queue",
     "fa2tune.kernels.lib.hopper_sums",
+    "fa2tune.kernels.lib.packed_heads",
 }
 
 

@@ -40,9 +40,18 @@ def test_the_citation_names_this_version_and_its_date() -> None:
     assert [reference["title"].partition(":")[0] for reference in citation["references"]] == ["FlashAttention-2"]
 
 
-def test_the_workflow_runs_the_ci_script_on_the_oldest_python() -> None:
+def test_the_workflow_runs_the_ci_script_and_makes_a_release_on_the_oldest_python() -> None:
     jobs = read(".github/workflows/ci.yml")["jobs"]
-    steps = [step for job in jobs.values() for step in job["steps"]]
-    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
-    pythons = [step["with"]["python-version"] for step in steps if "python-version" in step.get("with", {})]
-    assert [f">={python}" for python in pythons] == [PROJECT["requires-python"]]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands == {"checks": [".ci/run"], "release": ["make release"]}
+    for job in jobs.values():
+        pythons = [step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})]
+        assert [f">={python}" for python in pythons] == [PROJECT["requires-python"]]
+
+
+def test_make_release_makes_the_machine_code_checks_it_and_holds_the_wheel_to_its_size() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nrelease: setup\n")[2].partition("\n\n")[0]
+    made, checked, built, measured = (
+        recipe.find(one) for one in ("ship_binaries.py build", "--check", "pip wheel", "-size")
+    )
+    assert 0 < made < checked < built < measured and "git archive HEAD" in recipe

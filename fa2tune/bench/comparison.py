@@ -335,7 +335,7 @@ class Results:
     An existing file is refused unless ``resume``. ValueError says what is wrong with it."""
 
     #: What must not change between slices of one file.
-    SAME = ("gpu", "sm_count", "torch", "triton", "cudnn")
+    SAME = ("gpu", "sm_count", "code", "torch", "triton", "cudnn")
 
     def __init__(self, path: Path, environment: Mapping[str, Any], resume: bool) -> None:
         self.path = path

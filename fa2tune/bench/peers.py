@@ -228,6 +228,10 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
+#: Peers that multiply by mma.sync, too: what ported code is fairly compared with. The others use wgmma where it is there.
+BY_MMA_SYNC = ("sdpa-flash", "triton-plain")
+
+
 def select(
     names: Sequence[str] | None, known: Mapping[str, Peer] = PEERS
 ) -> tuple[dict[str, Peer], dict[str, str]]:  # fmt: skip

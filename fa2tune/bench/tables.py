@@ -106,7 +106,8 @@ def setting(data: Mapping[str, Any]) -> str:
     last = data["runs"][-1]
     days = sorted({str(run["date"])[:10] for run in data["runs"]})
     named = (("driver", "driver"), ("torch", "torch"), ("Triton", "triton"), ("cuDNN", "cudnn"))
-    parts = [str(last["gpu"]), *(f"{title} {last[field]}" for title, field in named if last.get(field))]
+    code = [f"running {last['code']}"] if last.get("code") else []
+    parts = [str(last["gpu"]), *code, *(f"{title} {last[field]}" for title, field in named if last.get(field))]
     return ", ".join([*parts, " to ".join({days[0]: None, days[-1]: None})])
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from fa2tune.calling import schedule
-from fa2tune.calling.defaults import portable_default, specialized_default
+from fa2tune.calling.defaults import better_default, portable_default
+from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
@@ -23,7 +24,7 @@ from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
-from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -56,11 +57,6 @@ def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
     )  # fmt: skip
 
 
-def kinds_of(row: Row) -> dict[str, bool]:
-    """Of a whole backward's row: kernel -> whether it is warp-specialised."""
-    return {kernel: implementation == WARP_SPECIALIZED for kernel, implementation in row.config.items()}
-
-
 @dataclass(frozen=True)
 class Fitted:
     """A kernel's row for a problem."""
@@ -83,10 +79,10 @@ class Chooser:
         self.layers = layers() if among is None else among
         self.node = node or toolchain()
         self._spec = problem.specialization
-        self._ladders: dict[TuningKey, list[lookup.Candidate]] = {}
+        self._ladders: dict[TuningKey, lookup.Ladder] = {}
         self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
-        self._found: dict[tuple[str, bool | None], Lookup] = {}  # kernel and kind, backward and deterministic
-        self._specialized_defaults: dict[str, Config | None] = {}
+        self._found: dict[tuple[str, Kind], Lookup] = {}  # kernel and kind, backward and deterministic
+        self._better_defaults: dict[str, Config | None] = {}
 
     def of(self, problem: Problem) -> Chooser:
         """The same for a problem that may be this one, or have the same keys: nothing is then worked out again."""
@@ -96,11 +92,11 @@ class Chooser:
         other._ladders = self._ladders
         return other
 
-    def ladder(self, kernel: str) -> list[lookup.Candidate]:
+    def ladder(self, kernel: str) -> lookup.Ladder:
         """Every row that could serve a kernel, or the whole backward, best first."""
         key = key_of(self.problem, kernel, self.gpu)
         if key not in self._ladders:
-            self._ladders[key] = list(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
+            self._ladders[key] = lookup.Ladder(lookup.candidates(key, self.gpu.silicon, self.layers, self.node))
         return self._ladders[key]
 
     def fitted(self, row: Row) -> Fitted:
@@ -126,34 +122,34 @@ class Chooser:
         refused = limits.before_compile(variant, self._spec, config, self.gpu)
         return Fitted(row, ours, variant, refused.why if refused else None)
 
-    def specialized_default(self, kernel: str) -> Config | None:
-        """As ``defaults.specialized_default`` has it."""
-        if kernel not in self._specialized_defaults:
-            self._specialized_defaults[kernel] = specialized_default(kernel, self.problem, self.gpu)
-        return self._specialized_defaults[kernel]
+    def better_default(self, kernel: str) -> Config | None:
+        """As ``defaults.better_default`` has it."""
+        if kernel not in self._better_defaults:
+            self._better_defaults[kernel] = better_default(kernel, self.problem, self.gpu)
+        return self._better_defaults[kernel]
 
-    def _refusal(self, row: Row, specialized: bool | None) -> str | None:
-        """Why a kernel's row cannot serve, where only warp-specialised ones, or only the others, are asked for."""
-        if specialized not in (None, row.specialized):
-            return f"the whole backward was measured with {'a' if specialized else 'no'} warp-specialised kernel"
+    def _refusal(self, row: Row, kind: Kind) -> str | None:
+        """Why a kernel's row cannot serve, where those of a kind are asked for."""
+        if (other := other_kind(row, kind)) is not None:
+            return other
         # measurements stand behind that default (see fa2tune.calling.defaults), none behind the prediction
-        if row.obtained == PREDICTED and not row.specialized and self.specialized_default(row.key.kernel):
-            return (
-                "it was only predicted, for a portable kernel: the warp-specialised default was measured to be faster"
-            )
+        predicted_portable = row.obtained == PREDICTED and kind_of(row.implementation) is False
+        if predicted_portable and (better := self.better_default(row.key.kernel)):
+            name = "warp-specialised" if implementation_of(better) == WARP_SPECIALIZED else implementation_of(better)
+            return f"it was only predicted, for a portable kernel: the {name} default was measured to be faster"
         return self.fitted(row).refused
 
-    def find(self, kernel: str, specialized: bool | None = None) -> Lookup:
-        """The best row of the ladder for one kernel. ``specialized``: whether it has to be warp-specialised; None: either."""
-        asked = kernel, specialized
+    def find(self, kernel: str, kind: Kind = None) -> Lookup:
+        """The best row of the ladder for one kernel. ``kind``: of which it has to be."""
+        asked = kernel, kind
         if asked not in self._found:
-            self._found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, specialized))
+            self._found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, kind))
         return self._found[asked]
 
-    def find_preferring(self, kernel: str, specialized: bool | None) -> Lookup:
-        """The same, where a warp-specialised kernel is asked for and no such row can serve with any other."""
-        found = self.find(kernel, specialized)
-        return found if found[0] or not specialized else self.find(kernel, False)
+    def find_preferring(self, kernel: str, kind: Kind) -> Lookup:
+        """The same; where no row of that kind can serve, a portable one stands in."""
+        found = (self.find(kernel, one) for one in kinds_in_turn(kind))
+        return next((one for one in found if one[0]), None) or self.find(kernel, kinds_in_turn(kind)[-1])
 
     def find_backward(self, deterministic: bool) -> Lookup:
         """The best row for a whole backward."""
@@ -178,21 +174,20 @@ class Chooser:
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
         for kernel in STRATEGIES[row.strategy]:
-            if row.config.get(kernel) == WARP_SPECIALIZED and not self.find(kernel, True)[0]:
-                return f"no row of its warp-specialised {kernel} can serve this problem"
+            if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
+                return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
         return None
 
-    def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool]]:
-        """(strategy, kernel -> whether it is to be warp-specialised), by the row of the whole backward; the strategy is "split"
-        or "fused", split where there is no row (it is deterministic), and a kernel that the row does not name chooses by
-        itself."""
+    def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:
+        """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",
+        split where there is no row (it is deterministic), and a kernel that the row does not name chooses by itself."""
         answer, _ = self.find_backward(deterministic)
         return (answer.row.strategy, kinds_of(answer.row)) if answer else (SPLIT, {})
 
-    def choose(self, kernel: str, specialized: bool | None = None) -> Choice:
-        """The choice for one kernel: by the best row of the ladder, else the default. ``specialized``: whether it is to be
-        warp-specialised, where such a row can serve; None: as the rows have it."""
-        answer, _ = self.find_preferring(kernel, specialized)
+    def choose(self, kernel: str, kind: Kind = None) -> Choice:
+        """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where
+        such a row can serve."""
+        answer, _ = self.find_preferring(kernel, kind)
         if answer is not None:
             return self.suited(answer)
         problem, gpu = self.problem, self.gpu
@@ -203,7 +198,7 @@ class Chooser:
 
     def default(self, kernel: str) -> Choice:
         """The documented one."""
-        config = self.specialized_default(kernel)
+        config = self.better_default(kernel)
         return choice_of(kernel, config) if config else self.portable_default(kernel)
 
     def portable_default(self, kernel: str) -> Choice:
@@ -214,7 +209,8 @@ class Chooser:
         problem, own = self.problem, self.fitted(answer.row)
         variant = own.variant
         assert variant is not None  # of an answer
-        by_schedule, by_work = schedule.covers(variant), not problem.mask.measured and answer.row.specialized
+        by_schedule = schedule.covers(variant) and not problem.extent.ragged  # packed tiles come from a queue
+        by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
             return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
         others = [self.fitted(row) for row in lookup.of_other_lengths(answer, self.node)]
@@ -229,11 +225,11 @@ class Chooser:
 
 
 def choose(
-    problem: Problem, kernel: str, gpu: Gpu, specialized: bool | None = None, among: Sequence[reader.Layer] | None = None,
+    problem: Problem, kernel: str, gpu: Gpu, kind: Kind = None, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
 ) -> Choice:  # fmt: skip
     """``Chooser.choose`` for one kernel of a problem."""
-    return Chooser(problem, gpu, among, node).choose(kernel, specialized)
+    return Chooser(problem, gpu, among, node).choose(kernel, kind)
 
 
 def choose_backward(chooser: Chooser, deterministic: bool) -> tuple[str, dict[str, Choice]]:
@@ -245,6 +241,6 @@ def choose_backward(chooser: Chooser, deterministic: bool) -> tuple[str, dict[st
 def strategy_of(
     problem: Problem, gpu: Gpu, deterministic: bool, among: Sequence[reader.Layer] | None = None,
     node: lookup.Toolchain | None = None,
-) -> tuple[str, Mapping[str, bool]]:  # fmt: skip
+) -> tuple[str, Mapping[str, bool | str]]:  # fmt: skip
     """``Chooser.strategy`` of a problem."""
     return Chooser(problem, gpu, among, node).strategy(deterministic)

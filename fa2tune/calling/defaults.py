@@ -7,6 +7,9 @@ from padded head dim 64 on, the portable one below, where tiles are padded to 64
 Measured on an H200, bf16, as portable time over warp-specialised time. Head dim 128 and more: 1.16 to 1.45 forward, 1.32 to
 1.89 backward (benchmarks/default_of_variants.py, 2026-11-21, lengths 512 to 8k). Head dim 64: 1.08 backward; forward 1.12 to
 1.25 without a mask, 0.96 to 1.24 with one (the tuner's screening of 2026-11-22, lengths 512 to 16k).
+
+On an A100 the kernels of kernels/sm80 serve as defaults from padded head dim 64 on, as their rows of evidence "ported" do: 1.1
+to 1.8 times as fast forward, 1.6 to 4.2 backward (docs/experiments/ported.md).
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fa2tune.compiling import limits
-from fa2tune.compiling.registry import portable_of, variants_of
+from fa2tune.compiling.registry import implementations, portable_of, variants_of
 from fa2tune.gpus import Gpu
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Kernel -> the least padded head dim (the larger of both) from which the warp-specialised default serves
 SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 64, "bwd_dq": 64, "bwd_dkdv": 64}
+#: The same of the kernels of kernels/sm80.
+SM80, SM80_FROM = "sm80", {"fwd": 64, "bwd_fused": 64}
+#: Compute capabilities whose limits these defaults were raced under, as sm_80 code on an H200.
+SM80_ARCHS = (80,)
 
 
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
@@ -51,6 +58,22 @@ def specialized_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | Non
     return None
 
 
+def sm80_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
+    """The default of a kernel of kernels/sm80, where it is the documented one of this problem on this GPU; None: it is not."""
+    spec = problem.specialization
+    width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    variant = implementations(kernel).get(SM80)
+    if variant is None or gpu.arch not in SM80_ARCHS or width < SM80_FROM.get(kernel, width + 1):
+        return None
+    config = variant.space.default(spec, gpu.arch)
+    return None if limits.before_compile(variant, spec, config, gpu) else config
+
+
+def better_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
+    """The documented default, where it is of a kernel that was measured to be faster than the portable one."""
+    return specialized_default(kernel, problem, gpu) or sm80_default(kernel, problem, gpu)
+
+
 def default_config(kernel: str, problem: Problem, gpu: Gpu) -> Config:
     """The config of this problem on this GPU where no row serves."""
-    return specialized_default(kernel, problem, gpu) or portable_default(kernel, problem, gpu.arch)
+    return better_default(kernel, problem, gpu) or portable_default(kernel, problem, gpu.arch)

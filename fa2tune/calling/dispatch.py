@@ -12,27 +12,26 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, choosing, dense, group_schedule
+from fa2tune import uncollected
+from fa2tune.calling import arguments, choosing, dense, forward_plans, group_schedule
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
+from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
-from fa2tune.gpus import Gpu
 from fa2tune.launching import passes
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
     BackwardPlan,
-    ForwardPlan,
     empty_ordered,
     float32_precision,
     lse_of,
@@ -64,23 +63,6 @@ def reload() -> None:
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
     forget_packed()
-
-
-@cache
-def gpu_of(device_index: int) -> Gpu:
-    """The GPU at a CUDA index; -1 (the interpreter) gives one of the lowest architecture. RuntimeError: too old for every
-    kernel."""
-    if device_index < 0:
-        return gpus.named("a100")
-    properties = torch.cuda.get_device_properties(device_index)
-    arch = 10 * properties.major + properties.minor
-    gpu = gpus.identify(properties.name, arch, properties.multi_processor_count)
-    if arch < gpus.MIN_ARCH:
-        raise RuntimeError(
-            f"attention: cuda:{device_index} ({properties.name}) has compute capability {gpu.capability}, "
-            f"{gpus.MIN_ARCH / 10} or higher is needed"
-        )
-    return gpu
 
 
 def with_copies(
@@ -204,7 +186,8 @@ def forward_plan(
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
     def make(choices: Mapping[str, Choice]) -> Any:
-        return dense.copying(ForwardPlan(chooser.problem, q, k, v, softmax_scale, choices["fwd"]), tuple(given), names)
+        plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu)
+        return dense.copying(plan, tuple(given), names)
 
     try:
         with uncollected():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fa2tune.calling import defaults
+from fa2tune.calling import defaults, split_schedule
 from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
@@ -25,7 +25,6 @@ TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
 )  # fmt: skip
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
-DECODING = 16  #: at most so many queries: few programs run, as keys are not split among them
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Served:
     parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
+    split: Config | None = None  #: of the kernel that splits keys among programs and runs in place of the row's, if any
 
     @property
     def kernel(self) -> str:
@@ -154,6 +154,8 @@ class Explanation:
             return f"Tuned, but stale: {names} {runs} measured on {self.gpu.name} with {'; '.join(parts)}."
         if self.status == OTHER_GPU:
             others = sorted({served.row.obtained_on or served.row.key.gpu for served in worst if served.row})
+            if any(served.row and served.row.obtained == PORTED for served in worst):
+                return f"Ported: {names} {runs} raced as sm_80 code on {', '.join(others)}; no {self.gpu.name} has timed them."
             return f"Tuned on another GPU: {names} {runs} measured on {', '.join(others)}."
         if self.status == NEAR:
             steps = sorted({served.answer.problem_step for served in worst if served.answer})
@@ -163,15 +165,6 @@ class Explanation:
         if self.status == PREDICTION:
             return f"Predicted, not measured: {names} {runs} that the analytic model chose."
         return f"Not tuned: no row serves {names}, so the default config does."
-
-    @property
-    def about_call(self) -> str:
-        """What no row says of it, in one sentence; "" if nothing."""
-        if self.problem.seqlen_q > DECODING:
-            return ""
-        return (
-            f"At most {DECODING} queries (decoding): keys are not split among programs, so most of the GPU may be idle."
-        )
 
     @property
     def about_gpu(self) -> str:
@@ -216,7 +209,7 @@ class Explanation:
         return " ".join(words)
 
     def __str__(self) -> str:
-        about = [sentence for sentence in (self.about_call, self.about_launch, self.about_gpu) if sentence]
+        about = [sentence for sentence in (self.about_launch, self.about_gpu) if sentence]
         return "\n".join([self.verdict, *about, *(f"  {served}" for served in self.kernels), f"Next: {self.next}"])
 
     def __repr__(self) -> str:
@@ -236,12 +229,13 @@ class Explanation:
             for one in self.kernels
             if one.parts > 1
         ]
+        said += [split_schedule.about(self.problem, one.split) for one in self.kernels if one.split is not None]
         return " ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_call or None,
+            "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_launch or None,
             "gpu": self.gpu.name,
             "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
             "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}
@@ -279,5 +273,6 @@ def _as_dict(served: Served) -> dict[str, Any]:
         ],
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
+        "split": dict(served.split) if served.split is not None else None,
         "parts": served.parts, "copied": list(served.copied),
     }  # fmt: skip

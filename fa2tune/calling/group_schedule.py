@@ -49,23 +49,31 @@ def rows_of_tiles(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[
 
 
 @lru_cache(maxsize=4096)
-def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: int) -> float:
+def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: int, exact: bool = True) -> float:
     """Query rows, START_ROWS included, of the program that ends last. ``rows``: as ``rows_of_tiles`` has them; ``heads``: key
-    heads of the whole batch, ``band`` of which are given out together, tile after tile; ``programs``: that run at once."""
+    heads of the whole batch, ``band`` of which are given out together, tile after tile; ``programs``: that run at once.
+    ``exact``: else no more than it, without giving the tiles out one by one, which takes up to a millisecond."""
     costs = [group * own + START_ROWS for own in rows]
-    total = heads * sum(costs)
+    total, longest = heads * sum(costs), max(costs)
     if len(costs) * heads > MOST_TILES:
         return total / programs + costs[-1] / 2
+    if longest == min(costs):
+        return float(-(-len(costs) * heads // programs) * longest)
+    if not exact:
+        return max(total / programs, longest)
     free = [0.0] * programs
-    for first in range(0, heads, band):
-        for cost in costs:
-            for _ in range(min(band, heads - first)):
-                heapq.heapreplace(free, free[0] + cost)
+    whole, rest = divmod(heads, band)
+    for together, times in ((band, whole), (rest, 1)):
+        for cost in [cost for cost in costs for _ in range(together)] * times:
+            heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
-def predicted_us(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu, parts: int) -> float:
-    """Microseconds that a kernel which makes dK and dV is expected to take with query groups in so many parts."""
+def predicted_us(
+    problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu, parts: int, exact: bool = True
+) -> float:
+    """Microseconds that a kernel which makes dK and dV is expected to take with query groups in so many parts. ``exact``: as
+    ``busiest`` has it."""
     choice, ours = choice_of(kernel, given), group_parts.split(problem, parts)
     variant, config = choice.variant, choice.config
     hopper = WARP_SPECIALIZED in variant.implementations
@@ -73,7 +81,7 @@ def predicted_us(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu
     rows = rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
     heads = ours.batch * ours.heads_kv
     programs = min(gpu.sm_count, variant.programs(ours, config, gpu.sm_count))
-    longest = busiest(rows, heads, ours.group, min(config["HEADS_PER_WAVE"], heads), programs)
+    longest = busiest(rows, heads, ours.group, min(config["HEADS_PER_WAVE"], heads), programs, exact)
     columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
     products = 5 if kernel == "bwd_fused" else 4
     operations = longest * keys * products * columns  # of one multiprocessor
@@ -95,9 +103,17 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     if is_empty(problem) or problem.extent.ragged or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     choice = choice_of(kernel, given)
-    times = {parts: predicted_us(problem, kernel, choice, gpu, parts) for parts in group_parts.allowed(problem)}
+    # of most numbers a bound says that they are not the best: tiles are given out one by one for few
+    bounds = {parts: predicted_us(problem, kernel, choice, gpu, parts, False) for parts in group_parts.allowed(problem)}
+    times = {1: predicted_us(problem, kernel, choice, gpu, 1)}
+    wanted = (1 - MARGIN) * times[1]
+    if min(bounds.values()) >= wanted:
+        return 1
+    for parts in sorted(bounds, key=lambda parts: bounds[parts]):
+        if parts > 1 and bounds[parts] <= (1 + TIE) * min(times.values()):
+            times[parts] = predicted_us(problem, kernel, choice, gpu, parts)
     least = min(times.values())
-    return max(parts for parts in times if times[parts] <= (1 + TIE) * least) if least < (1 - MARGIN) * times[1] else 1
+    return max(parts for parts in times if times[parts] <= (1 + TIE) * least) if least < wanted else 1
 
 
 def parts(problem: Problem, configs: Chosen, gpu: Gpu) -> dict[str, int]:

@@ -14,8 +14,9 @@ from torch.autograd import forward_ad
 
 from fa2tune.calling import arguments, dispatch
 from fa2tune.calling.arguments import MISSING
+from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
-from fa2tune.launching.launch import TORCH_DTYPES, interpreted
+from fa2tune.launching.launch import TORCH_DTYPES
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator, sides_of
 from fa2tune.spec.mask import checked as checked_mask

@@ -19,9 +19,9 @@ import numpy as np
 
 from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, suited
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, few_tiles, suited
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -32,6 +32,11 @@ L2_BYTES = 32 << 20
 START = 1.0
 #: Microseconds of a launch, and of one more where RESCALE is "never": fwd_norms then reads K, so many bytes a microsecond.
 LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
+#: Share of the rate of two programs on a multiprocessor that one alone has, and time for as many query rows and keys that a
+#: config of ``few_tiles`` takes, over that of a row's config: fitted to benchmarks/calls/launch_choices_small.json.
+ALONE, SHARED = 1 / 1.4, 1.1
+#: Its tiles for each multiprocessor up to which it was measured, and the head dim of Q, K and V.
+FEW_TILES, FEW_TILES_DIM = 5, 128
 #: Another config or order must be predicted to be faster by this share: a measured choice stands against a guess.
 MARGIN = 0.02
 #: Tiles played through at most; of more heads than that a part stands for the whole.
@@ -91,10 +96,9 @@ def _busiest(
     work = np.bincount(program, weights=cost[tile], minlength=programs)  # [programs]
     if shared == 1:
         return float(work.max()) * heads / played
-    # Programs of one multiprocessor share its tensor cores. One alone leaves them idle while it exponentiates: half of the
-    # rate that two have together.
+    # Programs of one multiprocessor share its tensor cores. One alone leaves them idle while it exponentiates.
     together = np.bincount(np.arange(programs) % sm_count, weights=work)  # [multiprocessors]
-    return float(max(together.max(), 2 * work.max())) / shared * heads / played
+    return float(max(together.max(), work.max() / ALONE)) / shared * heads / played
 
 
 def busiest(problem: Problem, config: Config, sm_count: int) -> float:
@@ -172,4 +176,21 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
             time = predicted_us(problem, row, config, sm_count)
             if time is not None and time < least:
                 chosen, least = (row, config), time
-    return chosen
+    few = few_tiles_us(problem, *chosen, sm_count)
+    return chosen if few is None or few[0] >= least else (chosen[0], few[1])
+
+
+def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
+    """The config for calls of few tiles; None: these head dims have none, or it was not measured with them."""
+    few, measured = few_tiles(spec), spec.head_dim == spec.head_dim_v == FEW_TILES_DIM
+    return few if measured and SPACE.broken(few, spec, arch) is None else None
+
+
+def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:
+    """Microseconds that the config for calls of few tiles is expected to take, and it itself; None: there is none. ``row``,
+    ``config``: that would serve otherwise, whose measured time a block gives that of the other."""
+    few, block = for_few_tiles(problem.specialization, row.key.arch), _block_us(row)
+    if few is None or block is None or problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
+        return None
+    size = few["BLOCK_M"] * few["BLOCK_N"] * PROGRAMS[few["maxnreg"]] / (config["BLOCK_M"] * config["BLOCK_N"])
+    return _fixed_us(problem, few) + block * size * SHARED * busiest(problem, few, sm_count), few

@@ -11,18 +11,19 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, choosing, dense, dispatch, group_schedule, ops, varlen
+from fa2tune.calling import arguments, choosing, dense, dispatch, group_schedule, ops, split_schedule, varlen
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
+from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, passes, precompiled
+from fa2tune.launching import group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, STRATEGIES, Problem
+from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import implementation_of
 
@@ -66,31 +67,35 @@ def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, s
     return tuple((what, layer.name) for what, layer in lookup.near_misses(key, chooser.layers))
 
 
-def _served(chooser: Chooser, kernel: str, specialized: bool | None = None) -> Served:
-    """As the dispatcher finds it. ``specialized``: as ``Chooser.choose`` has it."""
-    (answer, refused), problem, gpu = chooser.find_preferring(kernel, specialized), chooser.problem, chooser.gpu
+def _served(chooser: Chooser, kernel: str, kind: Kind = None) -> Served:
+    """As the dispatcher finds it. ``kind``: as ``Chooser.choose`` has it."""
+    (answer, refused), problem, gpu = chooser.find_preferring(kernel, kind), chooser.problem, chooser.gpu
     choice = chooser.suited(answer) if answer else chooser.default(kernel)
     in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
     scheduled = choice.row if answer and choice.row is not answer.row else None
     parts = group_schedule.parts_of(problem, kernel, choice, gpu)
+    split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
     return Served(
         choosing.key_of(problem, kernel, gpu), choice.config, answer, refused, changed,
-        _binaries(kernel, problem, choice, gpu, parts), _nearest(chooser, kernel), scheduled, problem.mask,
-        problem.unmeasured, parts,
+        _binaries(kernel, problem, choice, gpu, parts, split), _nearest(chooser, kernel), scheduled, problem.mask,
+        problem.unmeasured, parts, split=split,
     )  # fmt: skip
 
 
-def _binaries(kernel: str, problem: Problem, choice: Choice, gpu: Gpu, parts: int) -> dict[str, str]:
+def _binaries(
+    kernel: str, problem: Problem, choice: Choice, gpu: Gpu, parts: int, split: Config | None
+) -> dict[str, str]:
     """Where a first call takes each kernel from that runs for a choice."""
-    found = {}
-    kernels = passes.runs(kernel, problem.specialization, choice, gpu.arch)
-    needed = [(*one, problem) for one in kernels]
+    found, measured = {}, choice.measured
+    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
+    if split is not None:
+        needed, measured = key_splits.kernels(problem, split, gpu.arch), ""
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
     for variant, its_config, posed in needed:
         binary = compiler.binary_config(variant, its_config)
-        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, choice.measured)
+        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
         found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"
     return found
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 REQUIRED = {**versions.REQUIRED, "optuna": (0,), "sqlalchemy": (2,)}
 #: Of them, those that a call needs; the others are for tuning and for writing cache files.
 FOR_CALLS = ("torch", "triton")
+#: Where there is a file of binaries.
+WITHOUT_TRITON = "calls whose machine code is in a file of binaries run without it, others and fa2tune tune do not"
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,33 @@ def packages() -> Iterator[Check]:
 
 
 def _package(package: str, found: str, fix: str) -> Check:
+    if fix and package == "triton" and _machine_code():
+        return Check(package, found, f"{fix}; {WITHOUT_TRITON}", needed=False)
     if package in FOR_CALLS or not fix:
         return Check(package, found, fix)
     return Check(package, found, f"{fix}; attention() runs without it, fa2tune tune does not", needed=False)
 
 
+def _machine_code() -> bool:
+    from fa2tune.compiling import binaries
+
+    return bool(binaries.trusted().files)
+
+
 def tools() -> Iterator[Check]:
     """The programs that compile for a GPU and read its machine code. They come with the triton wheel."""
     from fa2tune.compiling import compiler
+
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return  # ``packages`` has said so
+        yield _broken_triton(error)
+        return
+    except Exception as error:  # a broken Triton raises what it likes
+        yield _broken_triton(error)
+        return
 
     found = []
     for name in ("ptxas", "cuobjdump", "nvdisasm"):
@@ -85,10 +106,12 @@ def tools() -> Iterator[Check]:
             found.append(name)
         except FileNotFoundError as error:
             yield Check(name, str(error), "pip install --force-reinstall --no-deps triton")
-        except ImportError as error:
-            yield Check(name, f"triton does not import: {plain(error)}", "pip install --force-reinstall triton")
     if found:
         yield Check("CUDA tools", f"{', '.join(found)}, of the triton wheel")
+
+
+def _broken_triton(error: Exception) -> Check:
+    return _package("triton", f"does not import: {plain(error)}", "pip install --force-reinstall triton")
 
 
 @dataclass(frozen=True)
@@ -164,7 +187,7 @@ def _clock(reading: Reading) -> str:
 class RowClass:
     """The rows of one class of evidence that can serve a GPU."""
 
-    evidence: str  #: "measured", "sibling" or "predicted"
+    evidence: str  #: one of ``rows.row.OBTAINED``
     on: str  #: one of lookup.GPU_STEPS: of which GPU
     filed_under: tuple[str, ...]  #: names of these GPUs
     rows: int
@@ -183,6 +206,8 @@ class RowClass:
         )
         if self.evidence == "sibling":
             where = f"on other GPUs of the same silicon, for {names}"
+        if self.evidence == "ported":
+            where = f"as code of this architecture on another one, for {names}"
         if self.evidence == "predicted":
             where = "for this GPU, not measured" if self.on == "exact" else f"for {names}, not measured"
         how = "predicted" if self.evidence == "predicted" else "measured"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fa2tune.bench import comparison
-from fa2tune.bench.peers import PEERS, SUBJECT, select
+from fa2tune.bench.peers import BY_MMA_SYNC, PEERS, SUBJECT, select
 from fa2tune.cli import _output
 from fa2tune.cli._options import comma_separated, masks, told, window
 from fa2tune.spec.mask import ROW_MASKS, mask_of, row_mask_named
@@ -51,13 +51,16 @@ def _text(values: tuple[Any, ...]) -> str:
               help="GPU time per peer and interleaved cell; always 10 to 100 samples.")  # fmt: skip
 @click.option("--time-budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
               help="Stop before a cell that would likely exceed it; --resume continues.")  # fmt: skip
+@click.option("--as", "other", metavar="GPU",
+              help="Run the code and the rows of a GPU without wgmma on this Hopper GPU: sm_80, sm_86, sm_89, sm_120 or a name "
+                   f"as tune --gpu takes it. Peers are then {', '.join(BY_MMA_SYNC)} unless named.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue OUT/bench.json if it exists.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"), show_default=True,
               help="Folder for bench.json and the plots.")  # fmt: skip
 def bench(
     peers: list[str] | None, headdim: list[int], seqlen: list[int], mask: str | None, windows: list[tuple[int, int]],
     passes: list[str], timings: list[str], dtype: list[str], memory_seqlen: list[int], no_memory: bool, seconds: float,
-    time_budget: float | None, resume: bool, out: Path,
+    time_budget: float | None, other: str | None, resume: bool, out: Path,
 ) -> None:  # fmt: skip
     """Time fa2tune against other exact attention on this GPU, in the FlashAttention-2 paper's settings.
 
@@ -65,7 +68,7 @@ def bench(
     that are right. bench.json is written after each cell.
     """
     try:
-        chosen, absent = select(peers)
+        chosen, absent = select(BY_MMA_SYNC if other is not None and peers is None else peers)
         names = () if mask is None and windows else ROW_MASKS if mask is None else (mask,)
         chosen_masks = map(row_mask_named, names)
         grid = comparison.Grid(
@@ -87,8 +90,9 @@ def bench(
     console = Console()
     with told():
         gpu = BenchGpu()
+        code = "" if other is None else _ported(other)
         out.mkdir(parents=True, exist_ok=True)
-        results = comparison.Results(file, gpu.environment(), resume)
+        results = comparison.Results(file, {**gpu.environment(), "code": code or None}, resume)
         results.save()  # an unwritable folder is said now
     for name, why in absent.items():
         console.print(f"{name} is left out: {why}")
@@ -122,6 +126,31 @@ def bench(
         console.print("Not every cell is measured yet: the same command with --resume continues.")
     if status:
         raise SystemExit(status)
+
+
+def _ported(name: str) -> str:
+    """Begin to run the code of another GPU; whose it is, for people. ValueError: it cannot be had here."""
+    from fa2tune import gpus
+    from fa2tune.catalogue import REFERENCES
+    from fa2tune.launching import ported
+
+    word, arch = name.lower(), name.lower().removeprefix("sm_")
+    if word.startswith("sm_"):
+        able = (one for one in REFERENCES if any(ported.can_stand_for(one, host) for host in ported.HOSTS))
+        known = {str(one): REFERENCES[one][0] for one in able}
+        if arch not in known:
+            allowed = ", ".join(f"sm_{one}" for one in known)
+            raise ValueError(f"as: got {name!r:.40}, allowed are {allowed}, or the name of a GPU")
+        name = known[arch]
+    gpu, here = gpus.named(name), gpus.present()
+    if here is None or not ported.can_stand_for(gpu.arch, here.arch):
+        found = "no GPU" if here is None else f"{here.name} ({here.capability})"
+        raise ValueError(
+            f"as: {gpu.name} has compute capability {gpu.capability}, and here is {found}; it takes a GPU of compute "
+            f"capability {' or '.join(f'{one / 10}' for one in ported.HOSTS)} that stands for one without wgmma"
+        )
+    ported.begin(gpu)
+    return f"sm_{ported.CODE} code for {gpu.name}"
 
 
 def _line(record: Mapping[str, Any]) -> str:

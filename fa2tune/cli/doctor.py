@@ -97,12 +97,15 @@ class Diagnosis:
 
 
 def _verdict_on(device: Device, classes: Sequence[RowClass], triton: str) -> str:
+    from fa2tune.compiling.measured_code import NO_TRITON
+
     name = plain(device.name)
     if not classes:
         return f"{name} has no rows, so attention() takes the default configs."
     best = classes[0]
     if best.fresh_keys == best.keys:
-        return f"{name} has {best.words(best.fresh)}, fresh for Triton {triton}."
+        fresh = f"for Triton {triton}" if triton != NO_TRITON else "without Triton"
+        return f"{name} has {best.words(best.fresh)}, fresh {fresh}."
     reasons = "; ".join(best.stale[:3])
     if not best.fresh_keys:
         return f"{name} has {best.words()}. All are stale ({reasons}), and still serve."

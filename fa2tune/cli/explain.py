@@ -105,7 +105,7 @@ LEGEND = "x port. default: speed relative to the portable default config."
 
 def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str]:
     """Verdict, rows, next command. ``width``: of the terminal, None for lines of any length."""
-    for sentence in (found.verdict, found.about_call, found.about_launch, found.about_gpu):
+    for sentence in (found.verdict, found.about_launch, found.about_gpu):
         yield from textwrap.wrap(sentence, width or max(len(sentence), 1), break_on_hyphens=False)
     rows = [
         [one.kernel, one.row.filed_as, "" if one.row.gain is None else f"{one.row.gain:.2f}", one.evidence]

@@ -30,6 +30,7 @@ PROGRESS_EVERY_S = 30.0  #: between two lines on progress, where the output is n
 HOW = {
     "measured": "Present: candidates are measured on it.",
     "sibling": "Candidates are measured on another GPU of the same silicon, and the rows say so.",
+    "ported": "Not present: its code, assembled for the GPU that is here, is measured on that one, and the rows say so.",
     "predicted": "Not present: candidates are compiled for it, a model predicts their times, and Triton's interpreter checks "
     "the results of those that are selected.",
 }
@@ -118,7 +119,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """Line by line; ``width``: of the terminal, None where there is none."""
     from fa2tune.rows.describe import described_row
-    from fa2tune.rows.row import over_portable
+    from fa2tune.rows.row import PORTED, over_portable
 
     figures = ("TFLOP/s", "x port. default", "x portable", "tried", "pruned")
     titles = ("kernel", "dtype", "dim", "mask", "length", "config", *figures, "obtained, proof")
@@ -134,7 +135,8 @@ def _table(rows: Sequence[Row], width: int | None) -> Iterator[str]:
         table.append([
             key.kernel, key.dtype, dim, key.mask, str(key.bucket), described_row(row), rate, gain,
             "" if lead is None else f"{lead:.2f}", str(row.tried or ""), str(sum(row.pruned.values()) or ""),
-            f"{row.obtained}, {row.proof}" + (", not served" if row.barred else ""),
+            f"{row.obtained}{f' ({row.obtained_on})' if row.obtained == PORTED else ''}, {row.proof}"
+            + (", not served" if row.barred else ""),
         ])  # fmt: skip
     return _tables.lines(
         titles, table, width, right=("length", *figures), below=("config", "obtained, proof"), spare=("tried", "pruned")

@@ -43,5 +43,5 @@ def of_last_key(
         return None if begin <= kv_offset else (keys >= begin).expand(batch, -1)
     tokens = tokens[:, : position + 1].bool()
     padding = (tokens.cumsum(1) == 0).sum(1, keepdim=True)  # (batch, 1)
-    begin = padding + (position - padding) // chunk * chunk
-    return tokens[:, kv_offset:] & (keys >= begin)
+    begins = padding + (position - padding) // chunk * chunk  # (batch, 1)
+    return tokens[:, kv_offset:] & (keys >= begins)

@@ -84,7 +84,7 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
     found: list[int | None] = []
     for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, numbers.Integral | torch.SymInt | None):
+        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
             raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
         number: Any = side
         unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)
@@ -157,14 +157,14 @@ def used(
     """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
     _check(call, {"q": q, "k": k, "v": v}, 4)
     batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
-    starts = [
+    starts_q, starts_k = (
         torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         if length
         else torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
         for length in (rows, keys)
-    ]
+    )
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out, lse = packed(call, q, k, v, *starts, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
+    out, lse = packed(call, q, k, v, starts_q, starts_k, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
                       seqused_k=seqused_k, **options)  # fmt: skip
     # (heads, batch * rows) as (batch, heads, rows)
     lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous() if return_lse else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
@@ -16,11 +17,13 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+from fa2tune import versions
 from fa2tune.compiling import hostside
 from fa2tune.compiling.composition import PARSING
 from fa2tune.compiling.debuginfo import no_line_numbers
+from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.compiling.registry import variant_named
-from fa2tune.spec.extent import DENSE, OFFSETS, PACKED_ROWS_OF, RAGGED
+from fa2tune.spec.extent import DENSE, OFFSETS, PACKED, PACKED_ROWS_OF, RAGGED
 from fa2tune.spec.maskfile import mask_named
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.scorefile import score_named
@@ -38,12 +41,12 @@ class HostTrouble(RuntimeError):
 
 
 class NoTritonError(ImportError):
-    """A kernel has to be compiled, and Triton cannot be imported."""
+    """A kernel has to be compiled, and Triton cannot be imported, or is too old."""
 
     def __init__(self, cause: BaseException, kernel: str = "a kernel", why: str = "") -> None:
         super().__init__(
             f"fa2tune has no machine code of {kernel}{why and f' ({why})'}, and to compile it takes Triton, which cannot be "
-            f"imported here ({type(cause).__name__}: {str(cause)[:200]}). Install a Triton that works: pip install triton",
+            f"used here ({type(cause).__name__}: {str(cause)[:200]}). Install a Triton that works: pip install triton",
             name="triton",
         )
         self.cause = cause
@@ -106,7 +109,7 @@ def binary_config(variant: Variant, config: Config) -> dict[str, Any]:
 def _compiled_in(spec: Specialization) -> dict[str, Any]:
     """Parameters that are compiled in: for a mask without run-time integers, for no score term, for sequences of one length."""
     found: dict[str, Any] = {} if mask_named(spec.mask).values else dict.fromkeys(WINDOW, 0)
-    found |= dict.fromkeys(OFFSETS, 0) if spec.extent == DENSE else {}
+    found |= dict.fromkeys(PACKED, 0) if spec.extent == DENSE else {}
     return found if score_named(spec.score).values else {**found, **dict.fromkeys(SCORE, 0.0)}
 
 
@@ -174,6 +177,11 @@ def described(variant: Variant, spec: Specialization, config: Config) -> list[st
 def uses_descriptors(variant: Variant, config: Config) -> bool:
     """Whether what a Variant says a descriptor may read is read, and written, by one."""
     return bool(variant.descriptors) and implementation_of(config) != POINTER
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def is_gluon(variant: Variant) -> bool:
@@ -279,6 +287,7 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
     """Triton's CompiledKernel. Raises CompileError with the compiler's reason; HostTrouble, OSError or MemoryError where the
     host is to blame; NoTritonError."""
     try:
+        versions.check("triton", triton_version())
         import triton
         from triton.backends.compiler import GPUTarget
     except Exception as error:  # a broken Triton raises what it likes
@@ -312,11 +321,13 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     """The kernels that run right before a config's, and right after it, with their own configs."""
     told = variant.passes_on(spec, config)
 
-    def with_configs(names: tuple[str, ...]) -> KernelSequence:
-        found = map(variant_named, variant.runs_with(config, names))
+    def with_configs(names: list[str]) -> KernelSequence:
+        found = map(variant_named, names)
         return [(one, {**one.space.default(spec, arch), **told}) for one in found]
 
-    return with_configs(variant.before), with_configs(variant.after)
+    packed = variant.packed_before if spec.ragged else ()
+    before, after = (variant.runs_with(config, names) for names in (variant.before, variant.after))
+    return with_configs([*before, *packed]), with_configs(after)
 
 
 @cache

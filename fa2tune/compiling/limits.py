@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fa2tune.catalogue import SCHEDULERS, WARP_THREADS
-from fa2tune.compiling.compiler import Binary
+from fa2tune.compiling.compiler import Binary, interpreted, is_gluon
 from fa2tune.compiling.registry import refused_extent, refused_mask, refused_score
 from fa2tune.gpus import KIB, Gpu
 from fa2tune.spec.mask import FULL
@@ -74,6 +74,8 @@ def unrolled_fmas(variant: Variant, spec: Specialization, config: Config) -> int
 
 def unsupported(variant: Variant, spec: Specialization, gpu: Gpu) -> Refusal | None:
     """Why no config of a kernel computes calls like these on this GPU, or None."""
+    if interpreted() and is_gluon(variant):
+        return Refusal("interpreter", f"{variant.short_name} is written in Gluon, which has no interpreter")
     if not variant.runs_on(gpu.arch):
         if variant.max_arch == variant.min_arch:
             needed = f"exactly {_capability(variant.min_arch)}"

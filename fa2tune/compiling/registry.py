@@ -19,7 +19,7 @@ from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, WARP_SPECIALIZED, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -139,7 +139,7 @@ class Variants(Mapping[str, Variant]):
         return {
             name: variant
             for name, variant in found.items()
-            if all(self.get(neighbour) for neighbour in (*variant.before, *variant.after))
+            if all(self.get(one) for one in (*variant.before, *variant.packed_before, *variant.after))
         }
 
     def serving(self, kernel: str) -> Iterable[Variant]:
@@ -266,9 +266,9 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
-#: Kernels that could compute packed sequences, and are not run for them: their last form has not run on a GPU. The one before
-#: faulted there, in some calls (docs/experiments/varlen.md).
-UNPROVED_PACKED: frozenset[str] = frozenset({"sm90/bwd_fused"})
+#: Whether packed calls may take the warp-specialised kernels, which have a form for them. Off: their descriptors, as they are
+#: now, have not been run on a GPU together with what else changed since (docs/experiments/varlen.md).
+PACKED_ON_HOPPER = False
 
 
 def refused_extent(variant: Variant, spec: Specialization, config: Config) -> str | None:
@@ -277,8 +277,10 @@ def refused_extent(variant: Variant, spec: Specialization, config: Config) -> st
         return None
     if "RAGGED" not in variant.constexpr_names:
         return f"{variant.short_name} computes sequences of one length, and the call has packed ones"
-    if variant.name in UNPROVED_PACKED:
-        return f"{variant.short_name} has not been proved right for packed sequences"
+    if not PACKED_ON_HOPPER and WARP_SPECIALIZED in variant.implementations:
+        return (
+            f"{variant.short_name} for packed sequences is switched off until it is proved on a GPU (PACKED_ON_HOPPER)"
+        )
     if implementation_of(config) == DESCRIPTOR:
         return "a descriptor reads past the end of a packed sequence, into the next one"
     return None

@@ -178,7 +178,7 @@ def needs(
                 answers[BACKWARD] = chooser.find_backward(False)[0]
             answers |= {kernel: chooser.find(kernel, kinds.get(kernel))[0] for kernel in STRATEGIES[strategy]}
         for kernel, answer in answers.items():
-            key, specialized = choosing.key_of(problem, kernel, gpu), bool(chooser.specialized_default(kernel))
+            key, specialized = choosing.key_of(problem, kernel, gpu), bool(chooser.better_default(kernel))
             found.append(Need(key, answer, problem.mask, problem.score, specialized))
     return found
 

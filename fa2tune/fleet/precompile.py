@@ -14,18 +14,21 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from fa2tune.calling import choosing
+import torch
+
+from fa2tune.calling import choosing, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, launch, precompiled
+from fa2tune.launching import group_parts, key_splits, launch, passes, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row
 from fa2tune.spec import maskfile
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Problem, Specialization
@@ -50,6 +53,7 @@ class Wanted:
     #: also for tensors that no descriptor can address: expanded rows, and bases or strides that are no multiples of 16 bytes
     views: bool = False
     windows: bool = False  #: also for sliding windows
+    packed: bool = False  #: also for sequences of their own lengths (attention_varlen)
 
 
 def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
@@ -78,9 +82,27 @@ def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
     for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
         yield problem
         yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better
+        if wanted.packed:
+            yield _packed(problem)
         if wanted.views:
             yield replace(problem, tma=False)
             yield replace(problem, tma=False, aligned=False)
+
+
+def _packed(problem: Problem) -> Problem:
+    """The same sequences, one after the other, as ``attention_varlen`` describes them."""
+    extent = Extent(RAGGED, problem.batch, problem.bucket)
+    dtype = next(one for one, name in launch.TORCH_DTYPES.items() if name == problem.dtype)
+
+    def tensor(heads: int, rows: int, dim: int) -> torch.Tensor:
+        return torch.empty(1, problem.batch * rows, heads, dim, dtype=dtype, device="meta").transpose(1, 2)
+
+    found = passes.describe(
+        tensor(problem.heads_q, problem.seqlen_q, problem.head_dim),
+        tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim),
+        tensor(problem.heads_kv, problem.seqlen_k, problem.head_dim_v), problem.mask, 1.0, problem.score, extent,
+    )  # fmt: skip
+    return replace(found, precision=problem.precision)
 
 
 def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
@@ -95,7 +117,10 @@ def _choices(
 ) -> Iterator[tuple[str, Choice]]:  # fmt: skip
     """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
     chooser = choosing.Chooser(problem, gpu, layers, node)
-    yield "fwd", chooser.choose("fwd")
+    yield "fwd", (chosen := chooser.choose("fwd"))
+    few = schedule.for_few_tiles(problem.specialization, gpu.arch) if problem.mask.measured else None
+    if few is not None and schedule.covers(chosen.variant):
+        yield "fwd", replace(chosen, config=few)
     for deterministic in (False, True):
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
@@ -108,8 +133,12 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
         for problem, node in product(_problems(key, wanted), nodes):
             for kernel, choice in _choices(problem, gpu, layers, node):
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
-                if kernel in group_parts.SPLIT_KERNELS:  # heads and lengths of a call decide whether it takes them
+                if (
+                    kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
+                ):  # a call decides whether it takes them
                     needed += group_parts.helpers(problem, gpu.arch)
+                if kernel == "fwd" and gpu.arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
+                    needed += key_splits.all_kernels(problem, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, posed.specialization, tuple(sorted(binary.items()))] = None

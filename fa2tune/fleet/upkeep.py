@@ -36,7 +36,7 @@ from fa2tune.fleet.finding import (
 from fa2tune.measuring import worker
 from fa2tune.measuring.samples import Race, gain_over
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.rows.row import MEASURED, PREDICTED, PROOFS, Row
+from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, PROOFS, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
 from fa2tune.spec.variant import OPTIONS, implementation_of
@@ -271,11 +271,13 @@ class Verification:
         return self.present.name if self.present else "this machine"
 
     def _no_time(self, row: Row) -> str:
+        if row.obtained == PORTED:
+            return f"it was timed as ported code: `fa2tune tune --gpu {row.key.gpu}` on a Hopper GPU does that again"
         return f"{row.obtained_on or row.key.gpu} is not here to time it"
 
     def _measures(self, row: Row) -> bool:
         """Whether the GPU here is the one that measured it."""
-        if self.present is None or row.obtained == PREDICTED:
+        if self.present is None or row.obtained in (PREDICTED, PORTED):
             return False
         if row.obtained == MEASURED:
             return (row.key.gpu, row.key.sm_count) == (self.present.gpu.name, self.present.gpu.sm_count)

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fa2tune import collected, versions
+from fa2tune import collected, gpus, versions
 from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.fingerprint import triton_version
-from fa2tune.launching import cuda, precompiled
+from fa2tune.launching import cuda, ported, precompiled
 from fa2tune.launching.cuda import Chain, CudaError, Function, Launch, Maps
 from fa2tune.launching.image import Image, MapFormat
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.variant import SCORE, WINDOW, Variant
 
 versions.check("torch", torch.__version__)
-versions.check("triton", triton_version())
 
 log = logging.getLogger("fa2tune")
 
@@ -38,10 +36,8 @@ LOG2E = 1.4426950408889634
 TORCH_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter (on CPU tensors), as ``TRITON_INTERPRET=1`` asks."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
+if compiler.interpreted():  # elsewhere Triton matters only to what is compiled
+    versions.check("triton", triton_version())
 
 #: Aligned as TMA wants it; what is there does not matter to encode a descriptor.
 ANY_ADDRESS = 1 << 32
@@ -129,9 +125,15 @@ def addressing(tensors: Mapping[str, torch.Tensor], strides: Strides) -> tuple[b
 
 
 @cache
-def arch_of(device_index: int) -> int:
+def capability_of(device_index: int) -> int:
+    """Of a device: 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device_index)
     return 10 * major + minor
+
+
+def arch_of(device_index: int) -> int:
+    """Whose code a device runs: its own, unless this process runs ported code."""
+    return ported.running() or capability_of(device_index)
 
 
 @cache
@@ -150,6 +152,8 @@ def load(
     Raises CompileError, Triton's OutOfResources, NoTritonError, or CaptureMiss."""
     if not cuda.may_load():
         raise CaptureMiss(variant.short_name)
+    if ported.running():
+        return _loaded(variant, spec, dict(config), device_index, None, "ported code")
     image, found = precompiled.find(variant, spec, dict(config), arch_of(device_index), measured)
     try:
         return _loaded(variant, spec, dict(config), device_index, image, found)
@@ -173,12 +177,21 @@ def _loaded(
         try:
             return Function(image, wanted, device_index, found)
         except CudaError as error:
+            log.warning("%s kernels of %s are not used: %s", variant.short_name, found, error)
+            if error.code != cuda.OUT_OF_MEMORY:  # which may pass
+                precompiled.refuse(image, str(error))
             found = f"{found}: {error}"
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes
     compiled = compiler.compile_kernel(variant, spec, binary, arch)
+    image = image_of(compiled)
+    if ported.running():
+        code = ported.assembled(compiled, capability_of(device_index))
+        image = replace(image, cubin=code)
+        if (other := ported.running_for()) is not None:
+            image = ported.crowded(image, other, gpus.device(device_index))
     try:
-        return Function(image_of(compiled), wanted, device_index, f"compiled: {found}")
+        return Function(image, wanted, device_index, f"compiled: {found}")
     except CudaError as error:
         raise CompileError(str(error)) from error
 

@@ -111,6 +111,15 @@ def image_of(launch: Mapping[str, Any], cubin: bytes) -> Image:
     return image
 
 
+#: Images that the driver of this process did not take -> why.
+_refused: dict[Image, str] = {}
+
+
+def refuse(image: Image, why: str) -> None:
+    """The driver does not take an image: ``find`` is to pass it by, and to say so."""
+    _refused[image] = why
+
+
 def find(
     variant: Variant, spec: Specialization, config: Config, arch: int, measured: str = ""
 ) -> tuple[Image | None, str]:
@@ -131,7 +140,10 @@ def find(
             others.add(build)
             continue
         try:
-            return image_of(entry.launch, file.cubin(entry)), str(place.path)
+            image = image_of(entry.launch, file.cubin(entry))
+            if image not in _refused:
+                return image, str(place.path)
+            damaged.append(f"{place.path}: {_refused[image]}")
         except BinariesError as error:
             log.warning("%s kernels: %s %s", place.layer, place.path, error)
             damaged.append(f"{place.path} {error}")

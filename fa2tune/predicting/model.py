@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from fa2tune.compiling import limits, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.predicting import tiles
+from fa2tune.predicting import by_mma_sync, tiles
 from fa2tune.predicting.tiles import Tiling
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, Variant, implementation_of
 
 Array = Any  #: a numpy array of floats
 
@@ -83,6 +83,8 @@ class Calibration:
 
 
 CALIBRATION = Calibration()
+#: Of kernels/sm80: the level alone is fitted, to the times in benchmarks/calls/sm80_counts.json.gz; ranks are CALIBRATION's.
+WRITTEN_OUT = replace(CALIBRATION, clock=0.942)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def gather(
         block_m=_column([config["BLOCK_M"] for config in configs]),
         block_n=_column([config["BLOCK_N"] for config in configs]),
         warps=_column(warps),
-        stages=_column([config["num_stages"] for config in configs]),
+        stages=_column([config.get("num_stages", by_mma_sync.STAGES) for config in configs]),
         described=np.array([[implementation_of(config) == DESCRIPTOR] for config in configs]),
         heads_per_wave=np.array([config.get("HEADS_PER_WAVE", 1) for config in configs], dtype=float),
         fit=np.array(fit, dtype=float),
@@ -445,6 +447,9 @@ def explain(
     tiling = tiles.tiling(owns_queries, problem, binary.config["BLOCK_M"], binary.config["BLOCK_N"])
     if tiling.heads * tiling.tiles == 0:
         return Prediction(0.0, fit, {}, 0.0, 0.0)
+    if by_mma_sync.written_out(variant):
+        loops = by_mma_sync.per_block(loops, variant, binary.spec, binary.config, binary.num_warps)
+        calibration = WRITTEN_OUT if calibration is CALIBRATION else calibration
     x = gather([binary.config], [binary.num_warps], [fit], [loops])
     found = of_tiles(x, variant.serves, side_by_side([tiling]), problem, gpu, calibration)
     return Prediction(
@@ -454,6 +459,11 @@ def explain(
         float(found.trip[0]),
         float(found.hbm_seconds[0]),
     )
+
+
+def knows(variant: Variant) -> bool:
+    """Whether it predicts the time of a kernel's binaries."""
+    return variant.modelled or by_mma_sync.written_out(variant)
 
 
 def predict(binary: Binary, problem: Problem, gpu: Gpu, loops: Sequence[sass.Loop] | None = None) -> float:

@@ -15,7 +15,7 @@ from fa2tune.report.charts import BEST_OF_KEYS, PICKS, Chart, ChartRecord
 from fa2tune.report.facts import KERNEL_ORDER, KERNEL_TITLES, Standing, TimedPrediction
 from fa2tune.report.sources import Sources, StoredSearch
 from fa2tune.rows import pruned, record
-from fa2tune.rows.row import PREDICTED, Row
+from fa2tune.rows.row import PORTED, PREDICTED, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import DTYPES
 
@@ -157,8 +157,21 @@ def _view(found: Gathered) -> dict[str, Any]:
         "good": searches.GOOD, "failures": searches.failures(sources.searches), "pruned": pruned_table(sources.rows),
         "pairs": found.pairs, "origins": facts.origins(sources.rows),
         "only_predicted": all(s.row.obtained == PREDICTED for s in standings), "compared": compared_lines(found.both),
+        "ported": ported_note(standings),
         "compared_counts": compared.counts(found.both), "other": found.other,
     }  # fmt: skip
+
+
+def ported_note(standings: Sequence[Standing]) -> str:
+    """What the figures of ported rows are; "": there are none."""
+    found = [s.row for s in standings if s.row.obtained == PORTED]
+    if not found:
+        return ""
+    targets, hosts = (sorted({*names}) for names in ([r.key.gpu for r in found], [r.obtained_on for r in found]))
+    return (
+        f"{len(found)} of the rows are ported to {', '.join(targets)}: they were timed as sm_80 code on {', '.join(hosts)}, so "
+        "their times and TFLOP/s are that GPU's."
+    )
 
 
 def sentences(data: Mapping[str, Any]) -> list[tuple[str, str]]:

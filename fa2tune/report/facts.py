@@ -15,7 +15,7 @@ from pathlib import Path
 from fa2tune import gpus
 from fa2tune.gpus import Gpu
 from fa2tune.rows.describe import described_row
-from fa2tune.rows.row import Row, over_portable, precedence, winner
+from fa2tune.rows.row import PORTED, Row, over_portable, precedence, winner
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, DTYPES, ITEMSIZE, KERNELS, Problem
@@ -137,7 +137,8 @@ def standings(rows: Iterable[Row]) -> list[Standing]:
         for row in ranked:
             problem = workload(row)
             flops = problem.flops(key.kernel) if key.kernel in KERNEL_TITLES else 0.0
-            share = None if top is None or row.tflops is None else row.tflops / top
+            elsewhere = row.obtained == PORTED  # its time is of a GPU with another peak
+            share = None if top is None or row.tflops is None or elsewhere else row.tflops / top
             keeps = row.gain_low is not None and row.gain_low <= 1.0
             found.append(
                 Standing(

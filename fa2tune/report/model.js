@@ -40,6 +40,7 @@
     const evidence = ({ evidence: kind, on }) => {
       if (kind === "measured") return "measured on this GPU";
       if (kind === "sibling") return `measured on ${on || "a sibling"}`;
+      if (kind === "ported") return `as sm_80 code on ${on || "another architecture"}`;
       return "predicted by the model";
     };
     const show = () => {

@@ -62,7 +62,7 @@ class StoredSearch:
 
     key: TuningKey
     name: str
-    obtained: str  #: "measured", "sibling" or "predicted", as the stamp has it
+    obtained: str  #: one of ``rows.row.OBTAINED``, as the stamp has it
     trials: Sequence[Trial]
     wrong: Sequence[tuple[Config, str]]  #: timed, then found wrong: config, why
     variant: str = ""  #: name of the variant that was searched, where it is not the kernel's own; "": that

@@ -19,9 +19,11 @@ What no row may ever differ in: kernel, family, causal or not, float32 precision
    stale rows first those of this kernel source, then those of the nearest minor release of Triton (another one cost rows up
    to half their speed), then those of this very Triton.
 4. **Layer**: named over user over fleet over shipped; of the fleet's files the first. Shipped files have no order.
-5. **Driver**: of a layer's rows, otherwise equal so far, first those timed under this driver. Another driver makes no row
-   stale: ptxas comes with Triton, so the machine code is the same.
-6. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
+5. **Machine code**: of a layer's rows of several Tritons, otherwise equal so far, first those whose machine code is here: it
+   is what was measured, and nothing is compiled.
+6. **Driver**: then those timed under this driver. Another driver makes no row stale: ptxas comes with Triton, so the machine
+   code is the same.
+7. **Time**: of a key's rows (pointer and descriptor loads, warp-specialised; split and fused backward) the fastest, see
    ``Row.rank_us``.
 
 The first row in this order that ``acceptable`` does not refuse is the answer; without one, the caller takes its
@@ -178,8 +180,29 @@ def _relatives(layer: Layer, fixed: tuple[Any, ...]) -> Sequence[Row]:
     """The rows of a layer that agree in what no step crosses."""
     if not isinstance(layer.rows, Rows):
         return _by_fixed(layer).get(fixed, ())
-    arch, kernel, mask = fixed[:3]
-    return [row for row in layer.rows.of(arch=arch, kernel=kernel, mask=mask) if _fixed(row.key) == fixed]
+    arch, kernel, mask, family, width, precision, (padded, padded_v) = fixed
+    return layer.rows.of(
+        arch=(arch,), kernel=(kernel,), mask=(mask,), family=(family,), precision=(precision,),
+        dtype=SIXTEEN_BIT if width == 16 else (width,), head_dim=_padded_to(padded), head_dim_v=_padded_to(padded_v),
+    )  # fmt: skip
+
+
+@cache
+def _padded_to(padded: int) -> frozenset[int]:
+    return frozenset(dim for dim in range(1, padded + 1) if padded_head_dim(dim) == padded)
+
+
+@lru_cache(maxsize=4096)
+def _of_key(layer: Layer, key: TuningKey) -> Sequence[Row]:
+    """The relatives of a key that agree with it in all but the GPU: a row that is asked for is checked first, which takes 0.1
+    ms, and these alone mostly serve."""
+    if isinstance(layer.rows, Rows):
+        found: Sequence[Row] = layer.rows.of(
+            arch=(key.arch,), kernel=(key.kernel,), mask=(key.mask,), family=(key.family,), precision=(key.precision,),
+            dtype=(key.dtype,), head_dim=(key.head_dim,), head_dim_v=(key.head_dim_v,), bucket=(key.bucket,),
+        )  # fmt: skip
+        return found
+    return [row for row in _relatives(layer, _fixed(key)) if _problem(key, row.key)[0] == 0]
 
 
 @cache
@@ -206,7 +229,7 @@ def _problem(key: TuningKey, row: TuningKey) -> tuple[int, float, float, int, in
     """(problem step, distances in bucket, columns and head dims); smaller is better."""
     same_dims = (key.head_dim, key.head_dim_v) == (row.head_dim, row.head_dim_v)
     theirs = _columns(row)
-    columns = 0 if theirs == _columns(key) else 1 if theirs[0][1] == theirs[1][1] == 0 else 2
+    columns = 0 if same_dims or theirs == _columns(key) else 1 if theirs[0][1] == theirs[1][1] == 0 else 2
     step = 4 if key.dtype != row.dtype else 3 if key.bucket != row.bucket else 0 if same_dims else 2 if columns else 1
     buckets = math.log2(row.bucket / key.bucket)
     dims = abs(key.head_dim - row.head_dim) + abs(key.head_dim_v - row.head_dim_v)
@@ -230,20 +253,54 @@ def gpu_step(key: TuningKey, silicon: str, row: TuningKey) -> str:
 
 def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolchain: Toolchain) -> Iterator[Candidate]:
     """Every row that could serve ``key``, best first. ``gpu_silicon``: ``Gpu.silicon`` of the GPU that asks."""
-    fixed, found = _fixed(key), []
-    shipped = next((place for place, layer in enumerate(layers) if layer.name == "shipped"), 0)
-    for place, layer in enumerate(layers):
+    fixed = _fixed(key)
+    yield from _sorted(key, gpu_silicon, [(layer, _of_key(layer, key)) for layer in layers], toolchain)
+    rest = [(layer, [row for row in _relatives(layer, fixed) if _problem(key, row.key)[0]]) for layer in layers]
+    yield from _sorted(key, gpu_silicon, rest, toolchain)
+
+
+def _sorted(
+    key: TuningKey, gpu_silicon: str, layers: Sequence[tuple[Layer, Sequence[Row]]], toolchain: Toolchain
+) -> Iterator[Candidate]:
+    """Those of ``layers``, best first."""
+    found = []
+    shipped = next((place for place, (layer, _) in enumerate(layers) if layer.name == "shipped"), 0)
+    mixed = len({row.triton for _, rows in layers for row in rows}) > 1
+    for place, (layer, rows) in enumerate(layers):
         place = shipped if layer.name == "shipped" else place  # their files have no order
-        for row in _relatives(layer, fixed):
+        for row in rows:
             step, *distances = _problem(key, row.key)
             on = gpu_step(key, gpu_silicon, row.key)
             standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             driver = bool(toolchain.other_driver(row))
             age, stale = toolchain.judged(row)
-            order = (step, *distances, *standing, age, place, driver, row.rank_us, row.filed_as)
+            compiles = mixed and not toolchain.held(row)
+            order = (step, *distances, *standing, age, place, compiles, driver, row.rank_us, row.filed_as)
             found.append((order, row, layer, step, on, stale))
     for _, row, layer, step, on, stale in sorted(found, key=itemgetter(0)):
         yield Candidate(row, layer, PROBLEM_STEPS[step], on, stale)
+
+
+class Ladder(Iterable[Candidate]):
+    """Candidates that may be gone through again and again, each worked out once, when it is first asked for. Mostly a first
+    call asks for a few. Of one thread."""
+
+    def __init__(self, candidates: Iterator[Candidate]) -> None:
+        self._seen, self._rest = list[Candidate](), candidates
+
+    def __iter__(self) -> Iterator[Candidate]:
+        number = 0
+        while True:
+            if number == len(self._seen):
+                found = next(self._rest, None)
+                if found is None:
+                    return
+                self._seen.append(found)
+            yield self._seen[number]
+            number += 1
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
 
 
 def find(
@@ -274,17 +331,17 @@ def choose(
     return None, refused
 
 
-def of_other_lengths(answer: Answer, toolchain: Toolchain) -> list[Row]:
+def of_other_lengths(answer: Answer, toolchain: Toolchain) -> Iterator[Row]:
     """Rows of the answer's file that differ from its row in the length bucket alone, and are as fresh."""
     mine = answer.row
-    return [
+    yield from (
         row
         for row in _relatives(answer.layer, _fixed(mine.key))
         if (row.filed_as, row.obtained, row.key.with_(bucket=mine.key.bucket))
         == (mine.filed_as, mine.obtained, mine.key)
         and row.key.bucket != mine.key.bucket
         and bool(toolchain.stale(row)) == bool(answer.stale)
-    ]
+    )
 
 
 def driver_decides(rows: Iterable[Row]) -> bool:

@@ -15,7 +15,6 @@ WORDS: Mapping[str, str] = {
     "accumulators_fit_dk_dv_s_dp": "too many accumulators per thread (dK, dV, scores, dP)",
     "accumulators_fit_dq_s_dp": "too many accumulators per thread (dQ, scores, dP)",
     "accumulators_fit_output": "too many accumulators per thread (scores, output)",
-    "buffers_fit_workspace": "buffers have more rows than the workspaces are padded to",
     "copies_are_aligned": "tensors that are not 16-byte aligned",
     "descriptor_needs_tma": "descriptor loads without TMA",
     "head_dim_has_parts": "IN_PARTS of a head dim in one part",
@@ -53,6 +52,7 @@ WORDS: Mapping[str, str] = {
     "without_wgmma": "mma.sync where the GPU has faster instructions",
     # limits of the GPU, before a compile
     "architecture": "other compute capability",
+    "interpreter": "no interpreter runs it",
     "instruction_cache": "loop exceeds the instruction cache",
     "mask": "a mask that this kernel does not compute",
     "score": "a score term that this kernel does not compute",

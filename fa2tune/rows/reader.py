@@ -12,7 +12,7 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import resources
@@ -95,11 +95,11 @@ class Rows(Sequence[Row]):
             self._count, found = 0, []
         return found
 
-    def of(self, **wanted: Any) -> list[Row]:
-        """Those that hold these values in these columns."""
-        places = [(self._held.names.index(name), value) for name, value in wanted.items()]
+    def of(self, **wanted: Container[Any]) -> list[Row]:
+        """Those that hold one of these values in each of these columns."""
+        places = [(self._held.names.index(name), values) for name, values in wanted.items()]
         records = self._held.records[: self._count]
-        return self._at(n for n, held in enumerate(records) if all(held[place] == value for place, value in places))
+        return self._at(n for n, held in enumerate(records) if all(held[place] in values for place, values in places))
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._at(range(self._count)))

@@ -96,12 +96,12 @@ class Row:
         """Whether it rests on a warp-specialised kernel."""
         return self.implementation == WARP_SPECIALIZED
 
-    @property
+    @cached_property
     def filed_as(self) -> str:
         """For people: the implementation, of a whole backward after its strategy: "pointer", "split warp_specialized"."""
         return f"{self.strategy} {self.implementation}".lstrip()
 
-    @property
+    @cached_property
     def source(self) -> str:
         """What fingerprint.kernel_hashes calls the hash of the source that it rests on."""
         named = self_named(self.config.values()) if self.key.kernel == BACKWARD else ()

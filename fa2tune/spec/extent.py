@@ -6,11 +6,15 @@ each starts. Kernels ask ``kernels/lib/extent.py``, if their constexpr ``RAGGED`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 DENSE, RAGGED = "dense", "ragged"
-#: Tensor parameters of kernels with a constexpr RAGGED. In a dense call they are compiled in as 0, so they cost nothing.
+#: Tensor parameters of kernels with a constexpr RAGGED: a call's own. In a dense call they are compiled in as 0, so they cost
+#: nothing.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+#: And all that packed calls alone have: also the order of their tiles (kernels/portable/packed_order.py).
+PACKED = (*OFFSETS, "order")
 #: Tensors with a row a token: behind a descriptor they have one dimension more (``_addressed`` in launching/launch.py).
 PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
@@ -37,8 +41,12 @@ class Extent:
         return length // block + self.sequences + 1 if self.ragged else -(-length // block) * batch
 
     def length(self, total: int) -> int:
-        """Rows of a sequence, as far as the choice of a row of the cache goes: of the longest, else on average."""
-        return (self.longest or -(-total // max(1, self.sequences))) if self.ragged else total
+        """Rows of a sequence, as far as the choice of a row of the cache goes: on average; where the longest is known, the
+        geometric mean of both, as most of the work lies in longer sequences, and most tiles in shorter ones."""
+        if not self.ragged:
+            return total
+        mean = -(-total // max(1, self.sequences))
+        return round(math.sqrt(mean * self.longest)) if self.longest else mean
 
 
 WHOLE = Extent()

@@ -164,6 +164,8 @@ class Variant:
     #: ``passes_on(spec, config)`` says
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    #: of those before it, the ones that packed calls alone want, whatever ``surrounded`` says
+    packed_before: tuple[str, ...] = ()
     passes_on: Callable[[Specialization, Config], dict[str, Any]] = field(default=lambda spec, config: {})
     #: (config, path) -> whether a config wants this one of them
     surrounded: Callable[[Config, str], bool] = field(default=lambda config, name: True)

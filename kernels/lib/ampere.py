@@ -9,6 +9,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.0e38)
 #: Bits of float32 numbers, as PTX writes them.
 ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
+#: 8 powers of two, so written.
+MARGIN = gl.constexpr("0f41000000")
 
 
 @gluon.constexpr_function
@@ -110,15 +112,16 @@ def ask(
 
 @gluon.jit
 def put(
-    base, tile, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr
-):
-    """tile [ROWS, COLUMNS] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns below DIM."""
+    base, tile, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    FIRST: gl.constexpr = 0,
+):  # fmt: skip
+    """tile [ROWS, COLUMNS] to rows [row, row + ROWS) below rows_end of the head at ``base``, columns from FIRST to DIM."""
     layout: gl.constexpr = copy_layout(COLUMNS, WARPS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pointers = base + row.to(gl.int64) * stride + (r[:, None] * stride + d[None, :])
     mask = (row + r < rows_end)[:, None]
-    if DIM != COLUMNS:
+    if DIM < FIRST + COLUMNS:
         mask = mask & (d < DIM)[None, :]
     gl.store(pointers, gl.convert_layout(tile.to(base.dtype.element_ty), layout), mask=mask)
 
@@ -135,23 +138,48 @@ def a_bt(acc, a, b, DIM: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def at_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
-    """acc [M, N] + a^T b of a [ROWS, M] and b [ROWS, N] in shared memory."""
-    for c in gl.static_range(ROWS // STEP):
-        x = a.slice(c * STEP, STEP, 0).permute([1, 0]).load(operand_a(MMA))
-        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
-        acc = mma_v2(x, y, acc)
-    return acc
+def add_columns(acc, more, x, b, at, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr):
+    """acc [M, FIRST] and more [M, OTHER] + x [M, STEP] times rows [at, at + STEP) of b [R, N] in shared memory: its first FIRST
+    columns, and the next OTHER. With OTHER 0 ``more`` is left as it is."""
+    rows = b.slice(at, STEP, 0)
+    if OTHER > 0:
+        acc = mma_v2(x, rows.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
+        more = mma_v2(x, rows.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
+    else:
+        acc = mma_v2(x, rows.load(operand_b(MMA)), acc)
+    return acc, more
 
 
 @gluon.jit
-def a_b(acc, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, MMA: gl.constexpr):
-    """acc [M, N] + a [M, ROWS] b [ROWS, N], both in shared memory."""
+def at_b(
+    acc, more, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """add_columns of a^T b, of a [ROWS, M] and b [ROWS, N] in shared memory."""
+    for c in gl.static_range(ROWS // STEP):
+        x = a.slice(c * STEP, STEP, 0).permute([1, 0]).load(operand_a(MMA))
+        acc, more = add_columns(acc, more, x, b, c * STEP, STEP, FIRST, OTHER, MMA)
+    return acc, more
+
+
+@gluon.jit
+def a_b(
+    acc, more, a, b, ROWS: gl.constexpr, STEP: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """add_columns of a b, of a [M, ROWS] and b [ROWS, N] in shared memory."""
     for c in gl.static_range(ROWS // STEP):
         x = a.slice(c * STEP, STEP, 1).load(operand_a(MMA))
-        y = b.slice(c * STEP, STEP, 0).load(operand_b(MMA))
-        acc = mma_v2(x, y, acc)
-    return acc
+        acc, more = add_columns(acc, more, x, b, c * STEP, STEP, FIRST, OTHER, MMA)
+    return acc, more
+
+
+@gluon.jit
+def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr, MMA: gl.constexpr):
+    """Zeros, or a number that is never read where there are no columns."""
+    if COLUMNS > 0:  # noqa: SIM108
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout=MMA)
+    else:
+        zeros = gl.to_tensor(0)
+    return zeros
 
 
 @gluon.constexpr_function
@@ -171,6 +199,79 @@ def hidden_behind(x, columns, last, ELSE: gl.constexpr):
 
 
 @gluon.jit
-def sum_parts(x):
-    """x [R, N] -> [R, 4]: sums of what each of the four threads of a row holds, so no exchange between threads."""
-    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
+def lanes(x):
+    """x [R, N], the layout of an accumulator whose rows no two warps share, as [R, N / 8, 4, 2]: the third index says which of
+    a row's four threads holds it."""
+    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def for_lanes(x, wanted):
+    """x [R, 4], a number of each of a row's four threads, for arithmetic with ``wanted`` as ``lanes`` has it."""
+    spread = x.expand_dims(1).expand_dims(3).broadcast_to(wanted.shape)
+    return gl.convert_layout(spread, wanted.type.layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _raising(rows, margin):
+    """PTX of raise_peak, for the rows of a thread. Outputs: references, factors, flags; inputs: references, weights."""
+    peak, shrink, raised, _, top = ([f"${k * rows + i}" for i in range(rows)] for k in range(5))
+    code = ["{ .reg .pred p, q; .reg .f32 x, y;"]
+    for i in range(rows):
+        code.append(f"add.f32 x, {peak[i]}, {margin};")
+        code.append(f"setp.gt.or.f32 p, {top[i]}, x, p;" if i else f"setp.gt.f32 p, {top[i]}, x;")
+    code.append("vote.sync.any.pred q, p, 0xffffffff;")
+    for i in range(rows):
+        code.append(f"selp.b32 {raised[i]}, 1, 0, q; mov.b32 {shrink[i]}, 0f3F800000;")  # 1.0
+    code.append("@!q bra.uni DONE;")
+    for i in range(rows):
+        code.append(f"max.f32 x, {top[i]}, {peak[i]};")
+        code += [f"shfl.sync.bfly.b32 y, x, {step}, 31, 0xffffffff; max.f32 x, x, y;" for step in (1, 2)]
+        code.append(f"sub.f32 y, {peak[i]}, x; ex2.approx.ftz.f32 {shrink[i]}, y; mov.b32 {peak[i]}, x;")
+    return "\n".join([*code, "DONE: }"])
+
+
+@gluon.constexpr_function
+def _raising_registers(rows):
+    outputs = ["=f"] * (2 * rows) + ["=r"] * rows
+    return ",".join([*outputs, *map(str, range(rows)), *(["f"] * rows)])
+
+
+@gluon.constexpr_function
+def _scaling(count):
+    """PTX of scaled_if, for the numbers of a thread."""
+    code = [f"{{ .reg .pred p; setp.eq.s32 p, ${3 * count}, 0; @p bra.uni DONE;"]
+    code += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "\n".join([*code, "DONE: }"])
+
+
+@gluon.constexpr_function
+def _scaling_registers(count):
+    return ",".join([*(["=f"] * count), *map(str, range(count)), *(["f"] * count), *(["r"] * count)])
+
+
+@gluon.jit
+def raise_peak(peak, top, WARPS: gl.constexpr):
+    """The references of the exponentials, in powers of two: peak [R, 4], the same for a row's four threads, and ``top`` [R, 4],
+    the greatest weight that each of these holds. Rounding is relative, so a reference need not be the row's greatest weight, as
+    long as that is no more than MARGIN above it. Where it is not, in any row of the warp, all of the warp's rows take their
+    greatest weight so far. Elsewhere nothing is done, nor passed from thread to thread.
+
+    -> (references, what sums taken from the ones before are to be multiplied by, and whether they were raised: not 0)."""
+    ROWS: gl.constexpr = peak.shape[0] // (8 * WARPS)
+    return gl.inline_asm_elementwise(
+        _raising(ROWS, MARGIN), _raising_registers(ROWS), [peak, top], dtype=(gl.float32, gl.float32, gl.int32), is_pure=True,
+        pack=ROWS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def scaled_if(raised, x, shrink, WARPS: gl.constexpr):
+    """x [R, N] times shrink [R, 4], jumped over unless raised [R, 4] is not 0, which is the same in a warp."""
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // (32 * WARPS)
+    parts = lanes(x)
+    done = gl.inline_asm_elementwise(
+        _scaling(COUNT), _scaling_registers(COUNT), [parts, for_lanes(shrink, parts), for_lanes(raised, parts)],
+        dtype=gl.float32, is_pure=True, pack=COUNT,
+    )  # fmt: skip
+    return gl.convert_layout(done.reshape(x.shape), x.type.layout, assert_trivial=True)

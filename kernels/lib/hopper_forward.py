@@ -67,7 +67,7 @@ def hand_back(
 
 
 @gluon.jit
-def _await_room(empty, entry, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr):
+def await_room(empty, entry, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr):
     """The producer, until no group reads what lies where a ring entry goes."""
     if NUMBERED:
         if entry >= STAGES:
@@ -121,7 +121,7 @@ def heads_in_band(seqlen_k, COLUMNS: gl.constexpr, LONGEST_LAST: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(
+def load_q(
     q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST: gl.constexpr, LAST: gl.constexpr, GROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -155,23 +155,23 @@ def produce(
         h_kv = h // group
         below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
         n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
-        _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
+        load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
         for j in range(n_blocks):
             stage = (done + j) % STAGES
             row = (below - 1 - j) * BLOCK_N  # the last block, the one under the mask, comes first
-            _await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
+            await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
             expect_parts(k, k_ready.index(stage))
             load_parts(k, b, h_kv, row, k_ready.index(stage), k_smem, stage)
             if j == 0:
-                _load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
-            _await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
+                load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
+            await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
             expect_parts(v, v_ready.index(stage))
             load_parts(v, b, h_kv, row, v_ready.index(stage), v_smem, stage)
         done += n_blocks
     if NUMBERED:
         for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: no warp is left at a barrier
-            _await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
-            _await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+            await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
+            await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
 
 
 @gluon.jit
@@ -335,15 +335,18 @@ def _quotient(acc, row_total):
 
 
 @gluon.jit
-def where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr):
-    """O's parts, from row ``first`` on, with 0 in rows that see no key."""
-    found = (_where_seen(out[0], first, offset, seqlen_k, window, SEES_A_KEY),)
+def where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr, RAGGED: gl.constexpr):
+    """O's parts, from row ``first`` on, with 0 in rows that see no key. RAGGED: seqlen_k may be 0."""
+    found = (_where_seen(out[0], first, offset, seqlen_k, window, SEES_A_KEY, RAGGED),)
     if len(out) > 1:
-        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, SEES_A_KEY))
+        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, SEES_A_KEY, RAGGED))
     return found
 
 
 @gluon.jit
-def _where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr):
+def _where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY: gl.constexpr, RAGGED: gl.constexpr):
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
-    return gl.where(SEES_A_KEY(rows, offset, seqlen_k, window)[:, None], out, 0.0)
+    seen = SEES_A_KEY(rows, offset, seqlen_k, window)
+    if RAGGED:
+        seen = seen & (seqlen_k > 0)
+    return gl.where(seen[:, None], out, 0.0)

@@ -11,8 +11,7 @@ from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     load_block,
     mbarrier,
-    tma_load,
-    tma_store,
+    store_block,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -36,16 +35,20 @@ def descriptors_of(first, rest):
 
 @gluon.jit
 def shared_for(descriptors, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr):
-    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it (of a packed tensor with one more
-    dimension of 1). REST 0: there is one part."""
-    first = descriptors[0]
-    if len(first.block_type.shape) == 5:
-        found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, 1, HEIGHT, WIDTH], first.layout),)
-    else:
-        found = (gl.allocate_shared_memory(first.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], first.layout),)
+    """Shared memory [SLOTS, 1, 1, HEIGHT, columns] of each part, as its descriptor fills it; of packed sequences [SLOTS, 1, 1,
+    1, HEIGHT, columns]. REST 0: there is one part."""
+    found = (_slots_for(descriptors[0], SLOTS, HEIGHT, WIDTH),)
     if REST > 0:
-        rest = descriptors[1]
-        found = (found[0], gl.allocate_shared_memory(rest.dtype, [SLOTS, 1, 1, HEIGHT, REST], rest.layout))
+        found = (found[0], _slots_for(descriptors[1], SLOTS, HEIGHT, REST))
+    return found
+
+
+@gluon.jit
+def _slots_for(descriptor, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
+    if len(descriptor.block_type.shape) == 5:
+        found = gl.allocate_shared_memory(descriptor.dtype, [SLOTS, 1, 1, 1, HEIGHT, WIDTH], descriptor.layout)
+    else:
+        found = gl.allocate_shared_memory(descriptor.dtype, [SLOTS, 1, 1, HEIGHT, WIDTH], descriptor.layout)
     return found
 
 
@@ -78,7 +81,7 @@ def load_parts(descriptors, b, h, row, barrier, smem, slot):
     """A tile's parts, from row ``row`` on, into a slot."""
     load_block(descriptors[0], b, h, row, 0, barrier, smem[0].index(slot))
     if len(descriptors) > 1:
-        tma_load(descriptors[1], [b, h, row, smem[0].shape[-1]], barrier, smem[1].index(slot))
+        load_block(descriptors[1], b, h, row, smem[0].shape[-1], barrier, smem[1].index(slot))
 
 
 @gluon.jit
@@ -231,14 +234,14 @@ def put_in(tiles, descriptors, b, h, row, places):
     first.reshape([HEIGHT, WIDTH]).store(tiles[0].to(first.dtype))
     if len(tiles) == 1:
         fence_async_shared()
-        tma_store(descriptors[0], [b, h, row, 0], first)
+        store_block(descriptors[0], b, h, row, 0, first)
     else:
         rest = places[1]
         REST: gl.constexpr = rest.shape[-1]
         rest.reshape([HEIGHT, REST]).store(tiles[1].to(first.dtype))
         fence_async_shared()
-        tma_store(descriptors[0], [b, h, row, 0], first)
-        tma_store(descriptors[1], [b, h, row, WIDTH], rest)
+        store_block(descriptors[0], b, h, row, 0, first)
+        store_block(descriptors[1], b, h, row, WIDTH, rest)
 
 
 @gluon.jit
@@ -251,11 +254,11 @@ def store_in_halves(tiles, descriptors, b, h, row, smem, slot):
     left, right = gl.split(tiles[0].to(place.dtype).reshape([HEIGHT, 2, HALF]).permute((0, 2, 1)))
     place.reshape([HEIGHT, HALF]).store(left)
     fence_async_shared()
-    tma_store(descriptors[0], [b, h, row, 0], place)
+    store_block(descriptors[0], b, h, row, 0, place)
     tma_store_wait(0)
     place.reshape([HEIGHT, HALF]).store(right)
     fence_async_shared()
-    tma_store(descriptors[0], [b, h, row, HALF], place)
+    store_block(descriptors[0], b, h, row, HALF, place)
 
 
 @gluon.jit

@@ -1,41 +1,46 @@
 """FlashAttention backward by mma.sync and cp.async, for GPUs without wgmma, all five products in one kernel: a program owns a
 tile of keys, whose dK and dV stay in registers; dQ is summed over the programs by atomic adds into float32 sums."""
 
+from typing import Any
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from fa2tune.kernels.lib.ampere import (
     MINUS_INFINITY,
     ZERO,
     a_b,
     a_bt,
+    add_columns,
     ask,
     at_b,
     hidden_behind,
     in_place,
     mma_layout,
+    none_yet,
     operand_a,
-    operand_b,
     put,
     shared_layout,
     tile_and_head,
 )
 from fa2tune.search_spaces.sm80 import bwd_fused as space
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Variant, Workspaces
 
 STEP = gl.constexpr(space.STEP)
 
 
 @gluon.jit
-def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.constexpr):
-    """Where dQ of each row and column of a block goes, whose sums are at ``sums``: [BLOCK_M, BLOCK_D]. Sums of 8 rows and
-    8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a row.
-    kernels/sm80/bwd_finish.py puts them back."""
+def _places(
+    sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Where dQ of each row and of columns [FIRST, FIRST + COLUMNS) of a block goes, whose sums are at ``sums``. Sums of 8 rows
+    and 8 columns lie together: 64 numbers, half of which the 32 threads of a warp hold one each of and add to 128 bytes in a
+    row. kernels/sm80/bwd_finish.py puts them back."""
     r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    c = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     # columns are constants in the addresses; known to be the same in every trip, all addresses would be kept in registers
     of_row = in_place((r // 8) * (8 * BLOCK_D) + (r % 8) * 4)
     of_column = (c // 8) * 64 + (c % 2) * 32 + (c % 8) // 2
@@ -43,13 +48,28 @@ def _places(sums, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
+def _add(
+    sums, dq, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Adds dq [BLOCK_M, COLUMNS] to the sums, columns below HEAD_DIM."""
+    targets = _places(sums, BLOCK_M, BLOCK_D, FIRST, COLUMNS, layout)
+    if HEAD_DIM < FIRST + COLUMNS:
+        d = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+        gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
+    else:
+        gl.atomic_add(targets, dq, sem="relaxed")
+
+
+@gluon.jit
 def _trip(
-    dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_now, do_now,
-    q_other, do_other, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
+    do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr,
+    DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -62,26 +82,35 @@ def _trip(
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
-    if BUFFERS == 2:
-        ask(q_other, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_other, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-        async_copy.commit_group()
     delta = gl.load(gl.multiple_of(deltas + rows, [8]))  # whole blocks of padded rows
     if TRANSPOSED:
-        s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_now, HEAD_DIM, STEP, SCORES)
+        s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_smem, HEAD_DIM, STEP, SCORES)
+        if EARLY:
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
         if MASK:
             if CAUSAL:
                 p = hidden_behind(p, columns[:, None], gl.minimum(rows + offset, seqlen_k - 1)[None, :], ZERO)
             else:
                 p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
-        dp = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_now, HEAD_DIM_V, STEP, SCORES)
+        if not EARLY:
+            dp = a_bt(
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+            )
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.store(ds)
-        dv_acc = mma_v2(gl.convert_layout(p.to(dtype), operand_a(KEYS)), do_now.load(operand_b(KEYS)), dv_acc)
-        dk_acc = mma_v2(gl.convert_layout(ds, operand_a(KEYS)), q_now.load(operand_b(KEYS)), dk_acc)
+        p_tile = gl.convert_layout(p.to(dtype), operand_a(KEYS))
+        dv_acc, dv_more = add_columns(dv_acc, dv_more, p_tile, do_smem, 0, BLOCK_M, DV_FIRST, DV_OTHER, KEYS)
+        ds_tile = gl.convert_layout(ds, operand_a(KEYS))
+        dk_acc, dk_more = add_columns(dk_acc, dk_more, ds_tile, q_smem, 0, BLOCK_M, DK_FIRST, DK_OTHER, KEYS)
     else:
-        s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_now, k_smem, HEAD_DIM, STEP, SCORES)
+        s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_smem, k_smem, HEAD_DIM, STEP, SCORES)
+        if EARLY:
+            dp = a_bt(
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+            )
         weight = gl.fma(s, qk_scale, peak[:, None])
         if MASK:
             if CAUSAL:
@@ -91,54 +120,58 @@ def _trip(
                 weight = HIDE(weight, rows, start_n, offset, seqlen_k, window, SCORES)
         p = gl.exp2(weight)
         p_smem.store(p.to(dtype))
-        dp = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_now, v_smem, HEAD_DIM_V, STEP, SCORES)
-        ds_smem.store((p * (dp - delta[:, None])).to(dtype))
-        dv_acc = at_b(dv_acc, p_smem, do_now, BLOCK_M, STEP, KEYS)
-        dk_acc = at_b(dk_acc, ds_smem, q_now, BLOCK_M, STEP, KEYS)
+        if ONE:
+            dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
+            dp = a_bt(
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+            )
+            p = p_smem.load(SCORES).to(gl.float32)
+            p_smem.store((p * (dp - delta[:, None])).to(dtype))
+            dk_acc, dk_more = at_b(dk_acc, dk_more, p_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
+        else:
+            if not EARLY:
+                dp = a_bt(
+                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+                )
+            ds_smem.store((p * (dp - delta[:, None])).to(dtype))
+            dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
+            dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
     peak = gl.load(gl.multiple_of(peaks + (after + r), [8]))
-    if BUFFERS == 1:
-        ask(q_now, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do_now, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-        async_copy.commit_group()
-    dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout=QUERIES)
-    if TRANSPOSED:  # noqa: SIM108
-        dq = at_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
+    ask(q_smem, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+    ask(do_smem, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+    async_copy.commit_group()
+    dq = none_yet(BLOCK_M, DQ_FIRST, QUERIES)
+    dq_more = none_yet(BLOCK_M, DQ_OTHER, QUERIES)
+    if TRANSPOSED:
+        dq, dq_more = at_b(dq, dq_more, ds_smem, k_smem, BLOCK_N, STEP, DQ_FIRST, DQ_OTHER, QUERIES)
     else:
-        dq = a_b(dq, ds_smem, k_smem, BLOCK_N, STEP, QUERIES)
-    targets = _places(sums + m.to(gl.int64) * BLOCK_D, BLOCK_M, BLOCK_D, QUERIES)
-    if HEAD_DIM != BLOCK_D:
-        d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, QUERIES))
-        gl.atomic_add(targets, dq, mask=(d < HEAD_DIM)[None, :], sem="relaxed")
-    else:
-        gl.atomic_add(targets, dq, sem="relaxed")
-    return dk_acc, dv_acc, peak
+        dq, dq_more = a_b(dq, dq_more, ds_smem, k_smem, BLOCK_N, STEP, DQ_FIRST, DQ_OTHER, QUERIES)
+    block_sums = sums + m.to(gl.int64) * BLOCK_D
+    _add(block_sums, dq, BLOCK_M, BLOCK_D, HEAD_DIM, 0, DQ_FIRST, QUERIES)
+    if DQ_OTHER > 0:
+        _add(block_sums, dq_more, BLOCK_M, BLOCK_D, HEAD_DIM, DQ_FIRST, DQ_OTHER, QUERIES)
+    return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-    p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+    dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem,
+    v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, BUFFERS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASK: gl.constexpr,
+    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
+    EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Queries [first, stop) of a head, in whole rounds of BUFFERS blocks; ``end``: of all of its queries."""
-    for m in range(first, stop, BUFFERS * BLOCK_M):
-        dk_acc, dv_acc, peak = _trip(
-            dk_acc, dv_acc, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0, do0, q1, do1,
-            p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, MASK,
+    """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
+    for m in range(first, stop, BLOCK_M):
+        dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
+            dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
+            q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
+            HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, MASK,
         )  # fmt: skip
-        if BUFFERS == 2:
-            dk_acc, dv_acc, peak = _trip(
-                dk_acc, dv_acc, peak, m + BLOCK_M, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q1,
-                do1, q0, do0, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, MASK,
-            )  # fmt: skip
-    return dk_acc, dv_acc, peak
+    return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
 @gluon.jit
@@ -150,8 +183,9 @@ def bwd_fused_sm80_kernel(
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr,
-    BUFFERS: gl.constexpr,
+    SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
+    DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
     rows_padded, BLOCK_D] float32, as kernels/sm80/bwd_prepare.py leaves them -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV], and
@@ -159,17 +193,17 @@ def bwd_fused_sm80_kernel(
     fixed.
 
     bf16 or fp16; bases and strides are multiples of 16 bytes.
-    P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "registers":
-    scores [keys, queries]; P and dS are operands where they are, and dS goes through shared memory for dQ alone.
-    BUFFERS 2: Q and dO of the next block are asked for when a block begins; 1: when its dK is done, so that they come during
-    dQ and its sums.
+    P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
+    the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
+    are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
+    Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
+    ONE: gl.constexpr = P_THROUGH == "one"
     SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)
     KEYS: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(KEY_WARPS, WARPS // KEY_WARPS)
     ROW: gl.constexpr = gl.SliceLayout(0 if TRANSPOSED else 1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, SCORES)
-    ROUND: gl.constexpr = BUFFERS * BLOCK_M
     dtype: gl.constexpr = k.dtype.element_ty
     heads_kv = heads_q // group
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
@@ -188,14 +222,8 @@ def bwd_fused_sm80_kernel(
     deltas += first_row
     sums += first_row * BLOCK_D
 
-    # buffers of their own, not slices of one: the compiler sees that copies into one and reads of another do not meet
-    q0 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
-    do0 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
-    q1 = q0
-    do1 = do0
-    if BUFFERS == 2:
-        q1 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
-        do1 = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], shared_layout(BLOCK_D))
+    do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_DV], shared_layout(BLOCK_DV))
     k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], shared_layout(BLOCK_D))
     v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
     if TRANSPOSED:
@@ -203,49 +231,54 @@ def bwd_fused_sm80_kernel(
         p_smem = ds_smem
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-        p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
+        p_smem = ds_smem
+        if not ONE:
+            p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
 
-    # queries in whole rounds: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
+    # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
     window = (window_left, window_right)
-    rounds = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, ROUND)
-    begin = gl.to_tensor(rounds[0]) * ROUND
-    end = rounds[3] * ROUND
+    blocks = QUERY_BLOCKS(start_n, start_n + BLOCK_N, seqlen_q, seqlen_k, window, BLOCK_M)
+    begin = gl.to_tensor(blocks[0]) * BLOCK_M
+    end = blocks[3] * BLOCK_M
     full = gl.where(
-        start_n + BLOCK_N > seqlen_k, end, rounds[1] * ROUND
+        start_n + BLOCK_N > seqlen_k, end, blocks[1] * BLOCK_M
     )  # the last, ragged tile: everything under the mask
     full_end = end
     if LEFT_BOUNDED:
-        full_end = gl.maximum(rounds[2] * ROUND, full)
+        full_end = gl.maximum(blocks[2] * BLOCK_M, full)
 
     ask(k_smem, k, stride_kn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
     ask(v_smem, v, stride_vn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-    dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, layout=KEYS)
-    dv_acc = gl.zeros([BLOCK_N, BLOCK_DV], gl.float32, layout=KEYS)
+    dk_acc = none_yet(BLOCK_N, DK_FIRST, KEYS)
+    dk_more = none_yet(BLOCK_N, DK_OTHER, KEYS)
+    dv_acc = none_yet(BLOCK_N, DV_FIRST, KEYS)
+    dv_more = none_yet(BLOCK_N, DV_OTHER, KEYS)
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(group):  # every query head that reads this key head
         async_copy.wait_group(0)  # the copies of the head before, which are not read
-        ask(q0, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-        ask(do0, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        ask(q_smem, q, stride_qm, m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+        ask(do_smem, do, stride_dom, m, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
         async_copy.commit_group()
         peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
-        dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
-            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, True,
+        dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+            k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, True,
         )  # fmt: skip
-        dk_acc, dv_acc, peak = _over_queries(
-            dk_acc, dv_acc, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q0,
-            do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, BUFFERS, HIDE,
-            HIDE_QUERIES, CAUSAL, False,
+        dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+            dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+            k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
+            HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, False,
         )  # fmt: skip
         if LEFT_BOUNDED:
-            dk_acc, dv_acc, peak = _over_queries(
-                dk_acc, dv_acc, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
-                q0, do0, q1, do1, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M,
-                BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED,
-                BUFFERS, HIDE, HIDE_QUERIES, CAUSAL, True,
+            dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, q, do, peaks, deltas, sums, stride_qm, stride_dom,
+                k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window,
+                qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS,
+                QUERY_WARPS, TRANSPOSED, HIDE, HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER,
+                DQ_FIRST, DQ_OTHER, True,
             )  # fmt: skip
         q += stride_qh
         do += stride_doh
@@ -255,8 +288,25 @@ def bwd_fused_sm80_kernel(
     async_copy.wait_group(0)
     dk += b.to(gl.int64) * stride_dkb + h_kv.to(gl.int64) * stride_dkh
     dv += b.to(gl.int64) * stride_dvb + h_kv.to(gl.int64) * stride_dvh
-    put(dk, dk_acc * softmax_scale, stride_dkn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS)
-    put(dv, dv_acc, stride_dvn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS)
+    put(dk, dk_acc * softmax_scale, stride_dkn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, DK_FIRST, WARPS)
+    put(dv, dv_acc, stride_dvn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, DV_FIRST, WARPS)
+    if DK_OTHER > 0:
+        put(dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, BLOCK_N, HEAD_DIM, DK_OTHER, WARPS, DK_FIRST)
+    if DV_OTHER > 0:
+        put(dv, dv_more, stride_dvn, start_n, seqlen_k, BLOCK_N, HEAD_DIM_V, DV_OTHER, WARPS, DV_FIRST)
+
+
+def _constants(spec: Specialization, config: Config) -> dict[str, Any]:
+    """Among them: columns of each result in the first of its accumulators, and in the second. 96 are 64 and 32, so that none is
+    computed for the padding; one holds them all where warps would find no column of their own in the second."""
+    found: dict[str, Any] = {"CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]}
+    for name, dim, down in (("DK", spec.head_dim, "KEY_WARPS"), ("DV", spec.head_dim_v, "KEY_WARPS"),
+                            ("DQ", spec.head_dim, "QUERY_WARPS")):  # fmt: skip
+        first, other = head_dim_parts(dim)
+        if other < 8 * (config["num_warps"] // config[down]):
+            first, other = padded_head_dim(dim), 0
+        found |= {f"{name}_FIRST": first, f"{name}_OTHER": other}
+    return found
 
 
 def _workspaces(problem: Problem, _config: Config) -> Workspaces:
@@ -284,7 +334,7 @@ VARIANT = Variant(
     grid=lambda problem, config, _sm_count, _early: (
         triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
     ),
-    constants=lambda spec, config: {"CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]},
+    constants=_constants,
     before=("sm80/bwd_prepare",),
     after=("sm80/bwd_finish",),
     workspaces=_workspaces,

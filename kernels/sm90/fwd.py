@@ -1,10 +1,9 @@
 """FlashAttention forward for Hopper: one warp feeds K and V by TMA, groups of four warps multiply and exponentiate."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
@@ -16,11 +15,9 @@ from fa2tune.kernels.lib.hopper_forward import (
     of_carried,
     pass_by,
     pass_turn_on,
-    produce,
     q_again,
     quotients,
     repack,
-    shrunk,
     sum_parts,
     tile_of,
     to_carry,
@@ -28,13 +25,13 @@ from fa2tune.kernels.lib.hopper_forward import (
     where_seen,
     words_suit,
 )
+from fa2tune.kernels.lib.hopper_keys import issue_scores, over_keys
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
     first_parts,
     loaded,
     product_layout,
-    product_of_rows,
     products_done,
     shared_for,
     store_in_halves,
@@ -42,10 +39,12 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, tile_told
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
+from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(space.PRODUCER_REGISTERS)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -61,88 +60,24 @@ LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
 
 
 @gluon.jit
-def _issue_scores(
-    q_tile, k_smem, k_ready, entry, pred, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Starts Q K^T [ROWS, BLOCK_N] of a ring entry, once it is there and, with PINGPONG, it is this group's turn. Without
-    pred it does not wait for the entry and multiplies what lies there."""
-    stage = entry % STAGES
-    mbarrier.wait(k_ready.index(stage), (entry // STAGES) & 1, pred=pred)
-    if PINGPONG:
-        await_turn(CONSUMER)
-    k_tile = tiles_in(k_smem, stage)
-    return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, BLOCK_N], gl.float32, layout))
-
-
-@gluon.jit
-def _over_keys(
-    acc, total, peak, p, begin, end, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """Key blocks [begin, end), counted back from block ``below`` - 1: Q K^T of block j is in flight together with P V of
-    block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
-    _, k_smem, v_smem, _ = smem
-    _, _, k_ready, k_empty, v_ready, v_empty = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    dtype: gl.constexpr = v_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
-    for j in range(begin, end):
-        entry = done + j
-        v_stage = (entry - 1) % STAGES
-        s_next = _issue_scores(q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
-        mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
-        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_stage), acc)
-        if PINGPONG:
-            pass_turn_on(CONSUMER, GROUPS)
-        s = warpgroup_mma_wait(len(acc), deps=[s_next])
-        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
-        if NEGATE:
-            s = -s
-        if MASK:
-            s = HIDE(s, rows, (below - 1 - j) * BLOCK_N, offset, seqlen_k, window, s_layout)
-        if RESCALE == "never":
-            weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
-            total += sum_parts(weights)
-        else:
-            new_peak = gl.maximum(peak, gl.max(s, 1) * qk_scale)
-            if RESCALE == "lazy":
-                new_peak = gl.where(new_peak - peak > 8.0, new_peak, peak)
-            shrink = gl.exp2(peak - new_peak)
-            weights = gl.exp2(gl.fma(s, qk_scale, -new_peak[:, None]))
-            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sum_parts(
-                weights
-            )
-            peak = new_peak
-        next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
-        acc = products_done(o_next)
-        hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
-        if RESCALE != "never":
-            acc = shrunk(acc, shrink, RESCALE == "lazy")
-        p = next_p
-    return acc, total, peak, p
-
-
-@gluon.jit
-def _consume(
-    o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
+def _one_tile(
+    ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
+    batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
     CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
+    """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
+    tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
+    ends at row end_q of all."""
     q_smem, k_smem, v_smem, o_smem = smem
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
-    AT_FIRST: gl.constexpr = Q_STAGES > 1 and not RIGHT_BOUNDED
+    AT_FIRST: gl.constexpr = Q_STAGES > 1 and not RIGHT_BOUNDED and not RAGGED
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     OWN_ADDRESSES: gl.constexpr = Q_STAGES > 1 and not Q_IN_REGISTERS
     OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
@@ -151,168 +86,239 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
     AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    heads = batch * heads_q
-    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
-    turns = turns_of(tiles * heads)
-    done = 0  # key blocks of earlier tiles
-    start_m, head = tile_of(0, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-    if PINGPONG and CONSUMER == GROUPS - 1:
-        pass_turn_on(CONSUMER, GROUPS)  # the first turn is group 0's
-    if Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
+    if Q_STAGES > 1:
+        s = ahead
+    if AT_FIRST:
+        start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        b, h = head // heads_q, head % heads_q
+    if RAGGED:
+        offset = seqlen_k - seqlen_q
+    first = start_m + CONSUMER * ROWS
+    rows = first + gl.arange(0, ROWS, layout=row_s)
+    below = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    if RAGGED and not RIGHT_BOUNDED:  # a sequence may have no keys; what is known to be 1 or more is none for q_again
+        below = gl.maximum(below, 1)
+    n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
+    clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    n_masked = 1
+    if RIGHT_BOUNDED:
+        n_masked = gl.maximum(below - clear_end, 1)
+    n_clear = n_blocks  # from there on blocks lie under the mask's left side
+    if LEFT_BOUNDED:
+        n_masked = gl.minimum(n_masked, n_blocks)
+        n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
+    q_slot = (turn % Q_STAGES) * GROUPS + CONSUMER
+    q_shared = tiles_in(q_smem, q_slot)
+    if Q_STAGES == 1:
         if RIGHT_BOUNDED:
             done = pass_by(
                 start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
                 NUMBERED, BLOCKS_BELOW,
             )  # fmt: skip
-        mbarrier.wait(q_ready.index(CONSUMER), 0)
-        s = _issue_scores(
-            tiles_in(q_smem, CONSUMER), k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
+        mbarrier.wait(q_ready.index(q_slot), turn & 1)
+    q_tile = q_shared
+    if Q_IN_REGISTERS:
+        q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
+    if Q_STAGES == 1:
+        s = issue_scores(q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
+        if PINGPONG:
+            pass_turn_on(CONSUMER, GROUPS)
+    if RESCALE == "never":
+        bound = bound_of(q_shared, norms, head // group, qk_scale, s_layout)
+    if Q_STAGES == 1:
+        s = warpgroup_mma_wait(0, deps=[s])
+        hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+
+    # ---- the last block, which may be ragged
+    if NEGATE:
+        s = -s
+    s = HIDE(s, rows, (below - 1) * BLOCK_N, offset, seqlen_k, window, s_layout)
+    peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
+    bounded = False
+    if RESCALE == "never":
+        HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
+        MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
+        # rows that see none of these keys have scores above -bound; of a NaN nothing is known
+        near = (bound - gl.maximum(peak, -bound) <= MOST) & (bound <= LARGEST_BOUND)
+        far = gl.where(near, 0, 1)
+        bounded = gl.max(far, 0) == 0
+        peak = gl.where(bounded, bound - HEADROOM, peak)
+    weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+    total = sum_parts(weights)
+    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    acc = zeros_for(v_smem, ROWS)
+    if RIGHT_BOUNDED:
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, 1, n_masked, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
+            CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+            RIGHT_BOUNDED, True,
+        )  # fmt: skip
+    p = repack(p)
+    exact = n_masked
+    if RESCALE == "never":
+        exact = gl.where(bounded, n_clear, n_masked)
+        if OWN_ADDRESSES and RIGHT_BOUNDED:
+            q_tile = q_again(q_smem, q_slot, seqlen_q)
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, n_masked, exact, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
+            qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
+            RIGHT_BOUNDED, False,
+        )  # fmt: skip
+        p = repack(p)
+    if OWN_ADDRESSES and (RIGHT_BOUNDED or RESCALE == "never"):
+        q_tile = q_again(q_smem, q_slot, n_blocks)
+    acc, total, peak, p = over_keys(
+        acc, total, peak, p, exact, n_clear, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
+        CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
+        False,
+    )  # fmt: skip
+    if LEFT_BOUNDED:
+        p = repack(p)
+        if OWN_ADDRESSES:
+            q_tile = q_again(q_smem, q_slot, heads_q if RAGGED else batch)
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, n_clear, n_blocks, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
+            qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
+            RIGHT_BOUNDED, True,
+        )  # fmt: skip
+    if O_THROUGH != "q":
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+
+    # ---- the last P V, and Q K^T of the next tile's first block
+    done += n_blocks
+    v_entry = done - 1
+    if Q_STAGES > 1:
+        if RAGGED:
+            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+            more = next_head >= 0
+        else:
+            more = turn + 1 < turns
+            next_q, next_k = seqlen_q, seqlen_k
+            if RIGHT_BOUNDED:
+                next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        if RIGHT_BOUNDED:
+            done = pass_by(
+                next_m, done, more, next_q, next_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
+                NUMBERED, BLOCKS_BELOW,
+            )  # fmt: skip
+        q_slot = ((turn + 1) % Q_STAGES) * GROUPS + CONSUMER
+        mbarrier.wait(q_ready.index(q_slot), ((turn + 1) // Q_STAGES) & 1, pred=more)
+        s_next = issue_scores(
+            tiles_in(q_smem, q_slot), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
+        )  # fmt: skip
+    mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_entry % STAGES), acc)
+    if Q_STAGES == 1:  # the divisions run beside P V
+        if RAGGED:
+            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+        else:
+            next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+    else:
+        if PINGPONG:
+            pass_turn_on(CONSUMER, GROUPS)
+        s = warpgroup_mma_wait(len(acc), deps=[s_next])
+        hand_back(k_empty, done, more, K_EMPTY, STAGES, GROUPS, NUMBERED)
+    acc = products_done(acc)
+    hand_back(v_empty, v_entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+
+    # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
+    row_total = gl.sum(total, 1)
+    word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
+    out = quotients(acc, row_total)
+    if LEFT_BOUNDED or RIGHT_BOUNDED or RAGGED:
+        sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
+        if RAGGED:
+            sees_a_key = sees_a_key & (seqlen_k > 0)
+        word = gl.where(sees_a_key, word, float("-inf"))
+        out = where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY, RAGGED)
+    if RAGGED:  # the coordinates are such that the tile ends where its sequence does
+        b, h, row = end_q, head, PACKED_ROWS - seqlen_q + first
+        gl.store(lse + head.to(gl.int64) * all_rows + (end_q - seqlen_q) + rows, word, mask=rows < seqlen_q)
+    else:
+        gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
+        row = first
+        if not AT_FIRST:
+            b, h = head // heads_q, head % heads_q
+    if O_THROUGH == "halves":
+        store_in_halves(out, o, b, h, row, o_smem, CONSUMER)
+    else:
+        store_parts(out, o, b, h, row, o_smem, CONSUMER)
+    if O_THROUGH == "q":
+        tma_store_wait(0)
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+    if not AT_FIRST:
+        start_m, head = next_m, next_head
+    if RAGGED:
+        end_q, seqlen_q, seqlen_k = next_end, next_q, next_k
+    if Q_STAGES > 1:
+        ahead = s
+    return ahead, done, start_m, head, end_q, seqlen_q, seqlen_k
+
+
+@gluon.jit
+def _consume(
+    o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
+    q_smem, k_smem, _, _ = smem
+    q_ready, _, k_ready, k_empty, _, _ = barriers
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
+    s_layout: gl.constexpr = product_layout(BLOCK_N)
+    all_rows = seqlen_q
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    heads = batch * heads_q
+    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
+    turns = turns_of(tiles * heads)
+    done = 0  # key blocks of earlier tiles
+    if RAGGED:
+        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = tile_told(queue, 0, 4)
+        alive = head >= 0
+    else:
+        start_m, head = tile_of(0, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        end_q = 0
+        alive = True
+    if PINGPONG and CONSUMER == GROUPS - 1:
+        pass_turn_on(CONSUMER, GROUPS)  # the first turn is group 0's
+    if Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
+        if RIGHT_BOUNDED:
+            done = pass_by(
+                start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
+                NUMBERED, BLOCKS_BELOW,
+            )  # fmt: skip
+        mbarrier.wait(q_ready.index(CONSUMER), 0, pred=alive)
+        s = issue_scores(
+            tiles_in(q_smem, CONSUMER), k_smem, k_ready, done, alive, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
         )  # fmt: skip
         if PINGPONG:
             pass_turn_on(CONSUMER, GROUPS)
         s = warpgroup_mma_wait(0, deps=[s])
-        hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
-    for turn in range(turns):
-        if AT_FIRST:
-            start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-            b, h = head // heads_q, head % heads_q
-        first = start_m + CONSUMER * ROWS
-        rows = first + gl.arange(0, ROWS, layout=row_s)
-        below = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
-        n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
-        clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
-        n_masked = 1
-        if RIGHT_BOUNDED:
-            n_masked = gl.maximum(below - clear_end, 1)
-        n_clear = n_blocks  # from there on blocks lie under the mask's left side
-        if LEFT_BOUNDED:
-            n_masked = gl.minimum(n_masked, n_blocks)
-            n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
-        q_slot = (turn % Q_STAGES) * GROUPS + CONSUMER
-        q_shared = tiles_in(q_smem, q_slot)
-        if Q_STAGES == 1:
-            if RIGHT_BOUNDED:
-                done = pass_by(
-                    start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
-                    NUMBERED, BLOCKS_BELOW,
-                )  # fmt: skip
-            mbarrier.wait(q_ready.index(q_slot), turn & 1)
-        q_tile = q_shared
-        if Q_IN_REGISTERS:
-            q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
-        if Q_STAGES == 1:
-            s = _issue_scores(q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
-            if PINGPONG:
-                pass_turn_on(CONSUMER, GROUPS)
-        if RESCALE == "never":
-            bound = bound_of(q_shared, norms, head // group, qk_scale, s_layout)
-        if Q_STAGES == 1:
-            s = warpgroup_mma_wait(0, deps=[s])
-            hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
-
-        # ---- the last block, which may be ragged
-        if NEGATE:
-            s = -s
-        s = HIDE(s, rows, (below - 1) * BLOCK_N, offset, seqlen_k, window, s_layout)
-        peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
-        bounded = False
-        if RESCALE == "never":
-            HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
-            MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
-            # rows that see none of these keys have scores above -bound; of a NaN nothing is known
-            near = (bound - gl.maximum(peak, -bound) <= MOST) & (bound <= LARGEST_BOUND)
-            far = gl.where(near, 0, 1)
-            bounded = gl.max(far, 0) == 0
-            peak = gl.where(bounded, bound - HEADROOM, peak)
-        weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
-        total = sum_parts(weights)
-        p = to_carry(weights, dtype, p_layout, AS_WORDS)
-        acc = zeros_for(v_smem, ROWS)
-        if RIGHT_BOUNDED:
-            acc, total, peak, p = _over_keys(
-                acc, total, peak, p, 1, n_masked, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
-                RIGHT_BOUNDED, True,
+        hand_back(k_empty, done, alive, K_EMPTY, STAGES, GROUPS, NUMBERED)
+    else:
+        s = 0
+    if RAGGED:
+        turn = 0
+        while head >= 0:
+            s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
+                batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
+                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
+                NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY, LEFT_BOUNDED, RIGHT_BOUNDED, True,
             )  # fmt: skip
-        p = repack(p)
-        exact = n_masked
-        if RESCALE == "never":
-            exact = gl.where(bounded, n_clear, n_masked)
-            if OWN_ADDRESSES and RIGHT_BOUNDED:
-                q_tile = q_again(q_smem, q_slot, seqlen_q)
-            acc, total, peak, p = _over_keys(
-                acc, total, peak, p, n_masked, exact, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
-                RIGHT_BOUNDED, False,
+            turn += 1
+    else:
+        for turn in range(turns):
+            s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
+                batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
+                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
+                NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY, LEFT_BOUNDED, RIGHT_BOUNDED, False,
             )  # fmt: skip
-            p = repack(p)
-        if OWN_ADDRESSES and (RIGHT_BOUNDED or RESCALE == "never"):
-            q_tile = q_again(q_smem, q_slot, n_blocks)
-        acc, total, peak, p = _over_keys(
-            acc, total, peak, p, exact, n_clear, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-            CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
-            False,
-        )  # fmt: skip
-        if LEFT_BOUNDED:
-            p = repack(p)
-            if OWN_ADDRESSES:
-                q_tile = q_again(q_smem, q_slot, batch)
-            acc, total, peak, p = _over_keys(
-                acc, total, peak, p, n_clear, n_blocks, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-                qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
-                RIGHT_BOUNDED, True,
-            )  # fmt: skip
-        if O_THROUGH != "q":
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
-
-        # ---- the last P V, and Q K^T of the next tile's first block
-        done += n_blocks
-        v_entry = done - 1
-        if Q_STAGES > 1:
-            more = turn + 1 < turns
-            if RIGHT_BOUNDED:
-                next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-                done = pass_by(
-                    next_m, done, more, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
-                    NUMBERED, BLOCKS_BELOW,
-                )  # fmt: skip
-            q_slot = ((turn + 1) % Q_STAGES) * GROUPS + CONSUMER
-            mbarrier.wait(q_ready.index(q_slot), ((turn + 1) // Q_STAGES) & 1, pred=more)
-            s_next = _issue_scores(
-                tiles_in(q_smem, q_slot), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
-            )  # fmt: skip
-        mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
-        acc = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_entry % STAGES), acc)
-        if Q_STAGES == 1:  # the divisions run beside P V
-            next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-        else:
-            if PINGPONG:
-                pass_turn_on(CONSUMER, GROUPS)
-            s = warpgroup_mma_wait(len(acc), deps=[s_next])
-            hand_back(k_empty, done, more, K_EMPTY, STAGES, GROUPS, NUMBERED)
-        acc = products_done(acc)
-        hand_back(v_empty, v_entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
-
-        # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
-        row_total = gl.sum(total, 1)
-        word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
-        out = quotients(acc, row_total)
-        if LEFT_BOUNDED or RIGHT_BOUNDED:
-            word = gl.where(SEES_A_KEY(rows, offset, seqlen_k, window), word, float("-inf"))
-            out = where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY)
-        gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
-        if not AT_FIRST:
-            b, h = head // heads_q, head % heads_q
-        if O_THROUGH == "halves":
-            store_in_halves(out, o, b, h, first, o_smem, CONSUMER)
-        else:
-            store_parts(out, o, b, h, first, o_smem, CONSUMER)
-        if O_THROUGH == "q":
-            tma_store_wait(0)
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
-        if not AT_FIRST:
-            start_m, head = next_m, next_head
     if PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)
@@ -321,11 +327,11 @@ def _consume(
 @gluon.jit
 def fwd_hopper_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, norms, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest,
+    q_rest, k_rest, v_rest, o_rest, order,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
     CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, RESCALE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr,
     NUMBERED: gl.constexpr, O_COLUMNS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -337,19 +343,23 @@ def fwd_hopper_kernel(
     that see no key: o = 0, lse = -inf. Any number of programs: each takes every n-th tile. With one consumer group two or three
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
+
+    RAGGED: B is 1, and sequences lie one after the other. order: what packed_order_kernel makes of where they start. Programs
+    take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     window = (window_left, window_right)
     WIDEST: gl.constexpr = max(BLOCK_D + REST_D, BLOCK_DV + REST_DV)
+    COLUMNS: gl.constexpr = BLOCK_D + REST_D + BLOCK_DV + REST_DV
     q, k = descriptors_of(q, q_rest), descriptors_of(k, k_rest)
     v, o = descriptors_of(v, v_rest), descriptors_of(o, o_rest)
     q_smem = shared_for(q, Q_STAGES * GROUPS, ROWS, BLOCK_D, REST_D)
     k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
     v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
     heads_per_wave = HEADS_PER_WAVE
-    if HEADS_PER_WAVE == 0:
-        heads_per_wave = heads_in_band(seqlen_k, BLOCK_D + REST_D + BLOCK_DV + REST_DV, LONGEST_LAST)
+    if not RAGGED and HEADS_PER_WAVE == 0:
+        heads_per_wave = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
     o_smem = first_parts(q_smem, o) if O_THROUGH == "q" else shared_for(o, GROUPS, ROWS, O_COLUMNS, REST_DV)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * GROUPS, 1], mbarrier.MBarrierLayout())
@@ -365,6 +375,7 @@ def fwd_hopper_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_empty.index(i), count=GROUPS)
+    queue = make_queue(order, RAGGED)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
@@ -372,50 +383,50 @@ def fwd_hopper_kernel(
     if GROUPS == 1:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (produce, (
-                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (produce, (
-                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 0,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 1,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
             (_consume, (
-                o, lse, norms, smem, barriers, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, 2,
-                BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
+                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
+                window, 2, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
                 Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (produce, (
-                q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-                STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST)),
+                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
+            (produce_tiles, (
+                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
+                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if NUMBERED:
         # No warp waits at these. Without a use behind the partitions Triton would give their memory to what it hands these,
@@ -427,8 +438,17 @@ def fwd_hopper_kernel(
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
-    tiles = triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
+    tiles = problem.query_tiles(config["BLOCK_M"]) * problem.heads_q
     return min(tiles, sm_count * space.PROGRAMS[config["maxnreg"]])
+
+
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    if config["RESCALE"] == "never":
+        found["norms"] = norms_shape(problem), "fp32"
+    if problem.extent.ragged:
+        found["order"] = order_shape(problem, config["BLOCK_M"]), "i32"
+    return found
 
 
 VARIANT = Variant(
@@ -436,7 +456,7 @@ VARIANT = Variant(
     kernel=fwd_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "norms": "fp32",
-             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": ""},
+             "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "", "order": "i32"},
     descriptors={"q": (space.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (space.ROWS, "O_COLUMNS"),
                  "q_rest": (space.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV"),
@@ -452,10 +472,10 @@ VARIANT = Variant(
     min_arch=90,
     max_arch=90,
     before=("portable/fwd_norms",),
+    packed_before=("portable/packed_order",),
+    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"]} if spec.ragged else {},
     surrounded=lambda config, _name: config["RESCALE"] == "never",
-    workspaces=lambda problem, config: (
-        {"norms": (norms_shape(problem), "fp32")} if config["RESCALE"] == "never" else {}
-    ),
+    workspaces=_workspaces,
     fitted=space.fitted,
     suited=space.suited,
 )  # fmt: skip

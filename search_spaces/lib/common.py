@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
-from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint
+from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
 
-#: padded head dim, at least 64 -> (BLOCK_M, BLOCK_N, num_warps, num_stages)
+#: padded head dim, at least 64 -> (BLOCK_M, BLOCK_N, num_warps, num_stages). Tables for compute capability 9.0 and 10.0 are the
+#: best of a sweep at length 8192 on an H200 (docs/experiments.md).
 Tiles = Mapping[int, tuple[int, int, int, int]]
 
 
@@ -83,4 +84,31 @@ def register_cap_holds(columns: Callable[[int, int], int]) -> Constraint:
             or config["maxnreg"] == 0
             or config["maxnreg"] >= 30 + columns(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v)) // 2
         ),
+    )
+
+
+def tile_space(
+    name: str,
+    block_m: tuple[int, ...],
+    block_n: tuple[int, ...],
+    stages: tuple[int, ...],
+    own: tuple[Constraint, ...],
+    default: Callable[[Specialization, int], Config],
+) -> SearchSpace:
+    """Of a portable kernel that loops over tiles of keys or queries. ``own``: its constraints beside those of every such
+    kernel."""
+    return SearchSpace(
+        name=name,
+        dimensions={
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "LOADS": (POINTER, DESCRIPTOR),
+            "MASKED": ("last", "first", "inside"),  # tiles under the mask: a loop of their own, or a branch
+            "HEADS_PER_WAVE": (1, 4, 16),
+            "num_warps": (4, 8),
+            "num_stages": stages,
+            "maxnreg": (0, 128, 168),
+        },
+        constraints=(DESCRIPTOR_NEEDS_TMA, REGISTER_CAP_BINDS, *own),
+        default=default,
     )

@@ -1,17 +1,14 @@
 """Search space of the bwd_dkdv variant of kernels/lib/bwd_keys.py."""
 
 from fa2tune.search_spaces.lib.common import (
-    DESCRIPTOR_NEEDS_TMA,
-    REGISTER_CAP_BINDS,
     accumulators_fit,
     default_config,
+    tile_space,
     tiles_fit,
 )
 from fa2tune.spec.problem import Config, Specialization
-from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
-# (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
+# OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
 DESCRIBED = {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)}
 BY_POINTER = {64: (128, 64, 4, 2), 128: (32, 64, 4, 2), 256: (64, 64, 8, 1)}
 OLDER = {64: (64, 128, 8, 1), 128: (32, 64, 4, 1), 256: (16, 64, 8, 1)}
@@ -25,21 +22,12 @@ def default(spec: Specialization, arch: int) -> Config:
     return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED=masked)
 
 
-SPACE = SearchSpace(
-    name="bwd_dkdv",
-    dimensions={
-        "BLOCK_M": (16, 32, 64, 128),
-        "BLOCK_N": (16, 32, 64, 128),
-        "LOADS": (POINTER, DESCRIPTOR),
-        "MASKED": ("last", "first", "inside"),  # tiles under the mask: a loop of their own, or a branch
-        "HEADS_PER_WAVE": (1, 4, 16),
-        "num_warps": (4, 8),
-        "num_stages": (1, 2, 3),
-        "maxnreg": (0, 128, 168),
-    },
-    constraints=(
-        DESCRIPTOR_NEEDS_TMA,
-        REGISTER_CAP_BINDS,
+SPACE = tile_space(
+    "bwd_dkdv",
+    block_m=(16, 32, 64, 128),
+    block_n=(16, 32, 64, 128),
+    stages=(1, 2, 3),
+    own=(
         accumulators_fit("dk_dv_s_dp", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288),
         tiles_fit(
             lambda c, d, dv, size: (

@@ -1,19 +1,16 @@
 """Search space of kernels/portable/fwd.py."""
 
 from fa2tune.search_spaces.lib.common import (
-    DESCRIPTOR_NEEDS_TMA,
-    REGISTER_CAP_BINDS,
     accumulators_fit,
     default_config,
     register_cap_holds,
     rows_per_warp,
+    tile_space,
     tiles_fit,
 )
 from fa2tune.spec.problem import Config, Specialization
-from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) by padded head dim. The first tables: best of a sweep at length 8192 on an H200
-# (docs/experiments.md). OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
+# OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
 DESCRIBED = {64: (64, 128, 4, 2), 128: (64, 128, 4, 1), 256: (64, 128, 4, 1)}
 BY_POINTER = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
 OLDER = {64: (128, 64, 4, 2), 128: (128, 32, 4, 3), 256: (64, 32, 4, 2)}
@@ -25,21 +22,12 @@ def default(spec: Specialization, arch: int) -> Config:
     return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED="inside")
 
 
-SPACE = SearchSpace(
-    name="fwd",
-    dimensions={
-        "BLOCK_M": (32, 64, 128, 256),  # 32: float32 only
-        "BLOCK_N": (16, 32, 64, 128),
-        "LOADS": (POINTER, DESCRIPTOR),
-        "MASKED": ("last", "first", "inside"),  # tiles under the mask: a loop of their own, or a branch
-        "HEADS_PER_WAVE": (1, 4, 16),
-        "num_warps": (4, 8),
-        "num_stages": (1, 2, 3, 4),
-        "maxnreg": (0, 128, 168),
-    },
-    constraints=(
-        DESCRIPTOR_NEEDS_TMA,
-        REGISTER_CAP_BINDS,
+SPACE = tile_space(
+    "fwd",
+    block_m=(32, 64, 128, 256),  # 32: float32 only
+    block_n=(16, 32, 64, 128),
+    stages=(1, 2, 3, 4),
+    own=(
         register_cap_holds(lambda d, dv: dv),
         rows_per_warp("BLOCK_M"),
         accumulators_fit("output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),

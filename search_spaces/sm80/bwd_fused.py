@@ -11,21 +11,22 @@ from fa2tune.search_spaces.lib.ampere import (
     shared_limit,
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
-ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config, in all their buffers
+ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
 
-#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, BUFFERS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the
-#: best of docs/experiments.md at 64 and 128; at 256 what fits.
+#: (BLOCK_M, BLOCK_N, num_warps, P_THROUGH, EARLY, SCORE_WARPS, KEY_WARPS, QUERY_WARPS) by padded head dim, at least 64: the
+#: best of docs/experiments/mma-sync.md at 64 and 128; at 256 what fits.
 BEST = {
-    64: (32, 128, 4, "registers", 1, 1, 4, 2), 128: (64, 128, 8, "shared", 2, 2, 4, 2), 256: (32, 64, 8, "shared", 1, 2, 4, 2),
+    64: (32, 128, 4, "registers", False, 1, 4, 2), 128: (128, 128, 8, "one", False, 4, 4, 4),
+    256: (64, 64, 8, "shared", False, 2, 4, 2),
 }  # fmt: skip
 #: Under a causal mask.
-BEST_CAUSAL = {**BEST, 128: (64, 64, 4, "shared", 1, 2, 2, 2)}
+BEST_CAUSAL = {**BEST, 128: (64, 128, 8, "shared", True, 2, 2, 2)}
 #: For 99 KiB of shared memory a block.
-BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", 1, 2, 2, 2), 256: (16, 64, 8, "shared", 1, 1, 4, 1)}
+BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2), 256: (16, 64, 8, "shared", False, 1, 4, 1)}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -34,18 +35,21 @@ def padded_rows(problem: Problem) -> int:
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
-    """What a program takes: K, V, buffers of Q and dO, dS and, where it goes through shared memory, P."""
+    """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
     scores = m * n * (2 if config["P_THROUGH"] == "shared" else 1)
-    return int(2 * ((n + config["BUFFERS"] * m) * (d + dv) + scores))
+    return int(2 * ((n + m) * (d + dv) + scores))
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: dK, dV, and scores and dP or dQ, whichever are more."""
-    d, dv = block_dims(spec)
+    d, dv = sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    return int((n * (d + dv) + max(2 * m * n, m * d)) // (config["num_warps"] * THREADS))
+    return int(
+        (n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
+        // (config["num_warps"] * THREADS)
+    )
 
 
 def _warps_fit(config: Config, spec: Specialization) -> bool:
@@ -53,7 +57,7 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
     d, dv = block_dims(spec)
     warps, m, n = config["num_warps"], config["BLOCK_M"], config["BLOCK_N"]
     shapes = [(config["KEY_WARPS"], n, min(d, dv)), (config["QUERY_WARPS"], m, d)]
-    if config["P_THROUGH"] == "shared":
+    if config["P_THROUGH"] != "registers":
         shapes.append((config["SCORE_WARPS"], m, n))
     return all(down <= warps and 16 * down <= rows and 8 * (warps // down) <= columns for down, rows, columns in shapes)
 
@@ -62,14 +66,14 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     d, dv = block_dims(spec)
     best = BEST_SMALL if shared_limit(arch) < 160 * 1024 else BEST if spec.mask == "full" else BEST_CAUSAL
-    block_m, block_n, warps, through, buffers, score, key, query = best[max(64, d, dv)]
+    block_m, block_n, warps, through, early, score, key, query = best[max(64, d, dv)]
     while 8 * (warps // key) > min(d, dv):  # few columns of one of the two
         key *= 2
     while 8 * (warps // query) > d:
         query *= 2
     block_m = max(block_m, 16 * query)
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "BUFFERS": buffers, "SCORE_WARPS": score,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "P_THROUGH": through, "EARLY": early, "SCORE_WARPS": score,
         "KEY_WARPS": key, "QUERY_WARPS": query, "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps,
         "maxnreg": 0,
     }  # fmt: skip
@@ -81,10 +85,10 @@ SPACE = SearchSpace(
         "IMPLEMENTATION": (NAME,),
         "BLOCK_M": (16, 32, 64, 128),
         "BLOCK_N": (64, 128),
-        # scores [queries, keys], and P and dS to the products of dK and dV through shared memory; or scores [keys, queries],
-        # whose P and dS are operands in registers
-        "P_THROUGH": ("shared", "registers"),
-        "BUFFERS": (1, 2),  # of Q and of dO; with one, the next block is asked for once dK is done
+        # scores [queries, keys], and P and dS to the products of dK and dV through shared memory, in two buffers or in one; or
+        # scores [keys, queries], whose P and dS are operands in registers
+        "P_THROUGH": ("shared", "registers", "one"),
+        "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
@@ -106,15 +110,9 @@ SPACE = SearchSpace(
             "p_in_registers_has_one_split",
             "P and dS are operands of the warp that computed them, so its rows of scores are its rows of dK and dV",
             lambda config, spec, arch: (
-                config["P_THROUGH"] == "shared"
+                config["P_THROUGH"] != "registers"
                 or (config["SCORE_WARPS"] == 1 and config["KEY_WARPS"] == config["num_warps"])
             ),
-        ),
-        Constraint(
-            "buffers_fit_workspace",
-            "query rows of the workspaces are padded to 128, so that no block needs a mask there; the buffers together have no "
-            "more rows than that",
-            lambda config, spec, arch: config["BUFFERS"] * config["BLOCK_M"] <= ROW_UNIT,
         ),
         Constraint(
             "registers_hold_loop",
@@ -126,7 +124,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "tiles_fit_shared_memory",
-            "K, V, the buffers of Q and dO, dS and P exceed the shared memory of a block: 163 KiB on compute capability 8.0 "
+            "K, V, Q, dO, dS and P exceed the shared memory of a block: 163 KiB on compute capability 8.0 "
             "and 8.7, 99 KiB on 8.6, 8.9 and 12.0",
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),
         ),

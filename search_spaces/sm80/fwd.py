@@ -11,16 +11,16 @@ from fa2tune.search_spaces.lib.ampere import (
     shared_limit,
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
-from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.problem import Config, Specialization, head_dim_parts
 from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
-#: (BLOCK_M, BLOCK_N, num_warps) by padded head dim, at least 64: the best of docs/experiments.md at 64 and 128; at 256 what
-#: fits.
-BEST = {64: (128, 64, 4), 128: (128, 64, 4), 256: (128, 32, 8)}
-#: The same for 99 KiB of shared memory a block.
-BEST_SMALL = {64: (128, 64, 4), 128: (128, 64, 4), 256: (64, 32, 4)}
+#: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS) by padded head dim, at least 64: the best of
+#: docs/experiments/mma-sync.md at 64 and 128; at 256 by the machine code.
+BEST = {64: (128, 64, 4, "double", True), 128: (128, 32, 4, "double", False), 256: (128, 64, 8, "fa2", False)}
+#: The same for 99 KiB of shared memory a block, and 100 a multiprocessor: two blocks of it, but for 256.
+BEST_SMALL = {64: BEST[64], 128: (128, 32, 4, "fa2", False), 256: (64, 32, 4, "fa2", False)}
 
 
 def buffers(config: Config) -> int:
@@ -36,10 +36,9 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
-    """Of a thread through the loop: output, scores (of two blocks, if ahead), and Q where it stays."""
-    d, dv = block_dims(spec)
-    scores = config["BLOCK_N"] * (2 if config["SCHEDULE"] == "ahead" else 1)
-    held = config["BLOCK_M"] * (dv + scores + (d // 2 if config["Q_IN_REGISTERS"] else 0))
+    """Of a thread through the loop: output, scores, and Q where it stays."""
+    q = block_dims(spec)[0] // 2 if config["Q_IN_REGISTERS"] else 0  # two to a register
+    held = config["BLOCK_M"] * (sum(head_dim_parts(spec.head_dim_v)) + config["BLOCK_N"] + q)
     return int(held // (config["num_warps"] * THREADS))
 
 
@@ -47,10 +46,10 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     widest = max(64, *block_dims(spec))
     small = shared_limit(arch) < 160 * 1024
-    block_m, block_n, warps = (BEST_SMALL if small else BEST)[widest]
+    block_m, block_n, warps, schedule, q_in_registers = (BEST_SMALL if small else BEST)[widest]
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": "fa2", "Q_IN_REGISTERS": False, "HEADS_PER_WAVE": 16,
-        "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "first",
+        "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
     }  # fmt: skip
 
 
@@ -60,9 +59,10 @@ SPACE = SearchSpace(
         "IMPLEMENTATION": (NAME,),
         "BLOCK_M": (64, 128),
         "BLOCK_N": (32, 64, 128),
-        # one buffer of K and V, in turns; two of each; or these, and Q K^T of a block overlapped with the softmax before it
-        "SCHEDULE": ("fa2", "double", "ahead"),
+        # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
+        "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
+        "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
         "maxnreg": (0, 128, 168),  # 128: four blocks of four warps share a multiprocessor, 168: three

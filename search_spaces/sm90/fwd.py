@@ -104,6 +104,18 @@ def fitted(spec: Specialization, config: Config) -> Config:
     return {**config, "O_THROUGH": o, "STAGES": stages}
 
 
+def few_tiles(spec: Specialization) -> Config:
+    """For calls of few tiles: half as many rows a tile, and two programs a multiprocessor. It may be none of the space's, where
+    these head dims leave no room for two."""
+    widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    shared = {
+        "BLOCK_M": ROWS, "BLOCK_N": 128 if widest == 64 else 64, "Q_STAGES": 1, "PINGPONG": False, "RESCALE": "lazy",
+        "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": False, "HEADS_PER_WAVE": 0, "IN_PARTS": "none",
+        "maxnreg": 128, "num_warps": 4,
+    }  # fmt: skip
+    return fitted(spec, {**shared, "STAGES": 2})
+
+
 def _roomier(spec: Specialization, config: Config) -> Config:
     """With 128 keys a block, else with a second Q beside three stages, where parts have room for it and padded columns have
     not: what padded columns have room for, the row was measured against. On an H200 blocks of 128 keys for 64 took 192 with a
@@ -139,9 +151,10 @@ def _ways_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[st
 
 
 def suited(problem: Problem, config: Config) -> Config:
-    """The config for this problem: no pass over all keys where few queries, or a window, read part of them. Rows were measured
-    with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2."""
-    if not problem.mask.measured:
+    """The config for this problem: no pass over all keys where few queries, a window or packed sequences read part of them.
+    Rows were measured with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2.
+    Of packed sequences the GPU alone knows how many heads' K and V that is."""
+    if not problem.mask.measured or problem.extent.ragged:
         config = {**config, "HEADS_PER_WAVE": 0}
         return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
     few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv

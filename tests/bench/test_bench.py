@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from fa2tune import gpus
 from fa2tune.bench import comparison, tables
 from fa2tune.bench import gpu as bench_gpu
 from fa2tune.bench.peers import PEERS, PLAIN_CONFIGS, SUBJECT, Peer, select
@@ -392,6 +393,60 @@ def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "said"),
+    [
+        ("sm_80", None, "here is no GPU"),
+        ("sm_80", "a100", "here is a100-sxm-80gb (8.0); it takes a GPU of compute capability 9.0"),
+        ("h100", "h200", "h100-sxm has compute capability 9.0"),
+        ("sm_90", "h200", "allowed are sm_80, sm_86, sm_87, sm_88, sm_89, sm_120, sm_121, or the name of a GPU"),
+        ("a1000", "h200", "gpu: got 'a1000', which is not known"),
+    ],
+)
+def test_whose_code_cannot_be_had(
+    name: str, here: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
+    monkeypatch.setattr("fa2tune.gpus.present", lambda: gpus.named(here) if here else None)
+    result = CliRunner().invoke(command, ["--as", name, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.split())
+
+
+def test_as_another_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, asked = [], []
+    monkeypatch.setattr(bench_gpu, "BenchGpu", FakeGpu)
+    monkeypatch.setattr("fa2tune.gpus.present", lambda: gpus.named("h200"))
+    monkeypatch.setattr("fa2tune.launching.ported.begin", begun.append)
+
+    def chosen(names: Any) -> Any:
+        asked.append(names)
+        return {SUBJECT: FAKES[SUBJECT], "sdpa-flash": replace(FAKES["turned"], name="sdpa-flash")}, {}
+
+    monkeypatch.setattr("fa2tune.cli.bench.select", chosen)
+    monkeypatch.setattr(comparison, "WORKLOAD_TOKENS", 64)
+    monkeypatch.setattr(comparison, "WORKLOAD_HIDDEN", 32)
+    arguments = [
+        "--headdim",
+        "16",
+        "--seqlen",
+        "64",
+        "--no-memory",
+        "--causal",
+        "--pass",
+        "fwd",
+        "--out",
+        str(tmp_path),
+    ]
+    result = CliRunner().invoke(command, [*arguments, "--as", "sm_86"])
+    assert result.exit_code == 0, result.output
+    assert [gpu.name for gpu in begun] == ["a10"] and asked == [("sdpa-flash", "triton-plain")]
+    assert comparison.load(tmp_path / "bench.json")["runs"][0]["code"] == "sm_80 code for a10"
+    assert "running sm_80 code for a10" in " ".join(tables.setting(comparison.load(tmp_path / "bench.json")).split())
+    mixed = CliRunner().invoke(command, [*arguments, "--resume"])
+    assert mixed.exit_code == 2 and "measured with code 'sm_80 code for a10'" in mixed.output
 
 
 def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

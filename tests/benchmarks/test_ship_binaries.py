@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import click
@@ -19,7 +20,8 @@ from fa2tune.fleet import precompile
 from fa2tune.launching import passes, precompiled
 from fa2tune.rows import reader
 from fa2tune.spec.key import TuningKey
-from fa2tune.spec.mask import band
+from fa2tune.spec.mask import CAUSAL, FULL, band
+from fa2tune.spec.problem import STRATEGIES, Problem
 
 ship = script("ship_binaries")
 A100 = gpus.named("a100")
@@ -45,7 +47,7 @@ def few(
 ) -> list[precompile.BinaryJob]:
     """Three small binaries of all."""
     some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "portable/fwd"][:3]
-    monkeypatch.setattr(ship, "jobs", lambda: {80: dict.fromkeys(some)})
+    monkeypatch.setattr(ship, "jobs", lambda only=None: {80: dict.fromkeys(some)})
     return some
 
 
@@ -180,3 +182,52 @@ def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     monkeypatch.setenv("FA2TUNE_KERNELS", "off")
     without = choosing.choose(problem, "fwd", gpu, among=reader.layers(), node=measured_code.toolchain(driver=""))
     assert without.measured == (version or without.measured), "rows of the Triton that will compile"
+
+
+@pytest.mark.parametrize("version", ["3.9.0", "4.0.0rc1", ""])
+def test_the_grid_runs_what_was_measured_under_any_triton(
+    everything: dict[int, dict[precompile.BinaryJob, None]],
+    version: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In each cell of the benchmarks the same kernels, configs and sources as under the Triton of the rows, all of them in the
+    file; also where that Triton has rows of its own."""
+    made = {}
+    for variant, spec, point in everything[90]:
+        code = precompiled.code_of(variant, spec, dict(point), 90)
+        about = {**precompiled.about(variant, spec, dict(point), 90), "triton": MADE}
+        launch = {
+            "name": "k",
+            "shared": 0,
+            "warps": 4,
+            "ctas": 1,
+            "cooperative": False,
+            "programmatic": False,
+            "maps": [],
+        }
+        made[precompiled.key_of(code, MADE)] = binaries.New(code, about, launch, code.encode())
+    binaries.save(tmp_path / "sm_90.kernels", binaries.packed(made, {}))
+    layers, gpu = reader.layers(), gpus.named("h200")
+
+    def chosen(triton: str, kernels: str) -> dict[tuple[object, ...], str]:
+        monkeypatch.setenv("FA2TUNE_KERNELS", kernels)
+        monkeypatch.setattr(fingerprint, "triton_version", lambda: triton)
+        monkeypatch.setattr(precompiled, "triton_version", lambda: triton)
+        binaries.forget()
+        found, node = {}, measured_code.toolchain(driver="")
+        for head_dim, mask, length in product((64, 128, 256), (FULL, CAUSAL), (512, 1024, 2048, 4096, 8192, 16384)):
+            heads = 2048 // head_dim
+            problem = Problem("bf16", 16384 // length, heads, heads, length, length, head_dim, head_dim, mask)
+            strategy, kinds = choosing.strategy_of(problem, gpu, False, layers, node)
+            for kernel in ("fwd", *STRATEGIES[strategy]):
+                choice = choosing.choose(problem, kernel, gpu, kinds.get(kernel), layers, node)
+                for variant, config in passes.runs(kernel, problem.specialization, choice.config, 90):
+                    binary = compiler.binary_config(variant, config)
+                    image, _ = precompiled.find(variant, problem.specialization, binary, 90, choice.measured)
+                    assert image is not None or kernels == "off"
+                    code = precompiled.code_of(variant, problem.specialization, binary, 90)
+                    found[head_dim, mask, length, kernel, variant.name] = f"{code} {sorted(config.items())}"
+        return found
+
+    assert chosen(version, str(tmp_path / "sm_90.kernels")) == chosen(MADE, "off")

@@ -58,7 +58,7 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> Derived:
     found.count(lookup, "candidates", lambda key, *rest: key.kernel)
     found.count(choosing, "fitting", lambda kernel, filed_as, config: id(config))
     found.count(limits, "before_compile", lambda variant, spec, config, gpu: (variant.name, id(config)))
-    found.count(choosing, "specialized_default", lambda kernel, *rest: kernel)
+    found.count(choosing, "better_default", lambda kernel, *rest: kernel)
     found.count(choice, "variant_of", lambda kernel, config: kernel)
     return found
 
@@ -86,7 +86,7 @@ def test_a_cold_call_derives_nothing_twice(
     cold(mask, dim, heads, torch.bfloat16, odd)
     ladders = derived.of("candidates")
     assert {"fwd", "bwd"} < set(ladders) and max(ladders.values()) == 1, ladders
-    for name in ("fitting", "before_compile", "specialized_default"):
+    for name in ("fitting", "before_compile", "better_default"):
         assert max(derived.of(name).values(), default=1) == 1, name
     assert derived.of("fitting") and not derived.of("variant_of"), (
         "rows serve: no launch looks for their Variants again"

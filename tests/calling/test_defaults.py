@@ -36,9 +36,32 @@ def test_wide_heads_take_the_warp_specialised_default_on_hopper(kernel: str, dim
     assert limits.before_compile(variant, asked.specialization, config, H200) is None
 
 
-@pytest.mark.parametrize("gpu", [A100, B200], ids=["a100", "b200"])
-def test_other_architectures_take_the_portable_default(gpu: gpus.Gpu) -> None:
+def test_other_architectures_take_the_portable_default() -> None:
+    assert all(default_config(one, problem(), B200) == portable_default(one, problem(), B200.arch) for one in KERNELS)
+
+
+@pytest.mark.parametrize("name", ["a10", "l4", "rtx-5090", "orin-agx-64gb"])
+def test_where_their_kernels_were_not_raced_the_portable_default_serves(name: str) -> None:
+    gpu = gpus.named(name)
     assert all(default_config(one, problem(), gpu) == portable_default(one, problem(), gpu.arch) for one in KERNELS)
+
+
+@pytest.mark.parametrize("name", ["a100", "a100-sxm-40gb", "a100@42sm"])
+@pytest.mark.parametrize("dims", [(64, 64), (72, 40), (96, 96), (128, 128), (256, 256)])
+def test_gpus_without_wgmma_take_the_default_of_their_own_kernels(name: str, dims: tuple[int, int]) -> None:
+    gpu, asked = gpus.named(name), problem(dims, causal=True)
+    for kernel in ("fwd", "bwd_fused"):
+        config = default_config(kernel, asked, gpu)
+        variant = variant_of(kernel, config)
+        assert variant.name == f"sm80/{kernel}"
+        assert limits.before_compile(variant, asked.specialization, config, gpu) is None
+    for kernel in ("bwd_dq", "bwd_dkdv"):
+        assert default_config(kernel, asked, gpu) == portable_default(kernel, asked, gpu.arch)
+
+
+@pytest.mark.parametrize("asked", [problem(dtype="fp32"), problem(tma=False), problem((32, 32))], ids=str)
+def test_what_their_kernels_cannot_run_or_was_not_measured_takes_the_portable_default(asked: Problem) -> None:
+    assert all(default_config(one, asked, A100) == portable_default(one, asked, 80) for one in KERNELS)
 
 
 @pytest.mark.parametrize("asked", [problem(dtype="fp32"), problem(tma=False), problem((32, 32))], ids=str)
@@ -62,11 +85,12 @@ def test_by_pointer_where_no_descriptor_can_address() -> None:
         (problem(causal=True), H200, False),
         (problem(causal=True, tma=False), H200, True),
         (problem((32, 32), causal=True), H200, True),
-        (problem(causal=True), A100, True),
+        (problem(causal=True), B200, True),
+        (problem(causal=True), A100, False),
     ],
-    ids=["warp-specialised default", "not for TMA", "narrow heads", "other architecture"],
+    ids=["warp-specialised default", "not for TMA", "narrow heads", "other architecture", "sm80 default"],
 )
-def test_a_predicted_portable_row_never_stands_before_the_warp_specialised_default(
+def test_a_predicted_portable_row_never_stands_before_a_default_that_was_measured_to_be_faster(
     asked: Problem, gpu: gpus.Gpu, served: bool
 ) -> None:
     key = choosing.key_of(asked, "fwd", gpu)

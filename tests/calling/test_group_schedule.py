@@ -97,7 +97,7 @@ def test_the_choice_is_near_the_best_that_was_measured(case):
 def test_of_equal_predictions_the_most_parts_are_chosen(monkeypatch):
     asked = posed(1, 8, 1, 8192, 128)
     times = {1: 100.0, 2: 50.0, 4: 50.4, 8: 51.0}
-    monkeypatch.setattr(group_schedule, "predicted_us", lambda *given: times[given[-1]])
+    monkeypatch.setattr(group_schedule, "predicted_us", lambda *given: times[given[4]])
     assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 4
     times |= {1: 51.0}
     assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 1, "faster by less than MARGIN"
@@ -147,3 +147,22 @@ def test_every_kernel_that_is_split_names_its_tensors_alike():
             assert set(group_parts.PARTS_OF) <= set(variant.tensors)
             config = variant.space.default(posed(1, 8, 1, 512, 64).specialization, 90)
             assert not set(variant.workspaces(posed(1, 8, 1, 512, 64), config)) & set(group_parts.PARTS_OF.values())
+
+
+@pytest.mark.parametrize("rows", [(300, 200, 100), tuple(range(8192, 0, -128)), (512,) * 4])
+@pytest.mark.parametrize(("heads", "band", "programs"), [(1, 1, 2), (5, 4, 132), (40, 4, 132), (64, 16, 264)])
+def test_the_bound_is_one(rows: tuple[int, ...], heads: int, band: int, programs: int) -> None:
+    one_by_one = group_schedule.busiest(rows, heads, 8, band, programs)
+    assert 0 < group_schedule.busiest(rows, heads, 8, band, programs, exact=False) <= one_by_one
+
+
+def test_bounds_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = group_schedule.predicted_us
+
+    def simulated(problem, kernel, given, gpu, parts, exact=True):
+        return real(problem, kernel, given, gpu, parts)
+
+    shapes = [posed(batch, 48, 1, length, 128) for batch in (1, 4) for length in (512, 2048, 4096)]
+    found = [chosen(one, True)[0] for one in shapes]
+    monkeypatch.setattr(group_schedule, "predicted_us", simulated)
+    assert [chosen(one, True)[0] for one in shapes] == found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fa2tune import gpus
@@ -29,7 +31,7 @@ def posed(dim: int, mask: Mask = CAUSAL, dtype: str = "bf16", longest: int = 0, 
 @pytest.fixture
 def proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it will be once the kernel has run on a GPU."""
-    monkeypatch.setattr(registry, "UNPROVED_PACKED", frozenset())
+    monkeypatch.setattr(registry, "PACKED_ON_HOPPER", True)
 
 
 @pytest.mark.usefixtures("proved")
@@ -49,8 +51,9 @@ def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> N
 
 @pytest.mark.usefixtures("proved")
 def test_the_length_chooses_the_row() -> None:
-    for longest, bucket in ((0, 1024), (600, 1024), (8192, 8192)):
-        choice = choosing.choose(posed(128, longest=longest), "bwd_fused", H200, True, node=NODE)
+    for sequences, longest, bucket in ((16, 0, 1024), (16, 1024, 1024), (2, 8192, 8192)):
+        problem = replace(posed(128), extent=Extent(RAGGED, sequences, longest))
+        choice = choosing.choose(problem, "bwd_fused", H200, True, node=NODE)
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 
 

@@ -397,14 +397,14 @@ def test_explain_begins_with_a_verdict_and_names_the_next_command(
     assert any(str(user) in line for line in lines) == (bool(rows) and "no row serves" not in verdict)
 
 
-def test_explain_says_for_which_bucket_and_size_a_row_was_measured_and_what_no_row_says_of_decoding(user: Path) -> None:
+def test_explain_says_for_which_bucket_and_size_a_row_was_measured_and_what_runs_for_few_queries(user: Path) -> None:
     Store(user).put([fresh()])
-    decoding = "At most 16 queries (decoding): keys are not split among programs, so most of the GPU may be idle."
+    split = "few tiles, so fwd_split runs instead"
     said = short("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 3000)
     assert "measured on h200 for the bucket of 4096 (16k tokens, heads x head dim 2048), fresh" in said
-    assert "x port. default: speed relative to the portable default config." in said and decoding not in said
-    assert decoding in short("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 16, "--seqlen-k", 3000)
-    assert decoding not in short("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 17, "--seqlen-k", 3000)
+    assert "x port. default: speed relative to the portable default config." in said and split not in said
+    said = short("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 1, "--seqlen-k", 9000)
+    assert split in said and "keys are split into" in said
 
 
 def test_stale_shipped_rows_are_copied_before_they_are_renewed(

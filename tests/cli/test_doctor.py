@@ -300,6 +300,27 @@ def test_a_file_of_intact_binaries(kernels: Path) -> None:
     assert done.exit_code == 0
 
 
+def test_with_machine_code_a_triton_that_is_missing_is_a_note(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_checks.REQUIRED, "triton", (99, 1))
+    done = run()
+    assert done.exit_code == 0 and done.output.startswith("Ready: ")
+    note = r"^note +triton .*\n? *-> pip install --upgrade 'triton>=99.1'; calls whose machine code is in a file"
+    assert re.search(note, done.output, re.MULTILINE), done.output
+
+
+@pytest.mark.parametrize("machine_code", [True, False])
+def test_a_broken_triton(machine_code: bool, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not machine_code:
+        monkeypatch.setenv("FA2TUNE_KERNELS", "off")
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    (tmp_path / "broken" / "triton").mkdir(parents=True)
+    (tmp_path / "broken" / "triton" / "__init__.py").write_text("raise OSError('libtriton.so: no such file')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
+    found = list(_checks.tools())
+    assert [one.found for one in found] == ["does not import: libtriton.so: no such file"]
+    assert found[0].needed is not machine_code and found[0].fix.startswith("pip install --force-reinstall triton")
+
+
 def test_one_damaged_binary_is_found(kernels: Path) -> None:
     """The header's hash is right, so that the file opens; the binary would be refused at the first call that needs it."""
     content = bytearray(kernels.read_bytes())

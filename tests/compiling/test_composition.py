@@ -44,7 +44,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
     yield edited
 
 
-PORTABLE = {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
+PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
 FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
 HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bwd_dkdv"}
 
@@ -63,7 +63,7 @@ HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bw
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
          {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm80/bwd_fused"}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
-        ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd"}, None),
+        ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd", "portable/fwd_split"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),
         ("kernels.scores.softcap", "1.0 - tanh", "2.0 - tanh", set(), set()),
         # what a mask's or a score term's file says to the host alone

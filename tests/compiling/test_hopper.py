@@ -23,7 +23,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
-from fa2tune.spec.extent import OFFSETS, RAGGED
+from fa2tune.spec.extent import DENSE, PACKED, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED, WINDOW, Variant
@@ -151,7 +151,23 @@ def of_packed_sequences() -> Iterator[Case]:
         yield case_of(variant, spec, config, "packed")
 
 
-CASES = once([*defaults(), *of_packed_sequences(), *of_the_sanitizer(), *representatives(named_by_rows())])
+def packed_forwards() -> Iterator[Case]:
+    """The forms of the forward that rows name, each for packed sequences."""
+    variant = NAMED["sm90/fwd"]
+    three = {"BLOCK_M": 64, "BLOCK_N": 64, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80, "Q_IN_REGISTERS": True}
+    for dim, mask, settings in (
+        (64, "causal", three), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2}), (64, "causal", {}), (64, "full", {}),
+        (128, "causal", {}), (128, "full", {}), (128, "band", {}), (256, "causal", {}), (96, "causal", {}),
+    ):  # fmt: skip
+        spec = bf16(dim, dim, mask, extent=RAGGED)
+        config = {**variant.space.default(spec, 90), **settings}
+        assert limits.before_compile(variant, replace(spec, extent=DENSE), config, H200) is None
+        yield case_of(variant, spec, config, "packed")
+
+
+CASES = once(
+    [*defaults(), *packed_forwards(), *of_packed_sequences(), *of_the_sanitizer(), *representatives(named_by_rows())]
+)
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -190,7 +206,7 @@ def test_it_is_described_so_that_it_binds(variant: Variant) -> None:
         assert variant.programs(problem, config, 132) >= 1
         values = compiler.constexprs(variant, spec, config)
         # compiled in: neither mask is bounded on the left, and no sequences are packed
-        fixed = {*WINDOW, *OFFSETS} & set(variant.parameters)
+        fixed = {*WINDOW, *PACKED} & set(variant.parameters)
         described = compiler.described(variant, spec, config)
         absent = set(variant.descriptors) - set(described)  # of a second part of a head dim: 128 has one
         assert absent == set(variant.rest_of)
@@ -449,7 +465,8 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
         assert "STS.128" in text, "dQ is staged without bank conflicts"
     narrow = re.findall(rf"\b(?:RED|REDG|ATOMG)\.(?!{WIDE_SUM.partition('.')[2]})\S+", text)
     beside, finish = bool(case.config.get("BESIDE")), bool(case.config.get("FINISH_BESIDE"))
-    counters = bool(case.config.get("DYNAMIC")) + finish
+    queue = case.variant.serves == "fwd" and case.spec.ragged
+    counters = bool(case.config.get("DYNAMIC")) + finish + queue
     if case.spec.ragged:
         counters += 2 * finish  # programs that are done, and whether all are
     assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"

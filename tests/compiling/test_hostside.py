@@ -44,7 +44,7 @@ def test_every_kernel_file_can_be_read_so(host: dict[str, Variant]) -> None:
 def test_a_variant_says_the_same(host: dict[str, Variant], name: str) -> None:
     real, found = REAL[name], host[name]
     for field in ("name", "space", "tensors", "descriptors", "floats", "min_arch", "max_arch", "serves", "grid_dimensions",
-                  "before", "after", "implementations", "portable", "short_name"):  # fmt: skip
+                  "before", "packed_before", "after", "implementations", "portable", "short_name"):  # fmt: skip
         assert getattr(found, field) == getattr(real, field), field
     assert found.parameters == real.parameters
     assert found.constexpr_names == real.constexpr_names

@@ -13,6 +13,7 @@ from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
+from fa2tune.launching.image import Image
 from fa2tune.rows import pruned
 from fa2tune.rows.row import Row, hashed_as
 from fa2tune.search_spaces.lib import ampere
@@ -98,8 +99,7 @@ def test_limits_are_those_of_the_catalogue() -> None:
 
 def test_a_prediction_names_what_it_leaves_out() -> None:
     plan = make_plan(TuneRequest(gpu="a100", head_dims=(64,), dtypes=("bf16",)))
-    assert open_jobs.unmodelled(plan) == ["sm80/fwd", "sm80/bwd_fused"]
-    assert not FORWARD.modelled and not BACKWARD.modelled
+    assert open_jobs.unmodelled(plan) == []
     hopper = make_plan(TuneRequest(gpu="h100", head_dims=(64,), dtypes=("bf16",)))
     assert not any("sm80" in name for name in open_jobs.unmodelled(hopper))
 
@@ -131,8 +131,9 @@ FORMS = [
     (FORWARD, 64, "causal", 80, {}),
     (FORWARD, 128, "full", 86, {}),
     (FORWARD, 96, "causal", 89, {}),
-    (FORWARD, 64, "band", 80, {"SCHEDULE": "double"}),
-    (FORWARD, 128, "causal", 80, {"SCHEDULE": "ahead", "BLOCK_N": 32}),
+    (FORWARD, 64, "band", 80, {}),
+    (FORWARD, 64, "causal", 80, {"SCHEDULE": "fa2"}),
+    (FORWARD, 128, "causal", 80, {}),
     (FORWARD, 256, "full", 120, {}),
     (BACKWARD, 64, "causal", 86, {}),
     (BACKWARD, 128, "full", 80, {}),
@@ -176,16 +177,29 @@ def test_no_loop_of_the_forward_at_64_spills() -> None:
         assert {loop.local_bytes for loop in sass.counts(binary.cubin_path)} == {0}
 
 
-def test_products_with_padding_are_left_out() -> None:
-    """Of head dim 96, padded to 128, Q K^T has six steps of 16 columns and not eight."""
+@pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
+def test_no_product_has_padding(variant: Any) -> None:
+    """Of head dim 96, padded to 128, a block has three quarters of 128's products; sums of P aside, which have no head dim."""
     counted = {}
     for dim in (96, 128):
-        _, listing = built(FORWARD, spec_of(dim), 80)
-        counted[dim] = len(re.findall(r"\bHMMA", listing))
-    loops = 2  # masked and clear
-    config = FORWARD.space.default(spec_of(96), 80)
-    of_a_step = config["BLOCK_M"] // 16 * config["BLOCK_N"] // 8 // config["num_warps"]
-    assert counted[128] - counted[96] == loops * 2 * of_a_step
+        config = variant.space.default(spec_of(128), 80)
+        binary, _ = built(variant, spec_of(dim), 80, **config)
+        counted[dim] = {loop.products for loop in sass.counts(binary.cubin_path)}
+    (of_96,), (of_128,) = counted[96], counted[128]
+    sums = 0
+    if variant is FORWARD:  # of two blocks, each with its own buffers
+        sums = 2 * config["BLOCK_M"] // 16 * config["BLOCK_N"] // 16 // config["num_warps"]
+    assert of_96 - sums == 3 * (of_128 - sums) // 4
+
+
+def test_a_raised_reference_is_a_branch() -> None:
+    """O is multiplied only where a row's reference was raised: no way round the loop has to pass the multiplications."""
+    binary, listing = built(FORWARD, spec_of(128), 80)
+    assert "VOTE" in listing
+    config = binary.config
+    of_o = config["BLOCK_M"] * 128 // (32 * config["num_warps"])
+    ways = sass.counts(binary.cubin_path)
+    assert min(loop.fp32 for loop in ways) < of_o < max(loop.fp32 for loop in ways)
 
 
 def test_workspaces_hold_whole_blocks() -> None:
@@ -208,14 +222,26 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
         for config in cell.configs:
             assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
     asked = {name for name, _, _ in race._binaries(found[-1])}
-    assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
+    assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish", "portable/fwd"}
+    changes = [
+        race.parsed('{"BLOCK_N": 32}'),
+        race.parsed('64:{"SCHEDULE": "fa2"}'),
+        race.parsed('128:{"BLOCK_M": 64}'),
+    ]
+    (cell,) = race.cells(("fwd",), (64,), ("full",), (512,), 0, "a100", 0, changes)
+    default = FORWARD.space.default(spec_of(64), 80)
+    assert cell.configs == [default, {**default, "BLOCK_N": 32}, {**default, "SCHEDULE": "fa2"}]
+    a100, a10, h200 = (gpus.named(name) for name in ("a100", "a10", "h200"))
+    image = Image("kernel", b"", 64 * 1024, 4, 1, False, False, ())
+    blocks = [h200.shared_per_sm // (race.crowded(image, gpu, h200).shared + 1024) for gpu in (a100, a10)]
+    assert blocks == [2, 1]
 
-    def cell(length: int, **ratios: float) -> dict[str, Any]:
+    def timed(length: int, **ratios: float) -> dict[str, Any]:
         methods = {
             name: {"ratio": ratio, "tflops": 300.0} for name, ratio in {"SDPA FlashAttention-2": 1.0, **ratios}.items()
         }
         return {"pass": "fwd", "head_dim": 64, "mask": "full", "length": length, "methods": methods}
 
-    lines = list(race.best([cell(512, a=1.1, b=1.2), cell(2048, a=0.9)]))
+    lines = list(race.best([timed(512, a=1.1, b=1.2), timed(2048, a=0.9)]))
     assert [line.split(": ")[1].split(" x")[0] for line in lines[:2]] == ["1.200", "0.900"]
     assert lines[2] == "fwd: at least 0.900 x, geometric mean 1.039 x over 2 cells"

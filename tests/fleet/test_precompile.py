@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from fa2tune import gpus
@@ -35,6 +36,7 @@ from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
 from fa2tune.spec import maskfile
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, band
 from fa2tune.spec.problem import STRATEGIES, Problem
 
@@ -446,7 +448,7 @@ def test_windows_on_demand(one_key: Path) -> None:
     held = layers(one_key)
     few, keys = precompile.jobs(H200, held, precompile.Wanted())
     more, same = precompile.jobs(H200, held, precompile.Wanted(windows=True))
-    helpers = {"portable/bwd_spread", "portable/bwd_gather"}  # see no mask
+    helpers = {"portable/bwd_spread", "portable/bwd_gather", "portable/fwd_combine"}  # see no mask
     assert {variant.name for variant, spec, _ in more if spec.mask == "full"} == helpers
     few, more = ([job for job in found if job[0].name not in helpers] for found in (few, more))
     assert keys == same and {spec.mask for _, spec, _ in few} == {"causal"}
@@ -454,6 +456,17 @@ def test_windows_on_demand(one_key: Path) -> None:
     for sides in ((1024, 0), (7, 0)):
         wanted = asked(replace(PROBLEM, mask=band(*sides)), held)
         assert {(v, s, tuple(sorted(c.items()))) for v, s, c in wanted} <= set(more)
+
+
+def test_packed_sequences_are_compiled_for_when_asked(one_key: Path) -> None:
+    """Lengths and number of the sequences do not matter; binaries of other calls stay the same."""
+    held = layers(one_key)
+    plain, more = (set(precompile.jobs(H200, held, precompile.Wanted(packed=packed))[0]) for packed in (False, True))
+    assert plain < more and {spec.extent for _, spec, _ in more - plain} == {RAGGED}
+    for total, sequences, longest in ((4096, 1, 4096), (5000, 37, 512), (16384, 16, 0)):
+        q, k, v = (torch.empty(total, 3, PROBLEM.head_dim, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in "qkv")
+        problem = passes.describe(q, k, v, PROBLEM.mask, 1.0, extent=Extent(RAGGED, sequences, longest))
+        assert {(v, s, tuple(sorted(c.items()))) for v, s, c in asked(problem, held)} <= more
 
 
 # ---- the commands
@@ -476,6 +489,8 @@ def test_the_command_compiles_what_calls_then_find(
     windows = run(*command, "--dry-run", "--windows")
     assert windows.exit_code == 0 and "for sliding windows, too" in windows.output
     assert int(windows.output.split()[0]) > int(dry.output.split()[0])
+    packed = run(*command, "--dry-run", "--packed")
+    assert packed.exit_code == 0 and "for packed sequences, too" in packed.output
     assert not binaries.companion(cache).exists()
     done = run(*command)
     made = binaries.companion(cache)

@@ -4,6 +4,7 @@ and where that has better kernels, so that the search spaces refuse these, those
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hopper_cases import as_they_are, check, inside_a_wider_one, sequence_first
 
 from fa2tune.compiling import registry
+from fa2tune.launching import passes
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import Variant
@@ -59,7 +61,7 @@ def test_head_dims_and_lengths(variant: Variant, mask: Mask, dims: tuple[int, in
 
 @masks
 @pytest.mark.parametrize("in_registers", [False, True])
-@pytest.mark.parametrize("schedule", ["fa2", "double", "ahead"])
+@pytest.mark.parametrize("schedule", ["fa2", "double"])
 def test_schedules_of_the_forward(schedule: str, in_registers: bool, mask: Mask) -> None:
     changes = {"SCHEDULE": schedule, "Q_IN_REGISTERS": in_registers, "BLOCK_N": 32}
     for lengths in (*LENGTHS, (577, 1001), (160, 96)):  # even and odd numbers of key blocks
@@ -74,7 +76,7 @@ def test_tiles_that_see_no_key_of_a_block(block_m: int, block_n: int) -> None:
         checked(FORWARD, posed(*lengths, mask=CAUSAL), {"BLOCK_M": block_m, "BLOCK_N": block_n})
 
 
-@pytest.mark.parametrize("schedule", ["fa2", "double", "ahead"])
+@pytest.mark.parametrize("schedule", ["fa2", "double"])
 @windows
 def test_windows_and_chunks_forward(mask: Mask, schedule: str) -> None:
     for lengths in (*LENGTHS, (700, 700)):
@@ -88,8 +90,26 @@ def test_windows_and_chunks_backward(mask: Mask, dim: int) -> None:
         checked(BACKWARD, posed(*lengths, dims=(dim, dim), mask=mask), {})
 
 
+@pytest.mark.parametrize("step", [0.5, 3.0, 40.0])  # powers of two by which each key's weight is above the one before
+@pytest.mark.parametrize("falling", [False, True])
+def test_weights_that_rise_along_the_keys(step: float, falling: bool) -> None:
+    """The references of the exponentials are raised seldom, never, or with every block."""
+    queries, keys, dim = 96, 640, 64
+    q = torch.zeros(1, 2, queries, dim, device="cuda", dtype=torch.bfloat16)
+    q[..., :2] = 1.0
+    place = torch.arange(keys, device="cuda").flip(0) if not falling else torch.arange(keys, device="cuda")
+    k = torch.zeros(1, 2, keys, dim, device="cuda", dtype=torch.bfloat16)
+    k[..., 0] = (place // 8 * 8 * step * 0.125).to(torch.bfloat16)  # key blocks are taken from the last to the first
+    k[..., 1] = (place % 8 * step * 0.125).to(torch.bfloat16)
+    v = torch.randn(1, 2, keys, dim, device="cuda", dtype=torch.bfloat16)
+    problem = Problem("bf16", 1, 2, 2, queries, keys, dim, dim, FULL)
+    o, lse = passes.forward(q, k, v, mask=FULL, softmax_scale=math.log(2.0), config=config_of(FORWARD, problem))
+    weights = q.double() @ k.double().mT * math.log(2.0)
+    torch.testing.assert_close(o.double(), weights.softmax(-1) @ v.double(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(passes.lse_of(lse).double(), weights.logsumexp(-1), atol=1e-3, rtol=1e-3)
+
+
 @masks
-@pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize(
     "form",
     [
@@ -98,9 +118,9 @@ def test_windows_and_chunks_backward(mask: Mask, dim: int) -> None:
     ],
     ids=lambda form: f"{form[0]}{form[1]}",
 )  # fmt: skip
-def test_forms_of_the_backward(form: tuple[Any, ...], buffers: int, mask: Mask) -> None:
+def test_forms_of_the_backward(form: tuple[Any, ...], mask: Mask) -> None:
     through, block_m, block_n, warps, split = form
-    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "BUFFERS": buffers}
+    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
     changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
     for lengths in LENGTHS:
         checked(BACKWARD, posed(*lengths, mask=mask), changes)

@@ -8,6 +8,7 @@ import torch
 from fa2tune.compiling import registry
 from fa2tune.kernels.masks import causal as causal_mask
 from fa2tune.kernels.masks import full
+from fa2tune.kernels.sm90.bwd_finish import bwd_finish_hopper_kernel
 from fa2tune.kernels.sm90.bwd_prepare import bwd_prepare_hopper_kernel
 from fa2tune.search_spaces.sm90.bwd_fused import TERMS
 
@@ -16,7 +17,12 @@ HEADS, ROWS, PADDED, DIM = 3, 70, 128, 64
 
 
 def prepared(
-    lse: torch.Tensor, dlse: torch.Tensor | None, softmax_scale: float, seqlen_k: int = ROWS, causal: bool = False
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    softmax_scale: float,
+    seqlen_k: int = ROWS,
+    causal: bool = False,
+    used: int = DIM,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(terms of lse, terms of delta, delta) of two batch entries. Uninitialised memory holds NaN."""
     batch = lse.shape[0]
@@ -28,11 +34,31 @@ def prepared(
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
         ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
-        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=DIM,
+        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used,
     )  # fmt: skip
-    assert not words.any()
+    of_columns = words.reshape(-1, DIM, 64)  # the words of 64 rows, column by column
+    assert not of_columns[:, :used].any() and of_columns[:, used:].isnan().all()
     delta = (o.double() * do.double()).sum(-1) - (0.0 if dlse is None else dlse.double())
     return terms[:batch].double(), terms[batch:].double(), delta
+
+
+@pytest.mark.parametrize(("used", "columns"), [(48, 64), (48, 32), (DIM, 64)])
+def test_sums_of_columns_that_no_part_has_are_neither_zeroed_nor_read(used: int, columns: int) -> None:
+    """In register order those of each 64 rows lie behind the others, in pieces of any width."""
+    torch.manual_seed(0)
+    prepared(torch.zeros(1, HEADS, ROWS), None, 0.5, used=used)
+    head_dim = used - 8
+    sums = torch.randn(HEADS, PADDED, DIM)
+    sums[..., used:] = math.nan
+    # (64 rows as row / 16, row / 8 % 2, row % 8), (piece, column / 8, column % 8 / 2, column % 2)
+    parts = sums.reshape(HEADS, PADDED // 64, 4, 2, 8, DIM // columns, columns // 8, 4, 2)
+    words = parts.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).reshape(1, HEADS, PADDED, DIM).contiguous()
+    dq = torch.full((1, HEADS, ROWS, head_dim), math.nan, dtype=torch.float16)
+    bwd_finish_hopper_kernel[(2 * HEADS,)](
+        words, dq, 0.5, *dq.stride()[:3], HEADS, ROWS, PADDED, words, 1, ROWS, HEAD_DIM=head_dim, SUM_COLUMNS=DIM, BLOCK_R=64,
+        PERMUTED_COLUMNS=columns, FINISH_BESIDE=False, USED_COLUMNS=used,
+    )  # fmt: skip
+    torch.testing.assert_close(dq[0], (sums[:, :ROWS, :head_dim] * 0.5).half())
 
 
 @pytest.mark.parametrize("softmax_scale", [0.125, -3.0, 1e-30])

@@ -646,7 +646,8 @@ def serving(driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
     monkeypatch.setattr(ops, "interpreted", lambda: True)
-    monkeypatch.setattr(passes, "arch_of", lambda index: 90)
+    for module in (passes, launch):
+        monkeypatch.setattr(module, "arch_of", lambda index: 90)
     monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpus.named("h200"))
     monkeypatch.setattr(dispatch, "FORWARD_PLANS", {})
     monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})

@@ -13,10 +13,11 @@ import pace
 import pytest
 from cache_rows import FULL, KEY, row
 
-from fa2tune.rows import lookup, reader
+from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import MEASURED, OBTAINED, PORTED, PREDICTED, SIBLING, Row
+from fa2tune.rows.store import Store
 from fa2tune.spec.key import TuningKey
 
 NOW = Toolchain(FULL.triton, FULL.driver, {"fwd causal": FULL.kernel_hash})
@@ -209,6 +210,62 @@ def test_each_triton_is_served_what_was_tuned_with_it(triton: str, file: str) ->
     key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 16384)
     served = lookup.find(key, "gh100", layers, anything, Toolchain(triton, "600.1"))
     assert served is not None and served.layer.path.stem == file
+
+
+def test_of_rows_of_several_tritons_the_one_whose_machine_code_is_here_serves() -> None:
+    """Under the newer Triton both are fresh: the faster would have to be compiled, the other is what was measured."""
+    shipped, newer = (
+        row(triton="3.6.0", time_us=100.0),
+        row(triton="3.9.0", time_us=90.0, config={**FULL.config, "num_warps": 8}),
+    )
+    node = Toolchain("3.9.0", FULL.driver, {"fwd causal": FULL.kernel_hash}, lambda one: one.triton == "3.6.0")
+    assert find(newer, shipped, toolchain=node).row is shipped  # type: ignore[union-attr]
+    assert find(newer, shipped, toolchain=replace(node, held=lambda one: True)).row is newer  # type: ignore[union-attr]
+    assert find(newer, shipped, toolchain=replace(node, held=lambda one: False)).row is newer  # type: ignore[union-attr]
+    own = lookup.find(KEY, "gh100", [layer(newer, name="user"), layer(shipped)], anything, node)
+    assert own is not None and own.row is newer, "the user's own row stands before a shipped one"
+
+
+def test_what_a_triton_tuned_competes_by_time_whether_its_machine_code_is_here() -> None:
+    slower, faster = row(time_us=100.0), row(time_us=90.0, config={**FULL.config, "num_warps": 8})
+    node = replace(NOW, held=lambda one: one is slower)
+    assert find(slower, faster, toolchain=node).row is faster  # type: ignore[union-attr]
+
+
+def test_a_shipped_file_is_checked_no_further_than_a_key_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking a row takes 0.1 ms, which a first call waits for."""
+    keys = [{"bucket": bucket, "head_dim": dim} for bucket in (1024, 4096) for dim in (80, 128)]
+    rows = [row(key) for key in keys]
+    Store(path := tmp_path / "shipped.sqlite").put(rows)
+    monkeypatch.setattr(reader, "shipped_paths", lambda: [path])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoded = list[object]()
+    real = record.decode
+    monkeypatch.setattr(record, "decode", lambda one: decoded.append(one) or real(one))
+    for one in rows:
+        (found,) = reader.layers()
+        served = lookup.find(one.key, "gh100", [found], anything, NOW)
+        assert served is not None and served.row == one and len(decoded) == 1
+        decoded.clear()
+    (found,) = reader.layers()
+    everything = lookup.candidates(KEY.with_(head_dim=96), "gh100", [found], NOW)
+    assert {one.row.key.head_dim for one in everything} == {80, 128} and len(decoded) == 4
+
+
+def test_a_ladder_works_out_what_is_asked_for_once() -> None:
+    made = list[int]()
+
+    def candidates() -> Any:
+        for number in range(4):
+            made.append(number)
+            yield number
+
+    ladder = lookup.Ladder(candidates())
+    assert next(iter(ladder)) == 0 and made == [0]  # type: ignore[comparison-overlap]
+    assert [*itertools.islice(ladder, 2)] == [0, 1] and made == [0, 1]  # type: ignore[comparison-overlap]
+    assert [*ladder] == [*ladder] == made == [0, 1, 2, 3]  # type: ignore[comparison-overlap]
 
 
 def test_stale_rows_serve_and_say_why() -> None:

@@ -21,7 +21,7 @@ from fa2tune.compiling.registry import portable_of
 from fa2tune.report import contents, facts
 from fa2tune.rows import reader
 from fa2tune.rows.describe import describe
-from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING
 from fa2tune.rows.store import export
 from fa2tune.sharing.storage import Storage
 from fa2tune.sharing.study_writer import StudyWriter
@@ -597,7 +597,7 @@ def test_targets(monkeypatch):
     monkeypatch.setattr(gpus, "present", lambda: H200)
     assert resolve_target(None) == resolve_target("h200") == Target(H200, MEASURED, H200)
     assert resolve_target("h100") == Target(H100, SIBLING, H200)
-    assert resolve_target("a100") == Target(A100, PREDICTED, H200)
+    assert resolve_target("a100") == Target(A100, PORTED, H200)
     assert resolve_target("NVIDIA H200") == Target(H200, MEASURED, H200)
     assert resolve_target("nvidia h100 80gb hbm3") == Target(H100, SIBLING, H200)
     small = gpus.named("a100-pcie-40gb")

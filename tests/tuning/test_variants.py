@@ -229,7 +229,7 @@ def test_the_fastest_row_that_may_serve_does(user: Path) -> None:
     assert "refused   warp_specialized" in unaligned and "not multiples of 16 bytes" in unaligned
     problem = Problem("bf16", 4, 16, 16, 4096, 4096, 128, 128, CAUSAL)
     assert choosing.choose(problem, "fwd", H200).config == DEFAULT
-    assert choosing.choose(problem, "fwd", H200, specialized=False).config["LOADS"] == DESCRIPTOR
+    assert choosing.choose(problem, "fwd", H200, kind=False).config["LOADS"] == DESCRIPTOR
     assert serving.served_by(problem, H200, backward=False) == {"fwd": "warp_specialized (1.20 x portable)"}
 
 

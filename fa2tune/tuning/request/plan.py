@@ -14,8 +14,9 @@ from fa2tune import gpus, versions
 from fa2tune.compiling import fingerprint
 from fa2tune.compiling.registry import variants_of
 from fa2tune.gpus import Gpu
+from fa2tune.launching import ported
 from fa2tune.rows import reader
-from fa2tune.rows.row import MEASURED, PREDICTED, SIBLING
+from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING
 from fa2tune.sharing.storage import Storage, parsed
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import ROW_MASKS
@@ -71,7 +72,8 @@ class Target:
     """The GPU the rows are for, and how they will be obtained."""
 
     gpu: Gpu
-    obtained: str  #: MEASURED (it is present), SIBLING (another of its silicon is), PREDICTED
+    #: MEASURED (it is present), SIBLING (another of its silicon is), PORTED (a GPU that can run its code is), PREDICTED
+    obtained: str
     present: Gpu | None
 
 
@@ -154,6 +156,8 @@ def resolve_target(name: str | None) -> Target:
         return Target(present, MEASURED, present)
     if gpus.same_silicon(present, asked):
         return Target(asked, SIBLING, present)
+    if ported.can_stand_for(asked.arch, present.arch):
+        return Target(asked, PORTED, present)
     return Target(asked, PREDICTED, present)
 
 

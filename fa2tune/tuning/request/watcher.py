@@ -20,6 +20,15 @@ class WorkerFunctions:
     check_backward: str = "fa2tune.measuring.verify:check_backward"
 
 
+#: Of a run for a GPU whose code another one runs (``launching/ported.py``).
+PORTED_FUNCTIONS = WorkerFunctions(
+    compile_check="fa2tune.tuning.search.compile_check:compile_check_ported",
+    race="fa2tune.measuring.ported:race",
+    check="fa2tune.measuring.ported:check",
+    check_backward="fa2tune.measuring.ported:check_backward",
+)
+
+
 class Watcher:
     """Follows a run; does nothing."""
 

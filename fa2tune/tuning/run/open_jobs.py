@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fa2tune.compiling import limits, registry
+from fa2tune.predicting import model
 from fa2tune.rows import pruned
 from fa2tune.rows.row import PREDICTED, Row
 from fa2tune.spec.key import TuningKey
@@ -15,6 +16,7 @@ from fa2tune.spec.variant import Variant
 from fa2tune.tuning.request.jobs import TuningJob
 from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.search.proposals import incumbents, winners
+from fa2tune.tuning.search.proven import proven
 from fa2tune.tuning.search.task import SearchTask
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, fa
             own = [row for row in known if row.implementation in variant.implementations]
             task.search.also(incumbents(own, task.keys))
             task.search.seeds.extend(winners(own, task.kernel, spec, gpu.arch))
+            if plan.target.obtained == PREDICTED:
+                task.keep_to(proven(variant, spec, gpu.arch, own))
             if task.space.legal.configs:
                 tasks.append(task)
             elif variant.portable:  # another implementation of a kernel need not have one
@@ -83,7 +87,7 @@ def opened(job: TuningJob, plan: TuningPlan, writer: StudyWriter, stamp: str, fa
                 say(f"{task.title}: no legal config ({reasons})")
                 refused |= dict.fromkeys(task.keys, f"no legal config ({reasons})")
     for task in tasks:
-        leader = plan.leader_of(task.spec)
+        leader = plan.leader_of(task.spec) if task.proven is None else None  # its own configs are all there are
         task.leader = next((f for f in tasks if f.variant is task.variant and f.spec.dtype == leader), None)
     return OpenJob(job, tasks, refused)
 
@@ -96,7 +100,7 @@ def _variants(job: TuningJob, plan: TuningPlan) -> list[Variant]:
         for kernel in plan.kernels
         if kernel in job.kernels
         for variant in registry.variants_of(kernel)
-        if variant.portable or ((variant.modelled or not predicted) and variant.runs_on(arch))
+        if variant.portable or ((model.knows(variant) or not predicted) and variant.runs_on(arch))
     ]
 
 
@@ -111,7 +115,7 @@ def unmodelled(plan: TuningPlan) -> list[str]:
         return any(limits.before_compile(variant, spec, config, gpu) is None for spec, config in configs)
 
     others = (one for kernel in plan.kernels for one in registry.variants_of(kernel) if not one.portable)
-    return [one.short_name for one in others if not one.modelled and runs(one)]
+    return [one.short_name for one in others if not model.knows(one) and runs(one)]
 
 
 def ahead(tasks: Sequence[SearchTask], waiting: Sequence[TuningJob], plan: TuningPlan) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from fa2tune.compiling import fingerprint
 from fa2tune.measuring import worker
-from fa2tune.rows.row import PREDICTED
+from fa2tune.rows.row import PORTED, PREDICTED
 from fa2tune.rows.store import Store
 from fa2tune.sharing.leases import Leases
 from fa2tune.sharing.shared import SharedStore
@@ -20,7 +20,7 @@ from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.tuning.request import jobs
 from fa2tune.tuning.request.plan import TuneRequest, TuningPlan, make_plan
 from fa2tune.tuning.request.provenance import Provenance
-from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
+from fa2tune.tuning.request.watcher import PORTED_FUNCTIONS, Watcher, WorkerFunctions
 from fa2tune.tuning.run.budget import Budget
 from fa2tune.tuning.run.compiles import Compiles
 from fa2tune.tuning.run.filing import Filing
@@ -42,7 +42,9 @@ def tune(request: TuneRequest, watcher: Watcher | None = None, functions: Worker
     """Tune what ``request`` asks for and write the rows to its cache. Ctrl-C ends early and keeps what is finished.
 
     ValueError: a bad request, before anything is compiled."""
-    return Run(make_plan(request), watcher or Watcher(), functions or WorkerFunctions()).go()
+    plan = make_plan(request)
+    own = PORTED_FUNCTIONS if plan.target.obtained == PORTED else WorkerFunctions()
+    return Run(plan, watcher or Watcher(), functions or own).go()
 
 
 def _provenance(obtained: str) -> Provenance:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fa2tune.compiling import compiler, limits, operandcheck, registry
 from fa2tune.gpus import Gpu
+from fa2tune.launching import ported
 from fa2tune.predicting import model
 from fa2tune.spec.problem import Config, Problem, Specialization
 
@@ -22,6 +23,21 @@ class CompileResult:
     why: str = ""
     binary: dict[str, int | str] = field(default_factory=dict)  #: registers, spills, shared_bytes, binary_hash
     predicted_us: tuple[float, ...] = ()  #: one per problem asked about
+
+
+def compile_check_ported(
+    kernel: str, spec: Specialization, config: Config, gpu: Gpu, problems: Sequence[Problem] = ()
+) -> CompileResult:
+    """The same where another GPU runs the code of ``gpu``: what it launches is compiled, too. What the result says of the
+    binary is of the one for ``gpu``."""
+    result = compile_check(kernel, spec, config, gpu, problems)
+    if result.status:
+        return result
+    try:
+        ported.prepare(registry.variant_of(kernel, config), spec, config, ported.HOSTS[0])
+    except compiler.CompileError as error:
+        return CompileResult("compile_error", str(error), result.binary)
+    return result
 
 
 def compile_check(

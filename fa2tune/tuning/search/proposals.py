@@ -57,6 +57,7 @@ class Search:
         self.field, self.allowed, self.studies, self.trials = field, allowed, studies, trials
         self.seeds = deque(seeds)
         self.elsewhere = elsewhere
+        self.alone = False  #: nothing but the seeds
         self.in_flight: set[Point] = set()  #: proposed, not yet filed
         self.launches: deque[Config] = deque()  #: of good binaries, not yet proposed
         self.siblings: dict[Point, list[Config]] = {}
@@ -74,7 +75,10 @@ class Search:
         )
 
     def start_from(self, winners: Sequence[Config]) -> None:
-        """Try these right after the default, all of them however few trials there are. Nothing has been proposed yet."""
+        """Try these right after the default, all of them however few trials there are; none, where only the seeds may be tried.
+        Nothing has been proposed yet."""
+        if self.alone:
+            return
         first = self._put_first(winners)
         self.trials = max(self.trials, len(self._binaries | self._binaries_of(first)))
 
@@ -82,6 +86,12 @@ class Search:
         """Try these right after the default, beside so many trials. Nothing has been proposed yet."""
         self._put_first(configs)
         self.trials += len(self._binaries_of(configs) - self._binaries)
+
+    def only(self, configs: Sequence[Config]) -> None:
+        """Try these and no others. Nothing has been proposed yet."""
+        self.seeds = deque(configs)
+        self.trials = len(self._binaries_of(configs))
+        self.alone = True
 
     def _put_first(self, configs: Sequence[Config]) -> list[Config]:
         """The default and these, which now come right behind it."""
@@ -112,6 +122,8 @@ class Search:
         """Nothing is under way, and nothing more will be proposed."""
         if self.in_flight or self.backfill or self.launches:
             return False
+        if self.alone:
+            return not any(point(config) in self.allowed and point(config) not in self._tried for config in self.seeds)
         return self.binaries >= self.trials or self.field.index.keys() <= self.tried()
 
     def propose(self) -> Config | None:
@@ -130,6 +142,8 @@ class Search:
         config = self._first_new(self.launches, taken)
         if config is not None:
             return config
+        if self.alone:
+            return self._first_new(self.seeds, taken)
         if self.binaries >= self.trials:
             return None
         config = self._first_new(self.seeds, taken)

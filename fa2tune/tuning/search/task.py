@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fa2tune.compiling import compiler, fingerprint, registry
 from fa2tune.rows.row import PREDICTED, Row
@@ -42,6 +43,8 @@ class SearchTask:
     selected: bool = False
     selecting: bool = False
     dropped: bool = False  #: another worker's by now
+    #: config -> errors of its results, where only these may be tried (``proven.py``)
+    proven: Mapping[Point, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.kernel = self.variant.serves
@@ -64,6 +67,13 @@ class SearchTask:
         )  # fmt: skip
         self.search.seeds.extend(self.search.twins([self.default]))
         self.kept_trials = len(self.tried())  #: those of earlier runs
+
+    def keep_to(self, proven: Mapping[Point, Mapping[str, Any]] | None) -> None:
+        """Try only these configs, whose numerics are known; None: any."""
+        self.proven = proven
+        if proven is not None:
+            self.search.only([dict(where) for where in proven])
+            self.trials = max(1, self.search.trials)
 
     def _studies(self) -> dict[TuningKey, KeyStudy]:
         """A study per length, with a sampler of its own."""

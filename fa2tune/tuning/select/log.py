@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fa2tune.measuring import worker
 from fa2tune.rows import record
 from fa2tune.rows.describe import described_row
-from fa2tune.rows.row import Row, over_portable, winner
+from fa2tune.rows.row import PORTED, Row, over_portable, winner
 from fa2tune.spec.key import TuningKey
 from fa2tune.tuning.request.plan import TuningPlan
 from fa2tune.tuning.request.provenance import Provenance
@@ -88,7 +88,8 @@ class Log:
         gain = "" if best.gain is None else f", {best.gain:.2f} x portable default"
         lead = over_portable(best, rows)
         gain += "" if lead is None else f", {lead:.2f} x portable"
-        self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}{gain}; {described_row(best)}")
+        on = f" on {best.obtained_on}" if best.obtained == PORTED else ""
+        self.watcher.line(f"{title}: {best.tflops:.0f} TFLOP/s {best.obtained}{on}{gain}; {described_row(best)}")
 
     def put_kept(self, task: SearchTask) -> bool:
         """File the rows an earlier run selected on these very trials; False if it did not."""

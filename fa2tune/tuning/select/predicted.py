@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from fa2tune.measuring.worker import Crew, Job
-from fa2tune.rows.row import Row
+from fa2tune.rows.row import SIBLING, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
 from fa2tune.spec.variant import OPTIONS, PORTABLE
+from fa2tune.tuning.request.provenance import PROOF
 from fa2tune.tuning.search.candidates import Point, point
 from fa2tune.tuning.search.compile_check import CompileResult
 from fa2tune.tuning.search.status import status_of
@@ -20,6 +21,8 @@ from fa2tune.tuning.select import evidence, finalists
 from fa2tune.tuning.select.gpu_jobs import Steps
 from fa2tune.tuning.select.log import NONE_RIGHT, Log
 
+#: By which a written-out kernel's config must be predicted to be faster than its default, which was measured.
+MARGIN = 0.03
 EQUAL_WITHIN = 0.01  #: predictions closer than this are called equal
 CHECK_DEADLINE = 180.0  #: seconds
 
@@ -58,21 +61,25 @@ class Predicted:
 
     def select(self, tasks: Sequence[SearchTask]) -> list[Steps]:
         """Per length and implementation: the fastest by the model that the interpreter proves right."""
-        return [self._selection(task) for task in tasks]
+        portable = next((task for task in tasks if task.variant.portable), tasks[0])
+        return [self._selection(task, portable) for task in tasks]
 
-    def _selection(self, task: SearchTask) -> Steps:
+    def _selection(self, task: SearchTask, portable: SearchTask) -> Steps:
         rows: dict[TuningKey, list[Row]] = {key: [] for key in task.keys}
         if not self.log.put_kept(task):
-            yield from self._select(task, rows)
+            yield from self._select(task, portable, rows)
         task.selected = True
 
-    def _select(self, task: SearchTask, rows: dict[TuningKey, list[Row]]) -> Steps:
+    def _select(self, task: SearchTask, portable: SearchTask, rows: dict[TuningKey, list[Row]]) -> Steps:
+        """``portable``: the task whose default is the one to beat."""
         for implementation in task.space.implementations():
-            rival = finalists.rival(task.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
+            rival = finalists.rival(portable.variant.space, task.spec, self.log.plan.target.gpu.arch, implementation)
             ranks = cover(task.studies.values(), implementation, rival, EQUAL_WITHIN)
+            if task.proven is not None:
+                ranks = {key: with_margin(found, task.default) for key, found in ranks.items()}
             for key, candidates in ranks.items():
                 study = task.studies[key]
-                default = study.outcomes.get(point(rival))
+                default = portable.studies[key].outcomes.get(point(rival))
                 for outcome in candidates:
                     errors = yield from self._proved(task, outcome.config)
                     if isinstance(errors, str):
@@ -83,6 +90,7 @@ class Predicted:
                         evidence.predicted(
                             key, implementation, outcome.config, self.log.toolchain, outcome.time_us,
                             default.time_us if default else None, errors=errors, **evidence.evidence_of(outcome),
+                            **({} if task.proven is None else {"proof": PROOF[SIBLING]}),
                         )
                     )  # fmt: skip
                     break
@@ -93,7 +101,10 @@ class Predicted:
             self.log.put(key, found, f"{task.title} {key.bucket}", NONE_RIGHT)
 
     def _proved(self, task: SearchTask, config: Config) -> Generator[Job, Job, Any]:
-        """Errors of a config in the interpreter, or why it failed. Compile options mean nothing there."""
+        """Errors of a config in the interpreter, or why it failed. Compile options mean nothing there. Of a kernel that it does
+        not run, those that a row has."""
+        if task.proven is not None:
+            return task.proven.get(point(config), "not_run: no GPU has run this config, and Gluon has no interpreter")
         constexprs: Point = point({name: value for name, value in config.items() if name not in OPTIONS})
         what = (task.kernel, task.spec, constexprs)
         if what not in self.log.checked:
@@ -128,6 +139,15 @@ class Predicted:
                 rows.append(made)
             self.log.put(what, rows, f"{BACKWARD} {members[0].short} {key.bucket}", NONE_RIGHT)
         yield from ()
+
+
+def with_margin(ranked: Sequence[TrialOutcome], default: Config) -> list[TrialOutcome]:
+    """Candidates by predicted time, with the default before those that are not faster by more than the model can tell."""
+    known = next((outcome for outcome in ranked if outcome.config == default), None)
+    if known is None or known.time_us is None:
+        return [*ranked]
+    ahead = [outcome for outcome in ranked if (outcome.time_us or 0.0) * (1 + MARGIN) <= known.time_us]
+    return [*ahead, known, *(outcome for outcome in ranked if outcome not in ahead and outcome is not known)]
 
 
 def _total(best: Mapping[str, Row | None], kernels: Sequence[str], column: str) -> float | None:

@@ -1,0 +1,270 @@
+"""Time forwards of few queries: the tuned kernel, keys split among programs in every number of parts, and SDPA.
+
+    python benchmarks/few_queries.py --out benchmarks/calls/few_queries.json
+    python benchmarks/few_queries.py --tiles --out benchmarks/calls/few_queries_tiles.json
+
+Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt, short
+prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers of
+parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers of
+parts. cuDNN and FlashAttention-2 come from torch's SDPA; where the mask is causal and there are several queries, the latter
+aligns it at the bottom right and cuDNN is left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved
+in random order; medians of seven bursts. Every result is first compared with float32 attention; memory that is allocated is
+filled with NaN. Binaries that Triton's cache lacks are compiled first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from launch_choices import race
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from fa2tune.calling import choosing, dispatch, split_schedule
+from fa2tune.compiling import compiler, registry
+from fa2tune.gpus import Gpu
+from fa2tune.launching import key_splits, passes
+from fa2tune.measuring import reference
+from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+
+#: name -> (batch, query heads, key heads, queries, keys, head dim, mask)
+CALLS = {
+    **{f"decode {b} x {k}k": (b, 32, 8, 1, 1024 * k, 128, FULL) for b in (1, 8, 64) for k in (1, 8, 32)},
+    "decode 16 x 4k": (16, 32, 8, 1, 4096, 128, FULL),
+    "decode 64 x 2k, 8 / 1 heads": (64, 8, 1, 1, 2048, 128, FULL),
+    "decode 1 x 8k, 16 / 16 heads": (1, 16, 16, 1, 8192, 128, FULL),
+    "decode 8 x 4k, head dim 64": (8, 32, 8, 1, 4096, 64, FULL),
+    "decode 8 x 4k, head dim 256": (8, 16, 8, 1, 4096, 256, FULL),
+    "4 queries, 8 x 4k": (8, 32, 8, 4, 4096, 128, CAUSAL),
+    "8 queries, 8 x 8k": (8, 32, 8, 8, 8192, 128, CAUSAL),
+    "16 queries, 1 x 8k": (1, 32, 8, 16, 8192, 128, CAUSAL),
+    "64 queries, 1 x 16k": (1, 32, 8, 64, 16384, 128, CAUSAL),
+    "256 queries, 1 x 32k": (1, 32, 8, 256, 32768, 128, CAUSAL),
+    "prompt of 128": (1, 32, 8, 128, 128, 128, CAUSAL),
+    "prompt of 256": (1, 32, 8, 256, 256, 128, CAUSAL),
+    "prompt of 512": (1, 32, 8, 512, 512, 128, CAUSAL),
+    "prompt of 777": (1, 32, 8, 777, 777, 128, CAUSAL),
+}
+#: Of these other tiles are tried.
+TILES = (
+    "decode 1 x 8k", "decode 8 x 8k", "decode 64 x 2k, 8 / 1 heads", "8 queries, 8 x 8k", "64 queries, 1 x 16k",
+    "256 queries, 1 x 32k", "decode 8 x 4k, head dim 64", "decode 8 x 4k, head dim 256",
+)  # fmt: skip
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+SHAPE = ("dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+BURST_MS = 3.0
+SHOWN = 6
+
+Calls = dict[str, Callable[[], torch.Tensor]]
+
+
+def posed(name: str) -> Problem:
+    batch, heads_q, heads_kv, queries, keys, dim, mask = CALLS[name]
+    return Problem("bf16", batch, heads_q, heads_kv, queries, keys, dim, dim, mask)
+
+
+def label(config: Config) -> str:
+    return (
+        f"M{config['BLOCK_M']} N{config['BLOCK_N']} {config['LOADS'][:4]} w{config['num_warps']} s{config['num_stages']} "
+        f"x{config['SPLITS']}"
+    )
+
+
+def other_splits(problem: Problem, chosen: Config) -> Iterator[Config]:
+    """Other numbers of parts, with the chosen tile and the next ones."""
+    spec, sizes = problem.specialization, fwd_split.tiles(problem.specialization, 90)
+    place = sizes.index(chosen["BLOCK_M"])
+    for rows in sizes[max(0, place - 1) : place + 2]:
+        if rows > 16 and rows >= 2 * problem.seqlen_q * problem.group:
+            continue
+        own = chosen["SPLITS"]
+        counts = {own // 2, own, 2 * own}
+        if rows == chosen["BLOCK_M"]:
+            counts |= {1, own // 4, own // 3, 2 * own // 3, own + 1, 3 * own // 2, 3 * own, 4 * own}
+        for splits in sorted(counts - {0}):
+            config = fwd_split.config_of(spec, 90, problem.tma, rows, splits)
+            if splits == 1 or splits * config["BLOCK_N"] <= problem.seqlen_k:
+                yield config
+
+
+def other_tiles(problem: Problem, chosen: Config) -> Iterator[Config]:
+    """Other tiles at the chosen number of parts."""
+    sizes = fwd_split.tiles(problem.specialization, 90)
+    place = sizes.index(chosen["BLOCK_M"])
+    for rows in sizes[place : place + 2]:
+        if rows > 16 and rows >= 4 * problem.seqlen_q * problem.group:
+            continue
+        many = rows >= 64
+        kinds = itertools.product(
+            (64, 128) if many else (32, 64, 128), (1, 2, 3) if many else (2, 3, 4),
+            ("descriptor",) if many else ("pointer", "descriptor"), (4, 8) if many else (4,),
+        )  # fmt: skip
+        for block_n, stages, loads, warps in kinds:
+            yield {
+                **chosen, "BLOCK_M": rows, "BLOCK_N": block_n, "LOADS": loads, "num_warps": warps, "num_stages": stages,
+            }  # fmt: skip
+
+
+def compile_one(job: tuple[str, Config]) -> None:
+    """Into Triton's cache on disk; a config that does not compile is refused again when it is made a plan."""
+    name, config = job
+    problem = posed(name)
+    for variant, its_config, what in key_splits.kernels(problem, config, 90):
+        try:
+            compiler.compile_kernel(variant, what.specialization, compiler.binary_config(variant, its_config), 90)
+        except compiler.CompileError:
+            continue
+
+
+def compile_all(wanted: dict[str, list[Config]]) -> int:
+    jobs: dict[str, tuple[str, Config]] = {}
+    for name, configs in wanted.items():
+        for config in configs:
+            spec = posed(name).specialization
+            binary = compiler.binary_config(registry.variant_named(key_splits.SPLIT_KERNEL), config)
+            jobs.setdefault(repr((spec, sorted(binary.items()), config["SPLITS"] > 4)), (name, config))
+    with multiprocessing.get_context("spawn").Pool(min(14, len(jobs))) as pool:
+        pool.map(compile_one, jobs.values(), chunksize=2)
+    return len(jobs)
+
+
+def sdpa(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Calls:
+    """Name -> call, of the backends that take this call."""
+    several = problem.seqlen_q > 1 and problem.mask == CAUSAL
+    bias = causal_lower_right(problem.seqlen_q, problem.seqlen_k) if several else None
+    found: Calls = {}
+    for name, backend in PEERS.items():
+        square = several and problem.seqlen_q == problem.seqlen_k
+        if name == "cudnn" and several and not square:
+            continue
+
+        def call(backend: SDPBackend = backend, square: bool = square) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(
+                    q, k, v, attn_mask=None if square else bias, is_causal=square, enable_gqa=problem.group > 1
+                )
+
+        try:
+            call()
+        except Exception as error:  # whatever a backend says of a call that it does not take
+            print(f"    {name}: {str(error).splitlines()[0]:.100}")
+            continue
+        found[name] = call
+    return found
+
+
+def exact(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """In float32, one batch entry after the other."""
+    with torch.no_grad():
+        parts = [
+            reference.attention(q[b : b + 1].float(), k[b : b + 1].float(), v[b : b + 1].float(), mask=problem.mask)[0]
+            for b in range(problem.batch)
+        ]
+    return torch.cat(parts)
+
+
+def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stream) -> dict[str, Any]:
+    problem = posed(name)
+    b, hq, hk, sq, sk, d, _ = CALLS[name]
+    q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    scale = d**-0.5
+    tuned = choosing.choose(problem, "fwd", gpu, True).config
+    chosen = split_schedule.config_of(problem, tuned, gpu)
+    predicted = {
+        "tuned": split_schedule.ordinary_us(problem, tuned, gpu),
+        "split": split_schedule.best(problem, gpu)[0],
+    }
+    plan = passes.ForwardPlan(problem, q, k, v, scale, tuned)
+    calls: Calls = {"tuned": lambda: plan(q, k, v)[0]}
+    refused = 0
+    for config in configs:
+        try:
+            made = key_splits.SplitPlan(problem, q, k, v, scale, config)
+        except Exception as error:  # a config that this GPU cannot run
+            refused += 1
+            if refused == 1:
+                print(f"    {label(config)}: {str(error)[:100]}")
+            continue
+        calls[label(config)] = lambda made=made: made(q, k, v)[0]
+    calls |= sdpa(problem, q, k, v)
+    oracle = exact(problem, q, k, v)
+    for one, call in calls.items():
+        torch.use_deterministic_algorithms(one not in PEERS)  # what is allocated is filled with NaN
+        result = call()
+        torch.use_deterministic_algorithms(False)
+        error = (result.float() - oracle).abs().max().item()
+        if not error <= 0.01 * max(1.0, oracle.abs().max().item()):
+            raise RuntimeError(f"{name}, {one}: off by {error}")
+    del oracle
+    times = dict(zip(calls, (round(us, 2) for us in race(list(calls.values()), stream, BURST_MS)), strict=True))
+    bytes_read = b * hk * sk * 2 * d * ITEMSIZE["bf16"]
+    served = label(chosen) if chosen else "tuned"
+    peers = {one: times[one] for one in PEERS if one in times}
+    rest = sorted((us, one) for one, us in times.items() if one not in peers)
+    ours = times[served]
+    print(
+        f"{name}: served {served} {ours} us ({bytes_read / ours / 1e3:.0f} GB/s), tuned {times['tuned']}, {peers}, "
+        f"predicted { {one: round(us, 1) for one, us in predicted.items()} }"
+    )
+    print("    " + "; ".join(f"{one} {us}" for us, one in rest[:SHOWN]), flush=True)
+    asked = {one: value for one, value in asdict(problem).items() if one in SHAPE} | {"mask": problem.mask.name}
+    return {
+        "call": name,
+        "problem": asked,
+        "served": served,
+        "bytes": bytes_read,
+        "us": times,
+        "predicted": predicted,
+        "refused": refused,
+    }
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+@click.option("--tiles", is_flag=True, help="Try other tiles, not other numbers of parts.")
+@click.option("--only", default="", help="Calls whose names contain this.")
+@click.option("--seconds", type=float, default=55.0, help="Begin no call after so many.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
+def main(tiles: bool, only: str, seconds: float, out: Path) -> None:
+    started, stream = time.monotonic(), torch.cuda.Stream()
+    random.seed(1)
+    torch.manual_seed(1)
+    gpu = dispatch.gpu_of(0)
+    wanted: dict[str, list[Config]] = {}
+    for name in TILES if tiles else CALLS:
+        if only in name:
+            problem = posed(name)
+            chosen = split_schedule.best(problem, gpu)[1]
+            others = other_tiles if tiles else other_splits
+            wanted[name] = list({label(one): one for one in (chosen, *others(problem, chosen))}.values())
+    print(f"{compile_all(wanted)} binaries after {time.monotonic() - started:.0f} s", flush=True)
+    cases = []
+    for name, configs in wanted.items():
+        if time.monotonic() - started > seconds:
+            print(f"stopped after {len(cases)} of {len(wanted)} calls")
+            break
+        cases.append(measured(name, configs, gpu, stream))
+        torch.cuda.empty_cache()
+    node = choosing.toolchain()
+    facts = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": node.triton, "driver": node.driver,
+        "date": time.strftime("%Y-%m-%d"), "cases": cases,
+    }  # fmt: skip
+    out.write_text(json.dumps(facts, indent=None, separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main()

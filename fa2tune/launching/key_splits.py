@@ -1,0 +1,96 @@
+"""A forward whose keys are split among programs, and whose tiles have the queries of all heads of a key head as rows: for calls
+of few queries.
+
+Each part's sums go to a workspace (kernels/portable/fwd_split.py) and are put together after (kernels/portable/fwd_combine.py);
+of one part there is nothing to put together. How many parts: ``calling/split_schedule.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching import launch
+from fa2tune.launching.launch import Place, Workspace, bind, chain, strides_of
+from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, lse_shape, without_memory
+from fa2tune.search_spaces.portable import fwd_combine, fwd_split
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.score import NONE
+from fa2tune.spec.variant import Variant
+
+SPLIT_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "portable/fwd_combine"
+
+
+def sums(problem: Problem, splits: int) -> list[Workspace]:
+    """Where what is summed over each part lies: O, relative to a maximum, and maxima and sums of P."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    parts = Workspace((splits, rows, problem.head_dim_v), torch.float32, 0)
+    return [parts, Workspace((2, splits, rows), torch.float32, -(-parts.end // ALIGNMENT) * ALIGNMENT)]
+
+
+def plain(problem: Problem) -> Problem:
+    """As the kernel that puts parts together is compiled for: one binary serves all masks and score terms."""
+    return replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", aligned=True)
+
+
+def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs for a config of the first, in order, each with its config and a problem whose specialization it is compiled
+    for."""
+    found = [(variant_named(SPLIT_KERNEL), config, problem)]
+    if config["IN_PARTS"]:
+        found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, config["SPLITS"]), plain(problem)))
+    return found
+
+
+def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """Everything that a call of any number of queries may run: heads and lengths decide."""
+    spec: Specialization = problem.specialization
+    return [
+        one
+        for rows in fwd_split.tiles(spec, arch)
+        for splits in (1, 2, fwd_split.MOST_SPLITS)
+        for one in kernels(problem, fwd_split.config_of(spec, arch, problem.tma, rows, splits), arch)
+    ]
+
+
+class SplitPlan:
+    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1, no empty dimension and sequences of one length."""
+
+    def __init__(
+        self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
+    ) -> None:
+        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
+        self.extent = problem.extent
+        device_index = q.get_device()
+        arch = launch.arch_of(device_index) if device_index >= 0 else 0
+        o = empty_ordered(without_memory(q), problem.head_dim_v)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
+        places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
+        block: list[torch.Tensor] = []
+        if config["IN_PARTS"]:
+            places["o_parts"], places["stats"] = made = sums(problem, config["SPLITS"])
+            block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
+        scalars = {"heads_kv": problem.heads_kv}
+        launches = []
+        for variant, its_config, posed in kernels(problem, config, arch):
+            names = tuple(name for name in variant.tensors if name in places)
+            bound = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, scalars=scalars)
+            launches.append((bound, [places[name] for name in names]))
+        self.chain, self.fresh = chain(launches, device_index), Fresh(q.device, o, lse, *block)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse, *block = self.fresh()
+        self.chain((q, k, v, o, lse, *block))
+        return o, lse
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, softmax_scale: float, config: Config
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward with an explicit config; ``problem``: what the tensors pose (``passes.describe``)."""
+    return SplitPlan(problem, q, k, v, softmax_scale, config)(q, k, v)

@@ -1,0 +1,38 @@
+"""kernels/portable/fwd_combine.py is bound by memory: its tile follows from the number of parts, and nothing is searched."""
+
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import SearchSpace
+
+#: Parts that a program has at once where there are few of them, and where there are many; rows, so that it has PARTS of both.
+FEW, MANY = 4, 32
+PARTS = 32
+#: Parts that there are at most.
+MOST_SPLITS = 256
+
+
+def config_of(arch: int, splits: int) -> Config:
+    at_once = FEW if splits <= FEW else MANY
+    return {
+        "BLOCK_R": PARTS // at_once, "BLOCK_S": at_once, "EARLY": arch >= 90, "SPLITS": splits, "num_warps": 4,
+        "num_stages": 1, "maxnreg": 0,
+    }  # fmt: skip
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    return {**config_of(arch, MOST_SPLITS), "EARLY": False}
+
+
+SPACE = SearchSpace(
+    name="fwd_combine",
+    dimensions={
+        "BLOCK_R": (PARTS // FEW, PARTS // MANY),
+        "BLOCK_S": (FEW, MANY),
+        "EARLY": (False, True),  # starts before the parts are written, and waits for them
+        "SPLITS": tuple(range(2, MOST_SPLITS + 1)),
+        "num_warps": (4,),
+        "num_stages": (1,),
+        "maxnreg": (0,),
+    },
+    constraints=(),
+    default=default,
+)

@@ -1,0 +1,19 @@
+"""kernels/portable/packed_order.py works on a few numbers and is not searched. BLOCK_Q is what the kernel behind it says."""
+
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import SearchSpace
+
+WORDS = 8  #: int32 of an entry, 32 bytes
+
+
+def order_shape(problem: Problem, block: int) -> tuple[int, int]:
+    """Of what the kernel writes for tiles of ``block`` queries: room for as many as any lengths can need, and the head."""
+    return problem.query_tiles(block) + 1, WORDS
+
+
+SPACE = SearchSpace(
+    name="packed_order",
+    dimensions={"BLOCK_Q": (64, 128, 192), "num_warps": (1,), "num_stages": (1,), "maxnreg": (0,)},
+    constraints=(),
+    default=lambda spec, arch: {"BLOCK_Q": 128, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
+)

@@ -1,0 +1,41 @@
+"""Code for GPUs without wgmma on a Hopper GPU, as a tuning run's processes race and check it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no GPU that runs the code of others",
+)
+PROGRAM = """
+import json
+from fa2tune import gpus
+from fa2tune.compiling.registry import portable_of, variant_named
+from fa2tune.measuring import ported
+from fa2tune.spec.key import TuningKey
+gpu = gpus.named({gpu!r})
+key = TuningKey(gpu.name, gpu.sm_count, gpu.arch, {kernel!r}, "bf16", "ieee", 64, 64, "causal", 1024)
+spec = key.specialization()
+own = dict(variant_named("sm80/{kernel}").space.default(spec, gpu.arch))
+errors = ported.check({kernel!r}, own, spec, 80, "cuda")
+race = ported.race(key, [dict(portable_of({kernel!r}).space.default(spec, gpu.arch)), own], "screen")
+print(json.dumps([list(errors), race.failures, [len(times) for times in race.times]]))
+"""
+
+
+@pytest.mark.parametrize("gpu", ["a100", "l4"])
+@pytest.mark.parametrize(("kernel", "checked"), [("fwd", ["o", "lse"]), ("bwd_fused", ["dq", "dk", "dv"])])
+def test_it_is_right_and_races(gpu: str, kernel: str, checked: list[str]) -> None:
+    """In a process of its own: this one runs its GPU's own code."""
+    program = PROGRAM.format(gpu=gpu, kernel=kernel)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors, failures, samples = json.loads(done.stdout.splitlines()[-1])
+    assert (errors, failures) == (checked, {})
+    assert min(samples) >= 4

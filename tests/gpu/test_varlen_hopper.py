@@ -1,0 +1,124 @@
+"""Packed sequences in the Hopper forward, by explicit configs: several tiles a program, every mask, NaN in neighbours, outputs
+that were NaN, offsets that are wrong."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import reference
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+#: Of queries and of keys.
+PACKINGS = {
+    "even": tuple((n, n) for n in (1, 0, 513, 77, 127, 128, 129, 1000, 63, 64, 65)),
+    "unequal": ((5, 900), (0, 40), (700, 300), (129, 0), (64, 64), (1, 2000), (257, 129)),
+    "many": tuple((1 + n % 37, 1 + n % 41) for n in range(300)),
+}
+SPARE = 70  #: rows behind the last sequence
+#: Sets of tiles: one, two and three groups; a second Q; O in halves.
+FORMS = {
+    "two groups": {}, "a second Q": {"Q_STAGES": 2}, "a second Q, in registers": {"Q_STAGES": 2, "Q_IN_REGISTERS": True},
+    "one group": {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80,
+                  "Q_IN_REGISTERS": True},
+}  # fmt: skip
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+
+
+def views(*tensors):
+    return [tensor.transpose(0, 1)[None] for tensor in tensors]
+
+
+def plan_of(q, k, v, sequences, mask, settings):
+    scale, given = q.shape[2] ** -0.5, views(q, k, v)
+    problem = passes.describe(*given, mask, scale, extent=Extent(RAGGED, sequences))
+    variant = variant_named("sm90/fwd")
+    config = {**variant.space.default(problem.specialization, 90), **settings}
+    return passes.ForwardPlan(problem, *given, scale, config)
+
+
+def into_nan(plan, q, k, v, starts):
+    """(total, heads, dim) and (heads, total), written over NaN, with workspaces full of other words."""
+    o, lse, *block = plan.fresh()
+    for tensor in (o, lse):
+        tensor.fill_(float("nan"))
+    for words in block:
+        words.fill_(0x7F)
+    plan.chain((*views(q, k, v), o, lse, *starts, *block))
+    return o[0].transpose(0, 1), lse[0]
+
+
+def compared(dtype, packing, mask, settings, heads=(12, 4), dims=(128, 128)):
+    lengths = PACKINGS[packing]
+    rows, keys = ([side for side, _ in lengths], [side for _, side in lengths])
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(side) + SPARE, count, dim, device="cuda").to(dtype)
+        for side, count, dim in ((rows, heads[0], dims[0]), (keys, heads[1], dims[0]), (keys, heads[1], dims[1]))
+    )
+    q[sum(rows) :] = k[sum(keys) :] = float("nan")
+    v[sum(keys) :] = float("inf")
+    starts = offsets(rows), offsets(keys)
+    plan = plan_of(q, k, v, len(lengths), mask, settings)
+    o, lse = into_nan(plan, q, k, v, starts)
+    near = {"atol": 0.02, "rtol": 0.0} if dtype is torch.bfloat16 else {"atol": 0.004, "rtol": 0.0}
+    sides = [list(itertools.pairwise(side.tolist())) for side in starts]
+    for (first, end), (begin, last) in zip(*sides, strict=True):
+        one = [tensor.double() for tensor in views(q[first:end], k[begin:last], v[begin:last])]
+        if end == first:
+            continue
+        right, right_lse = reference.attention(*one, mask=mask)
+        torch.testing.assert_close(o[first:end].double(), right[0].transpose(0, 1), **near)
+        torch.testing.assert_close(lse[:, first:end].double(), right_lse[0], atol=1e-4, rtol=1e-5)
+    assert (o[sum(rows) :] == 0).all() and (lse[:, sum(rows) :] == -torch.inf).all()
+    poisoned, kept = [tensor.clone() for tensor in (q, k, v)], torch.ones(len(o), dtype=torch.bool, device="cuda")
+    for (first, end), (begin, last) in list(zip(*sides, strict=True))[1::2]:
+        poisoned[0][first:end] = poisoned[1][begin:last] = poisoned[2][begin:last] = float("nan")
+        kept[first:end] = False
+    again, again_lse = into_nan(plan, *poisoned, starts)
+    assert torch.equal(again[kept], o[kept]) and torch.equal(again_lse[:, kept], lse[:, kept])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(packing, form):
+    dim = 64 if form == "one group" else 128
+    compared(torch.bfloat16, packing, CAUSAL, FORMS[form], dims=(dim, dim))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("settings", [{}, {"BLOCK_M": 128, "Q_STAGES": 2}], ids=["three groups", "a second Q"])
+def test_head_dim_64(packing, settings):
+    compared(torch.float16, packing, CAUSAL, settings, dims=(64, 64))
+
+
+@pytest.mark.parametrize("mask", [FULL, band(128, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+@pytest.mark.parametrize("packing", ["even", "unequal"])
+def test_masks(packing, mask):
+    compared(torch.bfloat16, packing, mask, {})
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (96, 96), (192, 128), (72, 40)], ids=str)
+def test_other_head_dims(dims):
+    compared(torch.bfloat16, "unequal", CAUSAL, {}, heads=(6, 1), dims=dims)
+
+
+def test_wrong_offsets_leave_other_memory_alone():
+    q, k, v = (torch.randn(4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    plan = plan_of(q, k, v, 3, CAUSAL, {})
+    for wrong in ([-5, 100, 40000, 7], [300, 20, 512, 100], [0, 2**31 - 1, 5, 4096], [0, 4096, 0, 4096]):
+        bad = torch.tensor(wrong, device="cuda", dtype=torch.int32)
+        plan(*views(q, k, v), bad, bad)
+    torch.cuda.synchronize()

@@ -1,0 +1,70 @@
+"""The order of packed tiles: every row of q in one tile, longer sequences first, and no row outside the tensors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching import passes
+from fa2tune.launching.launch import bind
+from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL
+
+BLOCK = 64
+
+
+def ordered(starts_q, starts_k, rows, keys):
+    """The head and the entries that it names."""
+    q, k = torch.empty(1, 1, rows, 16, dtype=torch.float16), torch.empty(1, 1, keys, 16, dtype=torch.float16)
+    problem = passes.describe(q, k, k, CAUSAL, 1.0, extent=Extent(RAGGED, len(starts_q) - 1))
+    variant = variant_named("portable/packed_order")
+    config = {**variant.space.default(problem.specialization, 90), "BLOCK_Q": BLOCK}
+    names = ("cu_seqlens_q", "cu_seqlens_k", "order")
+    order = torch.full(order_shape(problem, BLOCK), -(2**30), dtype=torch.int32)
+    given = [torch.tensor(side, dtype=torch.int32) for side in (starts_q, starts_k)]
+    bind(variant, problem, config, {}, 1.0, names, -1)(*given, order)
+    tiles, counter, longest = order[0, :3].tolist()
+    assert counter == 0 and tiles < len(order)
+    return longest, order[1 : 1 + tiles, :5].tolist()
+
+
+@pytest.mark.parametrize(
+    ("starts_q", "starts_k"),
+    [
+        ((0, 63, 63, 127, 192, 320), (0, 63, 70, 134, 134, 400)),
+        ((0, 100, 170, 300), (0, 90, 180, 270)),
+        ((0, 300), (0, 1)),
+        ((0, *range(1, 300, 2), 320), (0, *range(2, 301, 2), 400)),
+        ((0,), (0,)),
+    ],
+    ids=["mixed", "alike", "one", "more than are read at once", "none"],
+)
+def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k):
+    rows, keys = 330, 410
+    found, entries = ordered(starts_q, starts_k, rows, keys)
+    sequences = []  # (keys, tiles, first row, row behind it, key behind it)
+    for (first, end), behind, seen in zip(
+        pairwise((*starts_q, rows)), (*starts_k[1:], starts_k[-1]),
+        (*(b - a for a, b in pairwise(starts_k)), 0), strict=True,
+    ):  # fmt: skip
+        if end > first:
+            sequences.append((seen, -(-(end - first) // BLOCK), first, end, behind))
+    expected = []
+    for kind in sorted({one[:2] for one in sequences}, reverse=True):
+        for tile in reversed(range(kind[1])):
+            alike = [one for one in sequences if one[:2] == kind]
+            expected += [[tile * BLOCK, end, end - first, behind, kind[0]] for *_, first, end, behind in alike]
+    assert entries == expected
+    assert found == sum(one[0] for one in sequences if one[:2] == max(sequences)[:2])
+
+
+@pytest.mark.parametrize("wrong", [(-5, 100, 40000), (300, 20, 330), (0, 2**31 - 1, 5), (0, 330, 0, 330, 0)])
+def test_wrong_offsets_name_no_row_outside(wrong):
+    rows, keys = 330, 410
+    _, entries = ordered(wrong, wrong, rows, keys)
+    for tile, end, length, end_k, seen in entries:
+        assert 0 <= tile < length <= end <= rows and 0 <= seen <= end_k <= keys

@@ -1,0 +1,69 @@
+"""The model's predictions of kernels/sm80."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+from benchmark_scripts import script
+
+from fa2tune import gpus
+from fa2tune.compiling import registry
+from fa2tune.compiling.sass import Loop
+from fa2tune.predicting import by_mma_sync, model
+from fa2tune.spec.problem import Specialization
+
+FORWARD, BACKWARD = (registry.variant_named(name) for name in ("sm80/fwd", "sm80/bwd_fused"))
+sm80_model = script("sm80_model")
+
+
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 256])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd"])
+def test_blocks_of_a_loop_follow_from_its_products(variant: registry.Variant, blocks: int, dim: int) -> None:
+    """With products of padding, and without those of the columns of Q K^T (and dO V^T)."""
+    config, warps = {"BLOCK_M": 64, "BLOCK_N": 32}, 4
+    spec = Specialization("bf16", dim, dim, "full")
+    padded = by_mma_sync.padded_head_dim(dim)
+    needed = -(-dim // 16) * 16
+    left_out = {"fwd": (needed + padded,), "bwd_fused": (2 * needed + 3 * padded,)}[variant.serves]
+    for columns in (*left_out, padded * (2 if variant is FORWARD else 5)):
+        loop = Loop(tensor_flops=2.0 * 64 * 32 * columns * blocks / warps, mufu=10 * blocks, meetings=2 * blocks)
+        assert by_mma_sync.blocks_of(loop, variant, spec, config, warps) == blocks
+        (one,) = by_mma_sync.per_block([loop], variant, spec, config, warps)
+        assert (one.mufu, one.meetings) == (10, 2)
+
+
+def test_which_kernels_it_knows() -> None:
+    known = {name: model.knows(registry.variant_named(name)) for name in ("portable/fwd", "sm80/fwd", "sm80/bwd_fused")}
+    assert all(known.values())
+    assert not model.knows(registry.variant_named("sm80/bwd_finish"))
+    assert not model.knows(registry.variant_named("sm90/fwd"))
+
+
+def test_it_ranks_what_was_raced_as_sm_80_code() -> None:
+    """Configs of benchmarks/calls/sm80_race.json, timed on an H200: what docs/model.md says."""
+    gpu, samples = sm80_model.load()
+    found = sm80_model.figures(gpu, samples)
+    assert len(found) == 24
+    assert mean(one["spearman"] for one in found) > 0.85
+    assert max(one["first"] for one in found) < 0.03
+    assert all(0.8 < one["level"] < 1.2 for one in found)
+
+
+def test_an_a100_is_expected_below_what_was_published_for_it() -> None:
+    """FlashAttention-2's paper (arXiv 2307.08691): up to 230 TFLOP/s forward, 63 % of 312 TFLOP/s backward."""
+    _, samples = sm80_model.load()
+    expected = dict(sm80_model.on("a100", samples, 16384))
+    assert 0.7 * 230 < expected["fwd 128 full"] < 230
+    assert 0.7 * 0.63 * 312 < expected["bwd 128 full"] < 1.1 * 0.63 * 312
+
+
+def test_half_the_float32_rate_or_memory_moves_it_the_right_way() -> None:
+    _, samples = sm80_model.load()
+    one, a100 = samples[0], gpus.named("a100")
+    base = one.predicted_ms(a100, "there", 8192)
+    assert one.predicted_ms(replace(a100, fp32_tflops=2 * a100.fp32_tflops), "there", 8192) < base
+    assert one.predicted_ms(replace(a100, tensor_tflops=a100.tensor_tflops / 2), "there", 8192) > base
+    assert one.predicted_ms(replace(a100, hbm_gbs=a100.hbm_gbs / 100), "there", 8192) > base
