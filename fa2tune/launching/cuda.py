@@ -166,9 +166,11 @@ class Maps(dict[int, tuple[int, Any]]):
 
     KEPT = 256
 
-    def __init__(self, wanted: MapFormat, shape: Sequence[int], strides: Sequence[int]) -> None:
-        """``shape`` and ``strides`` in elements, slowest dimension first; the last stride is 1."""
+    def __init__(self, wanted: MapFormat, shape: Sequence[int], strides: Sequence[int], ahead: int = 0) -> None:
+        """``shape`` and ``strides`` in elements, slowest dimension first; the last stride is 1. ``ahead``: elements from where
+        the coordinates are counted to the tensor's own start."""
         rank = len(shape)
+        self.ahead = ahead * wanted.element_bytes
         sizes = [stride * wanted.element_bytes for stride in strides[:-1]]
         self._type, self._rank, self._swizzle = wanted.element_type, rank, wanted.swizzle
         self._shape = (c_uint64 * rank)(*reversed(shape))
@@ -181,8 +183,8 @@ class Maps(dict[int, tuple[int, Any]]):
         buffer = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         place = -addressof(buffer) % MAP_ALIGNMENT + addressof(buffer)
         encode = partial(
-            library().cuTensorMapEncodeTiled, c_void_p(place), self._type, self._rank, c_void_p(address), self._shape,
-            self._strides, self._block, self._steps, 0, self._swizzle, _L2_128B, 0,
+            library().cuTensorMapEncodeTiled, c_void_p(place), self._type, self._rank, c_void_p(address - self.ahead),
+            self._shape, self._strides, self._block, self._steps, 0, self._swizzle, _L2_128B, 0,
         )  # fmt: skip
         code = encode()
         if code == _INVALID_CONTEXT:  # the first that this thread asks of CUDA

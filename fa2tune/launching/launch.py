@@ -255,7 +255,7 @@ def _addressed(
     counted so that the tensor's bound falls on that row: row r of a sequence of n rows has the coordinate 2^30 - n + r. The
     hardware then cuts a block where its sequence ends: loads fill with zeros, stores leave the next sequence alone. One more
     dimension takes the 2^30 rows back: its coordinate is always 2^30, and 2^30 of its strides are 2^64 bytes, where addresses
-    wrap around, less 2^30 rows. (A base 2^30 rows, or fewer, before the tensor would lie in memory that is not mapped.)"""
+    wrap around, less 2^30 rows. (A base before the tensor faults where nothing is mapped there.)"""
     shape = _shape(name, problem, workspaces)
     steps = _steps(shape, strides)
     if not problem.extent.ragged or name in workspaces:

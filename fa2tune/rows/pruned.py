@@ -30,6 +30,8 @@ WORDS: Mapping[str, str] = {
     "orders_are_for_persistent_programs": "PAIRS or DYNAMIC has no effect here",
     "others_take_over_what_comes_late": "BESIDE needs DYNAMIC if PERSISTENT",
     "p_in_registers_has_one_split": "P_THROUGH registers needs SCORE_WARPS 1 and KEY_WARPS num_warps",
+    "packed_sequences_in_one_form": "packed sequences need DYNAMIC, PERSISTENT and no PAIRS",
+    "packed_tensors_within_32_bits": "packed tensors of 4 GiB or more",
     "parts_are_added_apart": "IN_PARTS needs REDUCE vector and num_warps 4",
     "parts_are_of_both_head_dims": "IN_PARTS of head dims that have not the same two parts",
     "passed_blocks_fit_ring": "too few STAGES, so this mask deadlocks",

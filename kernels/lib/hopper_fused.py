@@ -7,11 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
 
 from fa2tune.kernels.lib.hopper import (
+    PACKED_ROWS,
     mbarrier,
     tma_load,
     warpgroup_mma,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
+from fa2tune.kernels.lib.hopper_packed import tell_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
@@ -228,14 +230,35 @@ def await_prepared(flags, head, rows_padded):
 
 
 @gluon.jit
+def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_row, queries):
+    """The same of a packed sequence's rows, which are ``queries`` from own_row on in the workspaces. Flags lie in the order in
+    which rows are prepared: a band's heads fastest."""
+    wide = heads_per_wave * group
+    first_head = head // wide * wide
+    width = gl.minimum(heads_kv * group - first_head, wide)
+    flags += first_head * (rows_padded // CHUNK) + own_row // CHUNK * width + head - first_head
+    count = gl.cdiv(queries, CHUNK)
+    for i in range(0, count, 32):
+        at = gl.minimum(i + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), count - 1) * width
+        prepared = 0
+        while prepared == 0:
+            seen = gl.inline_asm_elementwise(
+                _SEEN, "=r,l", [(flags + at).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+            )
+            prepared = gl.min(seen, 0)
+    do_once(_SEEN_BY_TMA)
+
+
+@gluon.jit
 def produce(
     q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, window, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
+    heads_per_wave, window, offsets, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
     LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr,
+    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
-    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to."""
+    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
+    hopper_packed.py has it."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
@@ -245,46 +268,71 @@ def produce(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end, rotation = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-            RIGHT_BOUNDED, PAIRS, DYNAMIC,
-        )  # fmt: skip
+        if RAGGED:
+            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = tell_place(
+                lap, counter, tiles_told, offsets, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave
+            )
+            laps = gl.where(alive, lap + 2, 0)
+            first, full, end, rotation = query_blocks(
+                start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+            )
+            # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
+            b = first_q + queries
+            k_entry = first_k + keys
+            q_shift = PACKED_ROWS - queries
+            own_row -= q_shift
+            start_n += PACKED_ROWS - keys
+            of_lse = 0
+            entries = 1
+        else:
+            alive, b, h_kv, start_n, first, full, end, rotation = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+            )  # fmt: skip
+            k_entry = b
+            q_shift = 0
+            own_row = 0
+            of_lse = b
+            entries = batch
         n_blocks = end - first
         total = gl.where(alive, group * n_blocks, 0)
         for i in range(total):
             turn = base + i
             h = h_kv * group + i // n_blocks
-            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
+            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + q_shift
             stage = turn % STAGES
             if BESIDE:
                 if i % n_blocks == 0:
-                    await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
+                    if RAGGED:
+                        await_packed(flags, h, group, heads_kv, heads_per_wave, rows_padded, own_row + q_shift, queries)
+                    else:
+                        await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
             if DQ_BEHIND:
                 mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             elif turn >= STAGES:
                 meet(EMPTY + stage, 288)
             expect_both(q, (terms,), q_ready.index(stage))
             load_parts(q, b, h, row, q_ready.index(stage), q_smem, stage)
-            tma_load(terms, [b, h, row, 0], q_ready.index(stage), lse_smem.index(stage))
+            tma_load(terms, [of_lse, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
             if i == 0:
                 k_stage = filled % K_STAGES
                 ready = k_ready.index(k_stage)
                 mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
                 expect_tiles(k, ready, PARTS)
                 for c in gl.static_range(PARTS):
-                    load_parts(k, b, h_kv, start_n + c * TILE_ROWS, ready, k_smem, k_stage * PARTS + c)
+                    load_parts(k, k_entry, h_kv, start_n + c * TILE_ROWS, ready, k_smem, k_stage * PARTS + c)
                 if K_STAGES > 1:
                     if filled > 0:
                         meet(V_EMPTY, 288)
                 expect_tiles(v, v_ready, PARTS)
                 for c in gl.static_range(PARTS):
-                    load_parts(v, b, h_kv, start_n + c * TILE_ROWS, v_ready, v_smem, c)
+                    load_parts(v, k_entry, h_kv, start_n + c * TILE_ROWS, v_ready, v_smem, c)
             expect_both(do, (terms,), do_ready.index(stage))
             load_parts(do, b, h, row, do_ready.index(stage), do_smem, stage)
-            tma_load(terms, [batch + b, h, row, 0], do_ready.index(stage), delta_smem.index(stage))
+            tma_load(terms, [entries + of_lse, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
         base += total
         filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC:
+        if DYNAMIC and not RAGGED:
             taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
         lap += 1
     if BESIDE:  # a kernel that follows this one follows the overlapped one too

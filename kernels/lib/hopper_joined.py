@@ -29,6 +29,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     taken_for,
     work,
 )
+from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
 from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 
 
@@ -107,6 +108,7 @@ def consume_joined(
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, K_STAGES: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -120,10 +122,18 @@ def consume_joined(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end, rotation = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-            RIGHT_BOUNDED, PAIRS, DYNAMIC,
-        )  # fmt: skip
+        if RAGGED:
+            alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
+                lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 8
+            )
+            laps = gl.where(alive, lap + 2, 0)
+            offset = seqlen_k - queries
+            b = 0
+        else:
+            alive, b, h_kv, start_n, first, full, end, rotation = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+            )  # fmt: skip
         if alive:
             n_blocks = end - first
             total = group * n_blocks
@@ -138,6 +148,8 @@ def consume_joined(
             for g in range(group):  # every query head that reads this key head
                 done = base + g * n_blocks - first
                 first_word = (b * heads_q + h_kv * group + g).to(gl.int64) * rows_padded * BLOCK_D
+                if RAGGED:
+                    first_word += own_row.to(gl.int64) * BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
                         dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full,
@@ -149,8 +161,9 @@ def consume_joined(
             if TELLS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
             stage = out_smem.index(0)
-            if REDUCE == "tma":  # what stages dQ is large enough
+            if REDUCE == "tma" or RAGGED:  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)
+            if REDUCE == "tma":
                 if total > 0:  # the last piece has left it
                     meet(PIECE_GONE, 288)
             thread_barrier()  # both groups have read the last dS
@@ -158,11 +171,15 @@ def consume_joined(
             dk_stage = as_block_of(ds_smem, dk)
             dk_stage.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
             fence_async_shared()
-            tma_store(dv, [b, h_kv, start_n, 0], stage)
-            tma_store(dk, [b, h_kv, start_n, 0], dk_stage)
+            if RAGGED:
+                store_packed(dv, first_k + seqlen_k, h_kv, start_n - seqlen_k, stage)
+                store_packed(dk, first_k + seqlen_k, h_kv, start_n - seqlen_k, dk_stage)
+            else:
+                tma_store(dv, [b, h_kv, start_n, 0], stage)
+                tma_store(dk, [b, h_kv, start_n, 0], dk_stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC:
+        if DYNAMIC and not RAGGED:
             taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 8)
         lap += 1
     tma_store_wait(0)

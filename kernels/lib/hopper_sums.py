@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
+    CHUNK,
     GROUPS,
     PIECE_GONE,
     PIECE_READY,
@@ -17,6 +18,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     taken_for,
     work,
 )
+from fa2tune.kernels.lib.hopper_packed import told_work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -125,25 +127,28 @@ _COUNT = gl.constexpr(
 
 
 @gluon.jit
-def _count_tile(counts, first_head, group):
-    """One warp, whose tile has added to dQ of a group's heads."""
+def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
+    """One warp, whose tile has added to dQ of a group's heads. RAGGED: their counts are ``step`` apart."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     for i in range(0, group, 32):
         mine = gl.where(i + lane < group, 1, 0)
-        at = (counts + first_head + i + lane).to(gl.int64)
-        gl.inline_asm_elementwise(_COUNT, "=r,l,r", [at, mine], dtype=gl.int32, is_pure=False, pack=1)
+        at = counts + first_head + i + lane
+        if RAGGED:
+            at = counts + (first_head + i + lane) * step
+        gl.inline_asm_elementwise(_COUNT, "=r,l,r", [at.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def add(
-    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, heads_per_wave, window,
+    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, window,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, JOINED: gl.constexpr, ADDS: gl.constexpr,
-    COUNTS: gl.constexpr,
+    COUNTS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
     add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
-    may start, and waits until all are. Without either it has nothing to do."""
+    may start, and waits until all are. Without either it has nothing to do. RAGGED: counts [Hq, rows_padded / CHUNK], of each
+    sequence that where its rows start; behind them how many programs are done, and 1 once all are."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
     if COUNTS:
@@ -152,16 +157,24 @@ def add(
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-                RIGHT_BOUNDED, PAIRS, DYNAMIC,
-            )  # fmt: skip
+            if RAGGED:
+                alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = told_work(
+                    lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 1
+                )
+                laps = gl.where(alive, lap + 2, 0)
+                b = 0
+            else:
+                alive, b, h_kv, start_n, first, full, end, rotation = work(
+                    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                    LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+                )  # fmt: skip
+                own_row = 0
             if ADDS:
                 n_blocks = end - first
                 total = gl.where(alive, group * n_blocks, 0)
                 for i in range(total):
                     h = h_kv * group + i // n_blocks
-                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
+                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + own_row
                     if JOINED:
                         meet(PIECE_READY, 288)
                         tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
@@ -179,7 +192,14 @@ def add(
                         do_once(_ALL_ADDED)
                     else:
                         mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
-                    _count_tile(counts, (b * heads_kv + h_kv) * group, group)
-            if DYNAMIC:
+                    if RAGGED:
+                        _count_tile(counts + own_row // CHUNK, h_kv * group, group, rows_padded // CHUNK, True)
+                    else:
+                        _count_tile(counts, (b * heads_kv + h_kv) * group, group, 0, False)
+            if DYNAMIC and not RAGGED:
                 taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
             lap += 1
+        if COUNTS and RAGGED:
+            done = counts + heads_kv * group * (rows_padded // CHUNK)
+            if gl.atomic_add(done, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+                gl.atomic_add(done + 1, 1, sem="release")

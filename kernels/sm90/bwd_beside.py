@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOG2E
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_load, tma_store
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, load_block, mbarrier, thread_barrier, tma_store
+from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.kernels.lib.hopper_fused import BLOCK_N, CHUNK, do_once
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_beside as bwd_beside_hopper
@@ -50,29 +51,52 @@ def _chunk(i, duty):
 
 
 @gluon.jit
-def _place(i, duty, tiles, heads_q):
-    """(head of all, batch entry, head, first row) of this program's i-th chunk; a head has so many tiles of a chunk."""
+def _place(i, duty, tiles, heads_q, packed, RAGGED: gl.constexpr):
+    """(head of all, batch entry, head, first row) of this program's i-th chunk; a head has so many tiles of a chunk. RAGGED: in
+    the order in which main takes tiles, a band's heads fastest; ``packed``: (heads of a band, ...)."""
     chunk = _chunk(i, duty)
-    head = chunk // tiles
-    b = head // heads_q
-    return head, b, head - b * heads_q, (chunk - head * tiles) * CHUNK
+    if RAGGED:
+        wide = packed[0]
+        band = chunk // (tiles * wide)
+        inside = chunk - band * (tiles * wide)
+        width = gl.maximum(gl.minimum(heads_q - band * wide, wide), 1)  # the last band may be narrower
+        head = band * wide + inside % width
+        return head, head * 0, head, inside // width * CHUNK
+    else:
+        head = chunk // tiles
+        b = head // heads_q
+        return head, b, head - b * heads_q, (chunk - head * tiles) * CHUNK
 
 
 @gluon.jit
-def _load(o, do, smem, duty, tiles, heads_q, STAGES: gl.constexpr):
+def _in_sequence(row, packed, seqlen_q, seqlen_k, WARPS: gl.constexpr):
+    """Of a chunk's first row in the workspaces: (the same in its sequence, the sequence's first row in q, its rows, keys)."""
+    wide, sequences, cu_seqlens_q, cu_seqlens_k = packed
+    block, first_q, rows, first_k, keys = place(
+        cu_seqlens_q, cu_seqlens_k, sequences, seqlen_q, seqlen_k, row // CHUNK, CHUNK, WARPS
+    )
+    return block * CHUNK, first_q, rows, keys
+
+
+@gluon.jit
+def _load(o, do, smem, duty, tiles, heads_q, seqlen_q, seqlen_k, packed, STAGES: gl.constexpr, RAGGED: gl.constexpr):
     """One warp: O and dO through a ring."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
     for i in range(duty[0]):
-        head, b, h, row = _place(i, duty, tiles, heads_q)
+        head, b, h, row = _place(i, duty, tiles, heads_q, packed, RAGGED)
+        if RAGGED:  # descriptors that end where the sequence ends
+            row, first_q, rows, keys = _in_sequence(row, packed, seqlen_q, seqlen_k, 1)
+            b = first_q + rows
+            row += PACKED_ROWS - rows
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(slot), o.block_type.nbytes + do.block_type.nbytes)
-        tma_load(o, [b, h, row, 0], ready.index(slot), o_smem.index(slot))
-        tma_load(do, [b, h, row, 0], ready.index(slot), do_smem.index(slot))
+        load_block(o, b, h, row, 0, ready.index(slot), o_smem.index(slot))
+        load_block(do, b, h, row, 0, ready.index(slot), do_smem.index(slot))
 
 
 @gluon.jit
-def _zero(sums, flags, smem, duty, tiles, heads_q):
+def _zero(sums, flags, smem, duty, tiles, heads_q, packed, RAGGED: gl.constexpr):
     """One warp: zeros into the sums of dQ, and the flags of the batch of chunks before, whose zeros and terms are stored."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
     n, n_first, first, workers = duty
@@ -84,7 +108,7 @@ def _zero(sums, flags, smem, duty, tiles, heads_q):
         # flags of what main begins with do not wait for others
         now = gl.minimum(BATCH, gl.where(begin < n_first, n_first, n) - begin)
         for i in range(begin, begin + now):
-            head, b, h, row = _place(i, duty, tiles, heads_q)
+            head, b, h, row = _place(i, duty, tiles, heads_q, packed, RAGGED)
             for part in gl.static_range(PARTS):
                 tma_store(sums, [b, h, row + part * ZERO_ROWS, 0], zero_smem)
         if now == BATCH:
@@ -118,15 +142,22 @@ def _as_terms(x, layout: gl.constexpr):
 
 @gluon.jit
 def _lse_and_dlse(
-    lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, alive, SEES_A_KEY: gl.constexpr,
-    BOUNDED: gl.constexpr, layout: gl.constexpr,
+    lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, alive, packed, SEES_A_KEY: gl.constexpr,
+    BOUNDED: gl.constexpr, RAGGED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """[CHUNK] each of a chunk's rows; alive: whether there is such a chunk."""
-    head, b, h, row = place
+    head, b, h, row = where
     step_b, step_h, step_m = steps
+    if RAGGED:
+        lse += head.to(gl.int64) * seqlen_q
+        row, first_q, seqlen_q, seqlen_k = _in_sequence(row, packed, seqlen_q, seqlen_k, WARPS)
+        lse += first_q
+        dlse += first_q.to(gl.int64) * step_m
     rows = row + gl.arange(0, CHUNK, layout=layout)
     inside = (rows < seqlen_q) & alive
-    word = gl.load(lse + head.to(gl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
+    if not RAGGED:
+        lse += head.to(gl.int64) * seqlen_q
+    word = gl.load(lse + rows, mask=inside, other=float("inf"))
     if BOUNDED:
         word = gl.where(~SEES_A_KEY(rows, seqlen_k - seqlen_q, seqlen_k, window), float("inf"), word)
     at = b.to(gl.int64) * step_b + h.to(gl.int64) * step_h
@@ -137,7 +168,8 @@ def _lse_and_dlse(
 @gluon.jit
 def _terms(
     lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
-    qk_scale, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
+    qk_scale, packed, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):  # fmt: skip
     """The other warps: delta of every row, its terms and those of lse."""
     o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
@@ -145,30 +177,23 @@ def _terms(
     own_layout: gl.constexpr = gl.BlockedLayout([1, TERMS], [32, 1], [WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, own_layout)
     tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [WARPS, 1], [1, 0])
-    every = (batch * heads_q).to(gl.int64) * rows_padded * TERMS
-    place = _place(0, duty, tiles, heads_q)
+    entries = batch
+    if RAGGED:
+        entries = 1
+    every = (entries * heads_q).to(gl.int64) * rows_padded * TERMS
+    where = _place(0, duty, tiles, heads_q, packed, RAGGED)
     word, part = _lse_and_dlse(
-        lse, dlse, place, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, n > 0, SEES_A_KEY, BOUNDED, rows_layout
-    )
+        lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, n > 0, packed, SEES_A_KEY, BOUNDED, RAGGED,
+        rows_layout,
+    )  # fmt: skip
     for i in range(n):
-        rows = place[0].to(gl.int64) * rows_padded + place[3] + gl.arange(0, CHUNK, layout=rows_layout)
+        rows = where[0].to(gl.int64) * rows_padded + where[3] + gl.arange(0, CHUNK, layout=rows_layout)
         own = rows[:, None] * TERMS + gl.arange(0, TERMS, layout=gl.SliceLayout(0, own_layout))[None, :]
-        place = _place(i + 1, duty, tiles, heads_q)
+        where = _place(i + 1, duty, tiles, heads_q, packed, RAGGED)
         next_word, next_part = _lse_and_dlse(
-            lse,
-            dlse,
-            place,
-            steps,
-            has_dlse,
-            heads_q,
-            seqlen_q,
-            seqlen_k,
-            window,
-            i + 1 < n,
-            SEES_A_KEY,
-            BOUNDED,
-            rows_layout,
-        )
+            lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, i + 1 < n, packed, SEES_A_KEY, BOUNDED,
+            RAGGED, rows_layout,
+        )  # fmt: skip
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         o_tile = o_smem.index(slot).reshape([CHUNK, BLOCK_DV]).load(tile_layout)
@@ -188,8 +213,9 @@ def _terms(
 def bwd_beside_hopper_kernel(
     o, do, lse, dlse, terms, sums, stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, group, seqlen_q, seqlen_k,
     rows_padded, has_dlse, counter, counts, flags, rows_worth, keys_seen, heads_at_once, qk_scale, window_left, window_right,
-    BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
-    SUM_COLUMNS: gl.constexpr, STAGES: gl.constexpr, FINISH_BESIDE: gl.constexpr,
+    cu_seqlens_q, cu_seqlens_k, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
+    RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr, SUM_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV] by descriptors, lse, dlse [B, Hq, Sq] -> terms, zeros in words (here the descriptor sums) and
     counter as sm90/bwd_prepare.py has them, and flags [B, Hq, rows_padded / CHUNK] int32: 1 where those rows are prepared;
@@ -198,13 +224,24 @@ def bwd_beside_hopper_kernel(
     Every program prepares a share of the heads that main begins with, heads_at_once in a band; then the first
     rows_worth / keys_seen of them go on: to prepare a row takes as long as its products with rows_worth keys, and a row sees
     keys_seen on average (FINISH_BESIDE: their share of all work, search_spaces/sm90/bwd_fused.py). rows_padded is a multiple
-    of CHUNK."""
+    of CHUNK. RAGGED: as sm90/bwd_fused.py has it; flags are in the order of preparation, and main begins with the first chunks
+    of a band's heads, about as many as its first tiles and one sequence of mean length have."""
     tiles = rows_padded // CHUNK
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    chunks = batch * heads_q * tiles
-    bands = gl.cdiv(programs, gl.cdiv(seqlen_k, BLOCK_N) * heads_at_once)
-    first = gl.minimum(bands * heads_at_once * group * tiles, chunks)
+    if RAGGED:
+        chunks = heads_q * tiles
+        wide = heads_at_once * group
+        begun = gl.cdiv(programs, gl.minimum(heads_at_once, heads_q // group)) + gl.cdiv(
+            gl.cdiv(seqlen_q, batch), CHUNK
+        )
+        first = gl.minimum(gl.minimum(begun, tiles) * gl.minimum(wide, heads_q), chunks)
+        packed = (wide, batch, cu_seqlens_q, cu_seqlens_k)
+    else:
+        chunks = batch * heads_q * tiles
+        bands = gl.cdiv(programs, gl.cdiv(seqlen_k, BLOCK_N) * heads_at_once)
+        first = gl.minimum(bands * heads_at_once * group * tiles, chunks)
+        packed = ()
     workers = gl.minimum(gl.cdiv(programs * rows_worth, keys_seen), programs)
     n_first = gl.maximum(gl.cdiv(first - pid, programs), 0)
     n = n_first + gl.where(pid < workers, gl.maximum(gl.cdiv(chunks - first - pid, workers), 0), 0)
@@ -213,17 +250,26 @@ def bwd_beside_hopper_kernel(
     for i in range(0, n, 32 * WARPS):
         gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
     if FINISH_BESIDE:
-        heads = batch * heads_q
-        for i in range(pid * 32 * WARPS, heads, programs * 32 * WARPS):
-            gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < heads)
+        if RAGGED:  # of each chunk, as any may be a sequence's first; and of programs
+            heads = heads_q
+            counted = heads_q * tiles + 2
+        else:
+            heads = batch * heads_q
+            counted = heads
+        for i in range(pid * 32 * WARPS, counted, programs * 32 * WARPS):
+            gl.store(flags + heads * tiles + i + thread, 0, mask=i + thread < counted)
     gl.store(counter + thread, 0, mask=(thread == 0) & (pid == 0) & (counts != 0))
     do_once(_CLEARED)
     thread_barrier()
     do_once(_START_MAIN)
 
     gl.static_assert(BATCH <= 32 and BATCH <= SLOTS)
-    o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], o.layout)
-    do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], do.layout)
+    if RAGGED:
+        o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], o.layout)
+        do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, 1, CHUNK, BLOCK_DV], do.layout)
+    else:
+        o_smem = gl.allocate_shared_memory(o.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], o.layout)
+        do_smem = gl.allocate_shared_memory(do.dtype, [STAGES, 1, 1, CHUNK, BLOCK_DV], do.layout)
     zero_smem = gl.allocate_shared_memory(gl.float32, [1, 1, ZERO_ROWS, SUM_COLUMNS], sums.layout)
     zero_layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     zero_smem.reshape([ZERO_ROWS, SUM_COLUMNS]).store(gl.zeros([ZERO_ROWS, SUM_COLUMNS], gl.float32, zero_layout))
@@ -245,9 +291,9 @@ def bwd_beside_hopper_kernel(
     gl.warp_specialize([
         (_terms, (
             lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
-            qk_scale, BLOCK_DV, SEES_A_KEY, BOUNDED, STAGES)),
-        (_load, (o, do, smem, duty, tiles, heads_q, STAGES)),
-        (_zero, (sums, flags, smem, duty, tiles, heads_q)),
+            qk_scale, packed, BLOCK_DV, SEES_A_KEY, BOUNDED, STAGES, RAGGED)),
+        (_load, (o, do, smem, duty, tiles, heads_q, seqlen_q, seqlen_k, packed, STAGES, RAGGED)),
+        (_zero, (sums, flags, smem, duty, tiles, heads_q, packed, RAGGED)),
     ], [1, 1], [40, 40])  # fmt: skip
 
 
@@ -255,7 +301,7 @@ VARIANT = Variant(
     kernel=bwd_beside_hopper_kernel,
     space=bwd_beside_hopper.SPACE,
     tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "terms": "bf16", "sums": "fp32", "counter": "i32",
-             "flags": "i32"},
+             "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={"o": (bwd_fused_hopper.CHUNK, "BLOCK_DV"), "do": (bwd_fused_hopper.CHUNK, "BLOCK_DV"),
                  "sums": (bwd_beside_hopper.ZERO_ROWS, "SUM_COLUMNS")},
     grid=lambda problem, config, sm_count, _early: sm_count,

@@ -39,6 +39,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     zero_pieces,
 )
 from fa2tune.kernels.lib.hopper_joined import consume_joined
+from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -63,14 +64,14 @@ from fa2tune.spec.variant import Variant, Workspaces
 @gluon.jit
 def _over_queries(
     dk_acc, dv_acc, s, h_dq, row_dq, begin, end, blocks, done, base, limit, sums, words, smem, barriers,
-    b, h, heads_q, rows_padded, key, offset, seqlen_k, window, qk_scale,
+    b, h, heads_q, rows_padded, own_row, key, offset, seqlen_k, window, qk_scale,
     CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
     EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at. Turns of the rings: done before
-    place 0 of this head, base before this tile, limit with it. SCORES_AHEAD: s holds S^T of place begin, terms added, and that
-    of the next is computed beside this block's reduction."""
+    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose first row of sums is
+    own_row. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. SCORES_AHEAD: s holds
+    S^T of place begin, terms added, and that of the next is computed beside this block's reduction."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
     k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
     dtype: gl.constexpr = q_smem[0].dtype
@@ -134,7 +135,7 @@ def _over_queries(
             meet(DS_READY, 256)
             dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
             h_dq = h
-            row_dq = block * BLOCK_M
+            row_dq = block * BLOCK_M + own_row
         if SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = products_done_with(dv_next, p_operand, OF_ROWS + GROUPS * len(zero_dq))
@@ -161,7 +162,7 @@ def _over_queries(
                 sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
             )  # fmt: skip
         h_dq = h
-        row_dq = block * BLOCK_M
+        row_dq = block * BLOCK_M + own_row
         if SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
@@ -181,7 +182,7 @@ def _consume(
     RIGHT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
     REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr,
+    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
@@ -195,10 +196,19 @@ def _consume(
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        alive, b, h_kv, start_n, first, full, end, rotation = work(
-            lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED,
-            RIGHT_BOUNDED, PAIRS, DYNAMIC,
-        )  # fmt: skip
+        if RAGGED:
+            alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
+                lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 4
+            )
+            laps = gl.where(alive, lap + 2, 0)
+            offset = seqlen_k - queries
+            b = 0
+        else:
+            alive, b, h_kv, start_n, first, full, end, rotation = work(
+                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
+                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
+            )  # fmt: skip
+            own_row = 0
         if alive:
             key = start_n + CONSUMER * KEYS
             n_blocks = end - first
@@ -222,7 +232,7 @@ def _consume(
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
                         dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
                         (first, end, rotation), done, base, base + total, sums, words, smem, barriers,
-                        b, h, heads_q, rows_padded, key, offset, seqlen_k, window, qk_scale,
+                        b, h, heads_q, rows_padded, own_row, key, offset, seqlen_k, window, qk_scale,
                         CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD,
                         EXPONENTIALS_FIRST, DQ_BEHIND, part == 0,
                     )  # fmt: skip
@@ -244,7 +254,19 @@ def _consume(
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, 160)
             tma_store_wait(0)
-            if REDUCE == "tma":  # what stages dQ is large enough
+            if RAGGED:  # in one part
+                stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES), dk[0])
+                stage.reshape([KEYS, BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
+                fence_async_shared()
+                store_packed(dv[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+                if OUT_STAGES == 1:
+                    tma_store_wait(0)
+                else:
+                    stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES + 1), dk[0])
+                stage.reshape([KEYS, BLOCK_D]).store((dk_acc[0] * softmax_scale).to(dk[0].dtype))
+                fence_async_shared()
+                store_packed(dk[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+            elif REDUCE == "tma":  # what stages dQ is large enough
                 stage = (as_block_of(out_smem[0].index(CONSUMER), dk[0]),)
                 put_in(dv_acc, dv, b, h_kv, key, stage)
                 tma_store_wait(0)
@@ -258,7 +280,7 @@ def _consume(
                 )
             base += total
             filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC:
+        if DYNAMIC and not RAGGED:
             taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 4)
         lap += 1
     tma_store_wait(0)
@@ -267,10 +289,10 @@ def _consume(
 @gluon.jit
 def bwd_fused_hopper_kernel(
     q, k, v, do, terms, sums, words, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k,
-    rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right,
+    rows_padded, HEADS_PER_WAVE, counter, flags, window_left, window_right, cu_seqlens_q, cu_seqlens_k,
     q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
+    RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -282,7 +304,10 @@ def bwd_fused_hopper_kernel(
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
     (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
-    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py)."""
+    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py).
+
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
+    rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     window = (window_left, window_right)
@@ -311,15 +336,17 @@ def bwd_fused_hopper_kernel(
         out_smem = (dq_smem,)
     else:
         dq_smem = lse_smem  # there is none
-        out_smem = shared_for(dk, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
+        out_smem = shared_for(k, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
     TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
     tiles_done = make_tiles_done(PARTS, TELLS)
-    counts = flags + batch * heads_q * (rows_padded // CHUNK)
+    heads = heads_q if RAGGED else batch * heads_q
+    counts = flags + heads * (rows_padded // CHUNK)
     fence_async_shared()
     smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    offsets = (cu_seqlens_q, cu_seqlens_k)
     if JOINED:  # in one part
         whole = (
             q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0],
@@ -329,14 +356,15 @@ def bwd_fused_hopper_kernel(
                 words, dk[0], dv[0], whole, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q,
                 seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
                 QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
-                PAIRS, DYNAMIC, TELLS, K_STAGES)),
+                PAIRS, DYNAMIC, TELLS, K_STAGES, RAGGED)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, window, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-                BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
+                DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
-                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
+                ADDS, FINISH_BESIDE, RAGGED)),
         ], [1, 1], [24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -345,25 +373,26 @@ def bwd_fused_hopper_kernel(
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
                 qk_scale, softmax_scale,
                 0, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS, RAGGED)),
             (_consume, (
                 sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
                 batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
                 qk_scale, softmax_scale,
                 1, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS)),
+                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS, RAGGED)),
             (produce, (
                 q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, window, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-                BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES)),
+                rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
+                DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
             (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window,
-                BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED, ADDS, FINISH_BESIDE)),
+                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
+                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
+                ADDS, FINISH_BESIDE, RAGGED)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:
-    tiles = triton.cdiv(problem.seqlen_k, space.GROUPS * space.KEYS)
+    tiles = problem.extent.tiles(1, problem.seqlen_k, space.GROUPS * space.KEYS)
     shares = triton.cdiv(tiles, 2 if config["PAIRS"] else 1) * problem.batch * problem.heads_kv
     own = sm_count - (space.helpers(problem, config, sm_count) if early else 0)
     return min(shares, own) if config["PERSISTENT"] else shares
@@ -375,7 +404,8 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     words = ((*rows, space.columns(problem.specialization)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
-    flags = ((*rows[:2], chunks + config["FINISH_BESIDE"]), "i32") if config["BESIDE"] else "words"
+    counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
+    flags = ((*rows[:2], chunks + counts), "i32") if config["BESIDE"] else "words"
     return {"terms": terms, "words": words, "sums": "words", "counter": counter, "flags": flags}
 
 
@@ -397,7 +427,7 @@ VARIANT = Variant(
     kernel=bwd_fused_hopper_kernel,
     space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
-             "counter": "i32", "flags": "i32",
+             "counter": "i32", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32",
              "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dk_rest": "", "dv_rest": ""},
     descriptors={"q": ("BLOCK_M", "PART_D"), "do": ("BLOCK_M", "PART_D"), "k": ("TILE_ROWS", "PART_D"),
                  "v": ("TILE_ROWS", "PART_D"), "dk": ("TILE_ROWS", "PART_D"), "dv": ("TILE_ROWS", "PART_D"),
@@ -420,4 +450,5 @@ VARIANT = Variant(
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,
+    suited=space.suited,
 )  # fmt: skip

@@ -6,12 +6,15 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import LOG2E, delta_of_rows, head_base, load_tile
+from fa2tune.kernels.lib.extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.search_spaces.sm90.bwd_prepare import SPACE
 from fa2tune.spec.variant import Variant
 
 #: Columns of terms in memory: 16 bytes a row, the least that TMA moves.
 TERMS = tl.constexpr(space.TERMS)
+#: Rows of a block of the workspaces, of packed sequences.
+CHUNK = tl.constexpr(space.CHUNK)
 
 
 @triton.jit
@@ -30,24 +33,37 @@ def _as_terms(x):
 def bwd_prepare_hopper_kernel(
     o, do, lse, dlse, terms, words, stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom,
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
-    qk_scale, window_left, window_right, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SEES: tl.constexpr,
-    LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    USED_COLUMNS: tl.constexpr,
+    qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
+    BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
-    counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R."""
+    counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R. RAGGED: as sm90/bwd_fused.py has it."""
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
     tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
     b = head // heads_q
     h = head % heads_q
+    padded = start_m
+    if RAGGED:
+        lse += head.to(tl.int64) * seqlen_q
+        block, first_q, seqlen_q, _first_k, seqlen_k = place(
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, start_m // CHUNK, CHUNK
+        )
+        if block * CHUNK >= seqlen_q:  # no row of any sequence
+            return
+        start_m = block * CHUNK + padded % CHUNK
+        o += first_q.to(tl.int64) * stride_om
+        do += first_q.to(tl.int64) * stride_dom
+        lse += first_q
+        dlse += first_q.to(tl.int64) * stride_dlsem
     rows = start_m + tl.arange(0, BLOCK_R)
     inside = rows < seqlen_q
-    first = head.to(tl.int64) * rows_padded + start_m
+    first = head.to(tl.int64) * rows_padded + padded
     zeros = tl.zeros([BLOCK_R * SUM_COLUMNS], tl.float32)
     at = tl.arange(0, BLOCK_R * SUM_COLUMNS)
     if USED_COLUMNS == SUM_COLUMNS:
@@ -63,12 +79,15 @@ def bwd_prepare_hopper_kernel(
     delta = delta_of_rows(
         o_tile, do_tile, dlse, rows, stride_dlsem, inside & (tl.zeros_like(rows) + has_dlse != 0)
     )  # [R]
-    row_lse = tl.load(lse + head.to(tl.int64) * seqlen_q + rows, mask=inside, other=float("inf"))
+    if not RAGGED:
+        lse += head.to(tl.int64) * seqlen_q
+    row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
     if LEFT_BOUNDED or RIGHT_BOUNDED:
         seen = SEES(rows, seqlen_k - seqlen_q, seqlen_k, (window_left, window_right))
         row_lse = tl.where(~seen, float("inf"), row_lse)
     own = (first + tl.arange(0, BLOCK_R)[:, None]) * TERMS + tl.arange(0, TERMS)[None, :]
-    every = tl.cast(batch * heads_q, tl.int64) * rows_padded * TERMS
+    entries = 1 if RAGGED else batch
+    every = tl.cast(entries * heads_q, tl.int64) * rows_padded * TERMS
     tl.store(terms + own, _as_terms(tl.div_rn(row_lse * -LOG2E, qk_scale)))
     tl.store(terms + every + own, _as_terms(-delta))
 
@@ -76,7 +95,17 @@ def bwd_prepare_hopper_kernel(
 VARIANT = Variant(
     kernel=bwd_prepare_hopper_kernel,
     space=SPACE,
-    tensors={"o": "", "do": "", "lse": "fp32", "dlse": "fp32", "terms": "bf16", "words": "fp32", "counter": "i32"},
+    tensors={
+        "o": "",
+        "do": "",
+        "lse": "fp32",
+        "dlse": "fp32",
+        "terms": "bf16",
+        "words": "fp32",
+        "counter": "i32",
+        "cu_seqlens_q": "i32",
+        "cu_seqlens_k": "i32",
+    },
     descriptors={},
     constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
     grid=lambda problem, config, _sm_count, _early: (

@@ -44,8 +44,9 @@ def parts(spec: Specialization, config: Config) -> tuple[int, int]:
 
 
 def padded_rows(problem: Problem) -> int:
-    """Query rows of the workspaces: whole blocks, of any config and of the kernels before and after."""
-    return (problem.seqlen_q + 127) // 128 * 128
+    """Query rows of the workspaces: whole blocks, of any config and of the kernels before and after; of packed sequences whole
+    blocks of each (kernels/lib/hopper_packed.py)."""
+    return problem.extent.tiles(1, problem.seqlen_q, CHUNK) * CHUNK
 
 
 def joined(config: Config) -> bool:
@@ -99,7 +100,7 @@ def keys_worked(problem: Problem) -> int:
     """Keys that the main kernel multiplies a query row with, on average: whole tiles, and none that its block does not see. A
     mask cuts half a tile at either end of what a row sees, causal at one."""
     tile = GROUPS * KEYS
-    most = -(-problem.seqlen_k // tile) * tile
+    most = -(-problem.extent.length(problem.seqlen_k) // tile) * tile
     if problem.mask.name == "full":
         return most
     seen = round(problem.keys_seen)
@@ -109,6 +110,15 @@ def keys_worked(problem: Problem) -> int:
 def permuted_columns(spec: Specialization, config: Config) -> int:
     """Columns of a piece of sums in register order."""
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
+
+
+#: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells.
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False}
+
+
+def suited(problem: Problem, config: Config) -> Config:
+    """The config for this problem: of packed sequences, in the form that they can have."""
+    return {**config, **PACKED} if problem.extent.ragged else config
 
 
 def default(spec: Specialization, arch: int) -> Config:
@@ -232,6 +242,16 @@ SPACE = SearchSpace(
                     and (config["REDUCE"] == "vector" or config["ORDER"] == "together")
                 )
             ),
+        ),
+        Constraint(
+            "packed_sequences_in_one_form",
+            "the producer finds where a packed tile lies when it takes it from the counter",
+            lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
+        ),
+        Constraint(
+            "packed_tensors_within_32_bits",
+            "descriptors of packed tensors start as far ahead of the tensor as it is long, which is untried from 4 GiB on",
+            lambda config, spec, arch: not spec.ragged or not spec.wide,
         ),
         Constraint(
             "tiles_fit_shared_memory",

@@ -135,6 +135,22 @@ def of_the_sanitizer() -> Iterator[Case]:
         )
 
 
+def of_packed_sequences() -> Iterator[Case]:
+    """The forms of the fused backward that rows name, each for packed sequences."""
+    variant = NAMED["sm90/bwd_fused"]
+    joined = {"ORDER": "together", "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+    added = {"ORDER": "together", "REDUCE": "tma"}  # by a warp of its own
+    ends = {"BESIDE": True, "FINISH_BESIDE": True}
+    for dim, mask, settings in (
+        (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
+        (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**joined, **ends}),
+    ):  # fmt: skip
+        spec = bf16(dim, dim, mask, extent=RAGGED)
+        config = {**variant.space.default(spec, 90), **settings}
+        assert variant.space.broken(config, spec, 90) is None
+        yield case_of(variant, spec, config, "packed")
+
+
 def packed_forwards() -> Iterator[Case]:
     """The forms of the forward that rows name, each for packed sequences."""
     variant = NAMED["sm90/fwd"]
@@ -149,7 +165,9 @@ def packed_forwards() -> Iterator[Case]:
         yield case_of(variant, spec, config, "packed")
 
 
-CASES = once([*defaults(), *packed_forwards(), *of_the_sanitizer(), *representatives(named_by_rows())])
+CASES = once(
+    [*defaults(), *packed_forwards(), *of_packed_sequences(), *of_the_sanitizer(), *representatives(named_by_rows())]
+)
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -449,6 +467,8 @@ def test_its_instructions_are_those_meant(case: Case, built: Callable[[Case], Bu
     beside, finish = bool(case.config.get("BESIDE")), bool(case.config.get("FINISH_BESIDE"))
     queue = case.variant.serves == "fwd" and case.spec.ragged
     counters = bool(case.config.get("DYNAMIC")) + finish + queue
+    if case.spec.ragged:
+        counters += 2 * finish  # programs that are done, and whether all are
     assert len(narrow) == counters, "only tiles are counted, taken or done; nothing is summed a word at a time"
     waits = {name: name in text for name in ("ACQBULK", "LDG.E.STRONG.GPU", "PREEXIT")}
     assert waits == {"ACQBULK": beside, "LDG.E.STRONG.GPU": beside, "PREEXIT": finish}, (
@@ -502,7 +522,11 @@ def test_dq_is_finished_beside_in_order(dim: int) -> None:
     assert names.count("ACQBULK") == 1 and names.index("ACQBULK") > written and "PREEXIT" not in names
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.config.get("FINISH_BESIDE")], ids=str)
+#: Of packed sequences the same code stands after another wait, for what the producer tells.
+COUNTING = [case for case in CASES if case.config.get("FINISH_BESIDE") and not case.spec.ragged]
+
+
+@pytest.mark.parametrize("case", COUNTING, ids=str)
 def test_a_tile_is_counted_once_it_is_added(case: Case, built: Callable[[Case], Built]) -> None:
     """For all to see. The warp that counts starts what waits for it: what stands between is its own."""
     operations = built(case).operations

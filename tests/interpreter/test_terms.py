@@ -32,9 +32,9 @@ def prepared(
     block = registry.variant_named("sm90/bwd_prepare").space.dimensions["BLOCK_R"][0]
     bwd_prepare_hopper_kernel[(batch * HEADS * PADDED // block,)](
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
-        ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0,
+        ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
-        BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used,
+        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used,
     )  # fmt: skip
     of_columns = words.reshape(-1, DIM, 64)  # the words of 64 rows, column by column
     assert not of_columns[:, :used].any() and of_columns[:, used:].isnan().all()

@@ -1,0 +1,102 @@
+"""Times the backward of packed sequences: beside a deterministic call, the dense call of equal lengths, and FlashAttention-4.
+
+    python benchmarks/packed_backward.py [--out benchmarks/calls/packed_backward.json]
+
+Causal, bf16, public calls as they are served. A deterministic call is served by the portable kernels. FlashAttention-4 takes
+part where flash_attn.cute can be imported. As benchmarks/packed.py: medians of 25 interleaved calls, L2 flushed before each;
+TFLOP/s count visible pairs. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from packed import microseconds
+
+import fa2tune
+from fa2tune.calling import choosing
+
+#: (lengths, heads, head dim)
+PACKINGS: Mapping[str, tuple[tuple[int, ...], int, int]] = {
+    "32 of 512": ((512,) * 32, 16, 128),
+    "16 of 1024": ((1024,) * 16, 16, 128),
+    "8 of 2048": ((2048,) * 8, 16, 128),
+    "4 of 4096": ((4096,) * 4, 16, 128),
+    "2 of 8192": ((8192,) * 2, 16, 128),
+    "8, the longest 8192": ((8192, 100, 4000, 1, 0, 700, 2000, 1391), 16, 128),
+    "300 of 1 to 109": (tuple(1 + 53 * n % 109 for n in range(300)), 16, 128),
+    "16 of 1024, 32 heads of 64": ((1024,) * 16, 32, 64),
+    "4 of 4096, 32 heads of 64": ((4096,) * 4, 32, 64),
+}
+
+
+def _peer() -> Callable[..., Any] | None:
+    try:
+        return importlib.import_module("flash_attn.cute").flash_attn_varlen_func  # type: ignore[no-any-return]
+    except ImportError:
+        return None
+
+
+def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
+    """Times of one packing, TFLOP/s, and the kernels that served the packed call."""
+    tensors = [
+        torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    ]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+    do, longest = torch.randn_like(tensors[0]), max(lengths)
+
+    def backward(o: torch.Tensor, inputs: list[torch.Tensor], gradient: torch.Tensor) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(o, inputs, gradient, retain_graph=True)
+
+    def packed(deterministic: bool) -> Callable[[], Any]:
+        options = {"causal": True, "deterministic": deterministic}
+        o = fa2tune.attention_varlen(*tensors, offsets, offsets, longest, longest, **options)  # type: ignore[call-overload]
+        return backward(o, tensors, do)
+
+    calls = {"packed": packed(False), "packed, deterministic": packed(True)}
+    if len(set(lengths)) == 1:
+        dense = [t.detach().unflatten(0, (len(lengths), -1)).transpose(1, 2).requires_grad_() for t in tensors]
+        gradient = do.unflatten(0, (len(lengths), -1)).transpose(1, 2)
+        calls["dense"] = backward(fa2tune.attention(*dense, causal=True), dense, gradient)
+    if (peer := _peer()) is not None:
+        sides = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        o = peer(*tensors, **sides, causal=True)
+        calls["FlashAttention-4"] = backward(o[0] if isinstance(o, tuple) else o, tensors, do)
+    times = microseconds(calls)
+    flops = 10 * dim * heads * sum(length * (length + 1) / 2 for length in lengths)
+    explained = fa2tune.explain(
+        *tensors, cu_seqlens_q=offsets, max_seqlen_q=longest, causal=True, backward=True
+    ).as_dict()
+    served = {one["kernel"]: one["implementation"] for one in explained["kernels"] if one["kernel"] != "fwd"}
+    return {"us": times, "tflops": {name: round(flops / us / 1e6) for name, us in times.items()}, "served": served}
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+def main(out: Path | None) -> None:
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):  # a cool GPU clocks higher
+        matrix @ matrix
+    here = choosing.toolchain()
+    facts: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
+        "date": time.strftime("%Y-%m-%d"), "packings": {},
+    }  # fmt: skip
+    for name, (lengths, heads, dim) in PACKINGS.items():
+        facts["packings"][name] = found = measured(lengths, heads, dim)
+        click.echo(f"{name:28} {found}")
+    if out is not None:
+        out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Packed sequences in the fused Hopper backward, by the error rule, with NaN in sequences beside those compared."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import fa2tune
+from fa2tune.calling import choosing, dispatch
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import FUSED, SPLIT, Problem, Specialization
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="a kernel for compute capability 9.0")
+
+#: Of queries and of keys.
+PACKINGS = {
+    "equal": tuple((n, n) for n in (1, 0, 63, 64, 65, 127, 128, 129, 1000, 0, 513)),
+    "unequal": ((5, 900), (0, 40), (700, 300), (129, 0), (64, 64), (1, 2000), (65, 63)),
+    "many": tuple((1 + n % 37, 1 + n % 41) for n in range(300)),
+    "one": ((1000, 1000),),
+}
+SPARE = 70  #: rows behind the last sequence
+SCALE = 0.11
+NAN = float("nan")
+#: What differs from the default of 64 and of 128 columns.
+TOGETHER = {"ORDER": "together"}
+FORMS = {
+    "apart, by TMA": {**TOGETHER, "REDUCE": "tma"},
+    "apart, from registers": {**TOGETHER, "REDUCE": "vector"},
+    "a block behind, by TMA": {"ORDER": "behind", "REDUCE": "tma"},
+    "a block behind, from registers": {"ORDER": "behind", "REDUCE": "vector"},
+    "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
+    "joined": {**TOGETHER, "REDUCE": "vector", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
+    "joined, by TMA": {**TOGETHER, "REDUCE": "tma", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False},
+    "prepared beside": {"BESIDE": True},
+    "prepared beside, heads in one band": {"BESIDE": True, "HEADS_PER_WAVE": 32},
+    "and finished": {**TOGETHER, "BESIDE": True, "FINISH_BESIDE": True, "REDUCE": "tma"},
+    "and finished, from registers": {"BESIDE": True, "FINISH_BESIDE": True, "ORDER": "behind", "REDUCE": "vector"},
+    "joined, and finished": {
+        **TOGETHER,
+        "BESIDE": True,
+        "FINISH_BESIDE": True,
+        "REDUCE": "vector",
+        "BLOCK_M": 64,
+        "num_warps": 8,
+        "EXPONENTIALS_FIRST": False,
+    },
+}
+
+
+def config_of(spec, form):
+    """The config of a form, or None: the search space has no such form for these head dims."""
+    variant = variant_named("sm90/bwd_fused")
+    config = {**variant.space.default(spec, 90), **FORMS.get(form, {})}
+    return None if variant.space.broken(config, spec, 90) else config
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+
+
+def poison_memory():
+    """Memory that the next call gets is full of NaN."""
+    sizes = [64 << 20] * 2 + [120 << 10] * 64 + [1 << 10] * 64  # of the allocator's large and small blocks
+    waste = [torch.full((size,), NAN, device="cuda") for size in sizes]
+    torch.cuda.synchronize()
+    del waste
+
+
+def spans(lengths):
+    """(rows of q, rows of k) of each sequence."""
+    found, first, begin = [], 0, 0
+    for queries, keys in lengths:
+        found.append((slice(first, first + queries), slice(begin, begin + keys)))
+        first, begin = first + queries, begin + keys
+    return found
+
+
+def gradients(given, o, lse, lengths, mask, config):
+    """(dq, dk, dv) [1, heads, rows, dim] of packed inputs of that shape."""
+    starts = [offsets(side) for side in zip(*lengths, strict=True)]
+    extent = Extent(RAGGED, len(lengths), 0)
+    tensors = given.q, given.k, given.v
+    problem = passes.describe(*tensors, mask, SCALE, extent=extent, o=o, do=given.do)
+    configs = {"bwd_fused": config}
+    plan = passes.BackwardPlan(problem, given.do, given.dlse, *tensors, o, SCALE, FUSED, configs)
+    poison_memory()
+    found = plan(given.do, given.dlse, *tensors, o, lse, *starts)
+    torch.cuda.synchronize()
+    return found
+
+
+def interleaved(tensor):
+    """The same numbers in memory as packed calls have them: [rows, heads, dim]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def compared(packing, mask=CAUSAL, form="default", *, dtype="bf16", heads=(4, 2), dims=(128, 128), poisoned=(1, 0)):
+    """``poisoned``: (n, r): the sequences whose number is r modulo n are NaN; n = 1: none is."""
+    lengths = PACKINGS[packing]
+    every, rest = poisoned
+    places = spans(lengths)
+    queries, keys = (sum(side) for side in zip(*lengths, strict=True))
+    config = config_of(Specialization(dtype, *dims, mask.name, extent=RAGGED), form)
+    if config is None:
+        pytest.skip("no such form")
+    asked = Problem(dtype, 1, *heads, queries + SPARE, keys + SPARE, *dims, FULL)
+    made = reference.make_inputs(asked, "cuda", with_dlse=True)
+    given = reference.Inputs(*(interleaved(t) for t in (made.q, made.k, made.v, made.do)), made.dlse)
+    kept = [n for n in range(len(lengths)) if every == 1 or n % every != rest]
+    for tensor, side, end in ((given.q, 0, queries), (given.k, 1, keys), (given.v, 1, keys), (given.do, 0, queries)):
+        tensor[:, :, end:] = NAN
+        for number in set(range(len(lengths))) - set(kept):
+            tensor[:, :, places[number][side]] = NAN
+    rows = (t[0].transpose(0, 1) for t in (given.q, given.k, given.v))
+    starts = [offsets(side) for side in zip(*lengths, strict=True)]
+    o, lse = fa2tune.attention_varlen(*rows, *starts, return_lse=True, mask=mask, softmax_scale=SCALE)
+    found = gradients(given, o.transpose(0, 1)[None], lse[None], lengths, mask, config)
+    for name, gradient, end in zip(("dq", "dk", "dv"), found, (queries, keys, keys), strict=True):
+        assert not gradient[:, :, end:].any(), f"{name} behind the last sequence"
+    got, parts = {"dq": [], "dk": [], "dv": []}, []
+    for number in kept:
+        of_q, of_k = places[number]
+        one = [
+            given.q[:, :, of_q],
+            given.k[:, :, of_k],
+            given.v[:, :, of_k],
+            given.do[:, :, of_q],
+            given.dlse[:, :, of_q],
+        ]
+        parts.append(reference.oracle_and_reference(reference.Inputs(*one), mask=mask, softmax_scale=SCALE))
+        for (name, all_rows), place in zip(got.items(), (of_q, of_k, of_k), strict=True):
+            all_rows.append(found[("dq", "dk", "dv").index(name)][:, :, place])
+    right = [{name: torch.cat([part[which][name] for part in parts], 2) for name in got} for which in (0, 1)]
+    return verify.compare({name: torch.cat(rows, 2) for name, rows in got.items()}, *right)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packings(packing, mask, dim):
+    compared(packing, mask, dims=(dim, dim))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_forms(form, dim):
+    compared("equal", CAUSAL, form, dims=(dim, dim), poisoned=(2, 1))
+
+
+@pytest.mark.parametrize("packing", ["equal", "unequal", "many"])
+@pytest.mark.parametrize("rest", [0, 1])
+def test_nan_of_a_neighbour_stays_there(packing, rest):
+    compared(packing, FULL, poisoned=(2, rest))
+    compared(packing, CAUSAL, "joined", poisoned=(2, rest))
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (6, 2), (3, 3)], ids=str)
+def test_query_groups(heads):
+    compared("unequal", CAUSAL, heads=heads)
+    compared("equal", CAUSAL, "joined", heads=heads, dims=(64, 64))
+
+
+@pytest.mark.parametrize("mask", [band(128, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+def test_windows_and_chunks(mask):
+    compared("equal", mask, poisoned=(3, 0))
+    compared("unequal", mask, dims=(64, 64))
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (40, 40), (128, 64), (72, 120)], ids=str)
+def test_padded_head_dims_and_fp16(dims):
+    compared("equal", CAUSAL, dtype="fp16", dims=dims)
+
+
+#: Prepared before and finished after, or overlapped.
+overlapped_or_not = pytest.mark.parametrize("form", ["default", "joined, and finished"])
+
+
+def served_by_hopper(monkeypatch, form):
+    """Calls take the fused Hopper backward, whatever the rows say."""
+    chosen = choosing.Chooser.choose
+    monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
+    monkeypatch.setattr(choosing.Chooser, "strategy", lambda *asked: (FUSED, {"bwd_fused": True}))
+
+    def choose(chooser, kernel, *rest):
+        if kernel == "bwd_fused":
+            return choosing.choice_of(kernel, config_of(chooser.problem.specialization, form))
+        return chosen(chooser, kernel, *rest)
+
+    monkeypatch.setattr(choosing.Chooser, "choose", choose)
+
+
+@overlapped_or_not
+def test_a_cuda_graph_is_replayed_with_other_lengths(monkeypatch, form):
+    served_by_hopper(monkeypatch, form)
+    total, sequences = 4096, 16
+    q, k, v = (torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    do = torch.randn_like(q)
+    starts = offsets([total // sequences] * sequences)
+
+    def run():
+        o = fa2tune.attention_varlen(q, k, v, starts, causal=True)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    draw = random.Random(0)
+    for end in (total, total - 500, 0):
+        cuts = sorted(draw.choices(range(end + 1), k=sequences - 1))
+        starts.copy_(torch.tensor([0, *cuts, end], dtype=torch.int32))
+        graph.replay()
+        (dq, *others), (eager_dq, *eager) = captured, run()
+        assert all(torch.equal(*pair) for pair in zip(others, eager, strict=True))
+        # the order of dQ's sums is not fixed
+        assert (dq - eager_dq).abs().max() <= 2**-6 * eager_dq.abs().max()
+
+
+@overlapped_or_not
+def test_nothing_waits_for_the_gpu(monkeypatch, form):
+    served_by_hopper(monkeypatch, form)
+    q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    starts = offsets([200, 312])
+    fa2tune.attention_varlen(q, k, v, starts).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fa2tune.attention_varlen(q, k, v, starts).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@overlapped_or_not
+def test_wrong_offsets_leave_other_memory_alone(monkeypatch, form):
+    """They cannot be checked without waiting. Nothing outside the tensors is read or written, and no warp waits for ever."""
+    served_by_hopper(monkeypatch, form)
+    q, k, v = (torch.randn(512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    for wrong in ([-5, 100, 40000], [300, 20, 512], [0, 2**31 - 1, 5], [512, 0, 512]):
+        fa2tune.attention_varlen(q, k, v, torch.tensor(wrong, device="cuda", dtype=torch.int32)).sum().backward()
+    torch.cuda.synchronize()
+
+
+def test_a_deterministic_call_is_not_served_by_it():
+    q, k, v = (torch.randn(2000, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    starts = offsets([700, 1300])
+    o = fa2tune.attention_varlen(q, k, v, starts, causal=True, deterministic=True)
+    one, other = (torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    asked = Problem("bf16", 1, 4, 4, 2000, 2000, 64, 64, CAUSAL, extent=Extent(RAGGED, 2, 0))
+    assert choosing.strategy_of(asked, dispatch.gpu_of(0), True)[0] == SPLIT
