@@ -46,7 +46,7 @@ def few(
     everything: dict[int, dict[precompile.BinaryJob, None]], monkeypatch: pytest.MonkeyPatch
 ) -> list[precompile.BinaryJob]:
     """Three small binaries of all."""
-    some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "portable/fwd"][:3]
+    some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "portable/bwd_dq"][:3]
     monkeypatch.setattr(ship, "jobs", lambda only=None: {80: dict.fromkeys(some)})
     return some
 
@@ -96,7 +96,7 @@ def test_a_check_names_what_differs(
     (first, one), *others = held.items()
     binaries.save(path, binaries.packed({**dict(others), "0" * 64: one}, file.sources))
     status, said = run(tmp_path, "--check")
-    assert status == 1 and "lacks 1 of 3, as fwd, Specialization(" in said and "no call loads 1 of 3, as {" in said
+    assert status == 1 and "lacks 1 of 3, as bwd_dq, Specialization(" in said and "no call loads 1 of 3, as {" in said
     changed = binaries.New(one.code, one.about, one.launch, one.cubin[:-1] + bytes([one.cubin[-1] ^ 1]))
     binaries.save(path, binaries.packed({**held, first: changed}, {}))
     status, said = run(tmp_path, "--check")
@@ -128,7 +128,7 @@ def test_without_triton_a_compile_says_so(few: list[precompile.BinaryJob], monke
     variant, spec, point = few[0]
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(
-        compiler.NoTritonError, match=r"no machine code of fwd, and to compile it takes Triton.*pip install"
+        compiler.NoTritonError, match=r"no machine code of bwd_dq, and to compile it takes Triton.*pip install"
     ):
         compiler.compile_kernel(variant, spec, dict(point), 80)
 
