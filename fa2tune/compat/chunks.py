@@ -32,16 +32,11 @@ def asked(rest: dict[str, Any]) -> int | None:
     return int(size)
 
 
-def of_last_key(
-    chunk: int, tokens: torch.Tensor | None, batch: int, position: int, kv_offset: int, device: Any
-) -> torch.Tensor | None:
-    """Which of the keys ``kv_offset`` to ``position`` the query there sees, (batch, keys) bool; None: all. ``tokens``: (batch,
-    keys from the first one on) bool, of which those before a row's first token are left out of the count."""
-    keys = torch.arange(kv_offset, position + 1, device=device)
-    if tokens is None:
-        begin = position // chunk * chunk
-        return None if begin <= kv_offset else (keys >= begin).expand(batch, -1)
-    tokens = tokens[:, : position + 1].bool()
+def of_last_key(chunk: int, tokens: torch.Tensor, kv_offset: int) -> torch.Tensor:
+    """Which keys from ``kv_offset`` on the query at the last of ``tokens`` sees, (batch, keys) bool. ``tokens``: (batch, keys from
+    the first one on) bool, of which those before a row's first token are left out of the count."""
+    position = tokens.shape[1] - 1
     padding = (tokens.cumsum(1) == 0).sum(1, keepdim=True)  # (batch, 1)
-    begins = padding + (position - padding) // chunk * chunk  # (batch, 1)
-    return tokens[:, kv_offset:] & (keys >= begins)
+    begin = padding + (position - padding) // chunk * chunk
+    keys = torch.arange(kv_offset, position + 1, device=tokens.device)
+    return tokens[:, kv_offset:] & (keys >= begin)

@@ -143,7 +143,9 @@ def mask(
     elif mask_function is not None:
         packed = _packed(mask_function, chunk is not None)
     if chunk is not None:
-        return _chunked(chunk, packed, batch_size, q_length, int(q_offset), kv_offset, attention_mask, device)
+        return _chunked(
+            chunk, packed, batch_size, q_length, kv_length, int(q_offset), kv_offset, attention_mask, device
+        )
     if packed is not None:
         return packed.to(torch.int32)
     blind = torch.compiler.is_compiling() or documents.capturing()
@@ -168,8 +170,8 @@ def mask(
 
 
 def _chunked(
-    chunk: int, packed: torch.Tensor | None, batch_size: int, q_length: int, q_offset: int, kv_offset: int,
-    tokens: torch.Tensor | None, device: Any,
+    chunk: int, packed: torch.Tensor | None, batch_size: int, q_length: int, kv_length: int, q_offset: int,
+    kv_offset: int, tokens: torch.Tensor | None, device: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """``mask`` of a layer with chunks of ``chunk`` keys."""
     got = None
@@ -183,11 +185,13 @@ def _chunked(
             "behind a cache"
         )
     seen = q_offset + q_length
+    if tokens is None:
+        tokens = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
+    tokens = tokens[:, :seen].to(torch.bool)
     if q_length == 1:
-        return chunks.of_last_key(chunk, tokens, batch_size, seen - 1, kv_offset, device)
-    if tokens is None or bool(tokens[:, :seen].all()):
-        return None
-    return tokens[:, :seen].to(torch.bool)
+        tokens = chunks.of_last_key(chunk, tokens, kv_offset)
+    # a cache of a fixed size has room behind the tokens so far
+    return None if seen - kv_offset >= kv_length and bool(tokens.all()) else tokens
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:

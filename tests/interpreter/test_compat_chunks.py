@@ -68,12 +68,26 @@ def test_one_query_sees_its_chunk(kv_offset, padding):
         bool(function(0, 0, torch.tensor(position), torch.tensor(key))) and key >= padding
         for key in range(kv_offset, position + 1)
     ]
-    found = chunks.of_last_key(CHUNK, tokens, 1, position, kv_offset, "cpu")
+    found = chunks.of_last_key(CHUNK, tokens[:, : position + 1].bool(), kv_offset)
     assert found.tolist() == [want]
-    if not padding:
-        found = chunks.of_last_key(CHUNK, None, 1, position, kv_offset, "cpu")
-        assert found.tolist() == [want]
-    assert chunks.of_last_key(CHUNK, None, 1, position, position // CHUNK * CHUNK, "cpu") is None
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("length", [4, TOKENS])
+def test_a_cache_with_room_behind_its_tokens(side, length):
+    """Its empty places are no keys, at the prompt and in the steps behind it."""
+    tokens, found = padded(side)[:, -length:], []
+    for implementation in ("fa2tune", "eager"):
+        one = model(implementation)
+        cache = transformers.StaticCache(config=one.config, max_cache_len=32)
+        given, seen, logits = ids()[:, -length:], tokens, []
+        with torch.no_grad():
+            for _ in range(4):
+                step = one(given, attention_mask=seen, past_key_values=cache, use_cache=True).logits
+                logits.append(step[:, -1])
+                given, seen = ids()[:, :1], torch.nn.functional.pad(seen, (0, 1), value=1)
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def asked(**change):
@@ -86,6 +100,7 @@ def asked(**change):
 
 def test_what_there_is_not_is_refused_by_name():
     assert asked() is None
+    assert asked(kv_length=24).tolist() == [[True] * 8]  # the other places of the cache hold no token yet
     with pytest.raises(NotImplementedError, match="several queries behind a cache that has dropped keys"):
         asked(q_length=2, q_offset=20, kv_offset=14)
     packed = masks.packed_sequence_mask_function(torch.zeros(1, 8, dtype=torch.long))

@@ -122,3 +122,17 @@ def test_bad_ones_are_named(call, change, error, said):
     tensors, offsets, *_ = call
     with pytest.raises(error, match=said):
         fa2tune.attention_varlen(*tensors, *offsets, **change)
+
+
+@pytest.mark.parametrize(
+    "shapes, said",
+    [
+        (((2, 6), (3, 8), (3, 8)), "k: got batch 3, q has 2"),
+        (((2, 6), (2, 8), (4, 4)), r"v: got batch and length \(4, 4\), k has \(2, 8\)"),
+    ],
+)
+def test_batches_that_differ_are_named(shapes, said):
+    q, k, v = (torch.randn(*shape, 2, 16) for shape in shapes)
+    used = torch.tensor([8, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=said):
+        flash_attn_4.flash_attn_varlen_func(q, k, v, seqused_k=used)
