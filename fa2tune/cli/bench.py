@@ -52,7 +52,7 @@ def _text(values: tuple[Any, ...]) -> str:
 @click.option("--time-budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
               help="Stop before a cell that would likely exceed it; --resume continues.")  # fmt: skip
 @click.option("--as", "other", metavar="GPU",
-              help="Run the code and the rows of a GPU without wgmma on this Hopper GPU: sm_80, sm_86, sm_89, sm_120 or a name "
+              help="Run the code and the rows of a GPU without wgmma on this Hopper GPU: sm_80 to sm_89, sm_120 or a name "
                    f"as tune --gpu takes it. Peers are then {', '.join(BY_MMA_SYNC)} unless named.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Continue OUT/bench.json if it exists.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"), show_default=True,
@@ -134,20 +134,17 @@ def _ported(name: str) -> str:
     from fa2tune.catalogue import REFERENCES
     from fa2tune.launching import ported
 
-    word, arch = name.lower(), name.lower().removeprefix("sm_")
-    if word.startswith("sm_"):
-        able = (one for one in REFERENCES if any(ported.can_stand_for(one, host) for host in ported.HOSTS))
-        known = {str(one): REFERENCES[one][0] for one in able}
-        if arch not in known:
-            allowed = ", ".join(f"sm_{one}" for one in known)
-            raise ValueError(f"as: got {name!r:.40}, allowed are {allowed}, or the name of a GPU")
-        name = known[arch]
-    gpu, here = gpus.named(name), gpus.present()
+    able = (one for one in REFERENCES if any(ported.can_stand_for(one, host) for host in ported.HOSTS))
+    known = {f"sm_{one}": REFERENCES[one][0] for one in able}
+    try:
+        gpu, here = gpus.named(known.get(name.lower(), name)), gpus.present()
+    except ValueError:
+        raise ValueError(f"as: got {name!r:.40}, allowed are {', '.join(known)}, or the name of a GPU") from None
     if here is None or not ported.can_stand_for(gpu.arch, here.arch):
         found = "no GPU" if here is None else f"{here.name} ({here.capability})"
         raise ValueError(
             f"as: {gpu.name} has compute capability {gpu.capability}, and here is {found}; it takes a GPU of compute "
-            f"capability {' or '.join(f'{one / 10}' for one in ported.HOSTS)} that stands for one without wgmma"
+            f"capability {' or '.join(f'{one / 10}' for one in ported.HOSTS)} here, and {', '.join(known)} or such a GPU's name"
         )
     ported.begin(gpu)
     return f"sm_{ported.CODE} code for {gpu.name}"

@@ -33,8 +33,8 @@ def asked(rest: dict[str, Any]) -> int | None:
 
 
 def of_last_key(chunk: int, tokens: torch.Tensor, kv_offset: int) -> torch.Tensor:
-    """Which keys from ``kv_offset`` on the query at the last of ``tokens`` sees, (batch, keys) bool. ``tokens``: (batch, keys from
-    the first one on) bool, of which those before a row's first token are left out of the count."""
+    """Which keys from ``kv_offset`` on the query at the last of ``tokens`` sees, (batch, keys) bool. ``tokens``: (batch, keys
+    from the first one on) bool, of which those before a row's first token are left out of the count."""
     position = tokens.shape[1] - 1
     padding = (tokens.cumsum(1) == 0).sum(1, keepdim=True)  # (batch, 1)
     begin = padding + (position - padding) // chunk * chunk

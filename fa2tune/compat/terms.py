@@ -157,6 +157,10 @@ def used(
     """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
     _check(call, {"q": q, "k": k, "v": v}, 4)
     batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    if k.shape[0] != batch:
+        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {batch}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"{call}: v: got batch and length {tuple(v.shape[:2])}, k has {tuple(k.shape[:2])}")
     starts_q, starts_k = (
         torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
         if length
