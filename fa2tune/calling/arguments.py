@@ -31,7 +31,7 @@ INSTEAD = {
     "tensor_layout": "layout=", "window_size": "window=(left, right)",
     "sliding_window": "window=(sliding_window - 1, 0) (Transformers counts the query itself)",
     **dict.fromkeys(
-        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"),
         "fa2tune.attention_varlen, for packed sequences,",
     ),
 }  # fmt: skip
@@ -41,8 +41,7 @@ NOT_YET = {
     "attn_bias": "a bias on the scores", "block_mask": "block masks", "score_mod": "functions of the scores",
     "dropout_p": "dropout", "dropout": "dropout",
     "alibi_slopes": "ALiBi", "learnable_sink": "attention sinks", "s_aux": "attention sinks",
-    "seqused_q": "sequences of different lengths",
-    "seqused_k": "sequences of different lengths", "cache_seqlens": "a key/value cache", "k_cache": "a key/value cache",
+    "cache_seqlens": "a key/value cache", "k_cache": "a key/value cache",
     "v_cache": "a key/value cache", "block_table": "a paged key/value cache", "page_table": "a paged key/value cache",
     "q_descale": "fp8", "k_descale": "fp8", "v_descale": "fp8",
 }  # fmt: skip

@@ -185,15 +185,21 @@ def forward_plan(
         q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
-    def make(choices: Mapping[str, Choice]) -> Any:
-        plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu)
+    def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
+        plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu, may_split)
         return dense.copying(plan, tuple(given), names)
 
+    first = {"fwd": chooser.choose("fwd")}
     try:
         with uncollected():
-            plan = _plan(chooser, {"fwd": chooser.choose("fwd")}, make)
-    except CaptureMiss as miss:
-        return _plan_in_capture(miss, chooser, ("fwd",), make)
+            plan = _plan(chooser, first, make)
+    except CaptureMiss:  # a warm-up call of another batch may have loaded the tuned kernel alone
+        whole = partial(make, may_split=False)
+        try:
+            with uncollected():
+                return _plan(chooser, first, whole)
+        except CaptureMiss as miss:
+            return _plan_in_capture(miss, chooser, ("fwd",), whole)
     _remember(FORWARD_PLANS, key, plan)
     return plan
 

@@ -11,7 +11,17 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import arguments, choosing, dense, dispatch, group_schedule, ops, split_schedule, varlen
+from fa2tune.calling import (
+    arguments,
+    choosing,
+    dense,
+    dispatch,
+    group_schedule,
+    ops,
+    split_schedule,
+    used_lengths,
+    varlen,
+)
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
@@ -28,7 +38,7 @@ from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import implementation_of
 
 #: What ``attention_varlen`` has and ``attention`` has not.
-PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
 def explain_problem(
@@ -117,6 +127,8 @@ def explain(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
     backward: bool | None = None,
     **unknown: Any,
 ) -> Explanation:
@@ -128,13 +140,14 @@ def explain(
 
     Args:
         q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap: as ``attention`` takes them.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as ``attention_varlen`` does, whose q, k and v come with them.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as ``attention_varlen`` does, whose q, k
+            and v come with them.
         backward: whether the backward is explained, too. None: if q, k or v requires a gradient.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: where ``attention`` does.
     """
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v))
     q, k, v, extent = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
@@ -157,13 +170,16 @@ def _foreign(q: Any, packing: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _checked(
-    q: Any, k: Any, v: Any, packing: tuple[Any, Any, Any, Any], causal: Any, softmax_scale: Any, layout: Any,
+    q: Any, k: Any, v: Any, packing: tuple[Any, ...], causal: Any, softmax_scale: Any, layout: Any,
     deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
         return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
-    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap)
+    *lengths, used_q, used_k = packing
+    if used_q is not None or used_k is not None:
+        lengths[:2] = used_lengths.offsets(*lengths[:2], used_q, used_k)
+    return varlen.checked(q, k, v, *lengths, causal, softmax_scale, deterministic, window, mask, softcap)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:
@@ -189,6 +205,8 @@ def is_supported(
     cu_seqlens_k: Any = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
     **unknown: Any,
 ) -> bool:
     """Whether ``attention`` of the same arguments (``attention_varlen``, with cu_seqlens_q) takes this call here: dtypes,
@@ -199,7 +217,7 @@ def is_supported(
         TypeError: q, k or v is missing, a positional argument after v, or an argument that ``attention`` does not have (a
             misspelt one, or another library's): its own error.
     """
-    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     try:
         q, k, v, _ = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)

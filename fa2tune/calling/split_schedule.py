@@ -161,8 +161,11 @@ def _few(problem: Problem, gpu: Gpu) -> bool:
 
 
 def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """How the keys of a forward are split that ``config`` would serve otherwise; None: they are not."""
-    if gpu.arch not in MEASURED_ON or is_empty(problem) or problem.extent.ragged or not _few(problem, gpu):
+    """How the keys of a forward are split that ``config`` would serve otherwise; None: they are not. Of tensors that are not
+    aligned nothing was measured."""
+    if gpu.arch not in MEASURED_ON or not problem.aligned or is_empty(problem) or problem.extent.ragged:
+        return None
+    if not _few(problem, gpu):
         return None
     time, split = best(problem, gpu)
     return split if time < (1 - MARGIN) * ordinary_us(problem, config, gpu) else None

@@ -49,7 +49,7 @@ def _entries(name: str, tensor: object) -> int:
 def _parts(cu_seqlens: torch.Tensor, used: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of each sequence: its first row, the first unused one, the one behind its last."""
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    return starts, ends if used is None else torch.minimum(starts + used.clamp(min=0), ends), ends
+    return starts, ends if used is None else starts + torch.minimum(used.clamp(min=0), ends - starts), ends
 
 
 def _joined(cu_seqlens: torch.Tensor, *starts: torch.Tensor) -> torch.Tensor:
