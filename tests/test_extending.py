@@ -72,6 +72,18 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
+def named(space: Path, name: str, default: str = "SPACE.default") -> None:
+    """A space of the portable forward without LOADS, whose configs say what they are."""
+    text = f"""
+from fa2tune.search_spaces.lib.common import DESCRIPTOR_NEEDS_TMA
+from fa2tune.spec.variant import SearchSpace
+dimensions = {{name: values for name, values in SPACE.dimensions.items() if name != "LOADS"}}
+own = tuple(one for one in SPACE.constraints if one is not DESCRIPTOR_NEEDS_TMA)
+SPACE = SearchSpace("fwd", {{**dimensions, "IMPLEMENTATION": ("{name}",)}}, own, {default})
+"""
+    space.write_text(space.read_text(encoding="utf-8") + text, encoding="utf-8")
+
+
 def toy(tree: Path) -> None:
     """A kernel for compute capability 8.0: the portable forward by pointer alone, in two files, whose name says nothing."""
     for folder in ("kernels", "search_spaces"):
@@ -89,11 +101,11 @@ def toy(tree: Path) -> None:
     start, end = text.index("    descriptors={"), text.index("    grid=")
     kernel.write_text(f"{text[:start]}    descriptors={{}},\n{text[end:]}", encoding="utf-8")
     space = tree / "search_spaces" / "sm80" / "streamed.py"
-    edit(space, '        "LOADS": (POINTER, DESCRIPTOR),\n', '        "IMPLEMENTATION": ("toy",),\n')
-    edit(space, "        DESCRIPTOR_NEEDS_TMA,\n", "")
-    edit(space, "    default=default,\n",
-         '    default=lambda spec, arch: {"IMPLEMENTATION": "toy", "BLOCK_M": 64, "BLOCK_N": 64, "MASKED": "inside",\n'
-         '                                "HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0},\n')  # fmt: skip
+    named(
+        space, "toy",
+        'lambda spec, arch: {"IMPLEMENTATION": "toy", "BLOCK_M": 64, "BLOCK_N": 64, "MASKED": "inside", '
+        '"HEADS_PER_WAVE": 1, "num_warps": 4, "num_stages": 2, "maxnreg": 0}',
+    )  # fmt: skip
 
 
 def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
@@ -109,13 +121,16 @@ def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Pa
 
 
 def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
-    """The kernel itself need not change to be searched over one more dimension, only to do something with it."""
+    """The kernel itself need not change to be searched over one more dimension, only to do something with it. This one
+    is of all portable kernels that loop over tiles."""
     before = tuned(run, tmp_path / "before.sqlite", "--gpu", "a100", "--trials", "2")
-    space = tree / "search_spaces" / "portable" / "fwd.py"
-    edit(space, "import DESCRIPTOR, POINTER, SearchSpace", "import DESCRIPTOR, POINTER, SearchSpace, added")
+    space, line = tree / "search_spaces" / "lib" / "common.py", '            "num_warps": (4, 8),\n'
     edit(
-        space, '        "num_warps": (4, 8),\n', '        "FLIP": added(0, 1, older=0),\n        "num_warps": (4, 8),\n'
+        space,
+        "import DESCRIPTOR, POINTER, Constraint, SearchSpace",
+        "import DESCRIPTOR, POINTER, Constraint, SearchSpace, added",
     )
+    edit(space, line, f'            "FLIP": added(0, 1, older=0),\n{line}')
     found = called(run, tmp_path / "before.sqlite")
     assert found["config"] == {**before[0].config, "FLIP": 0} and found["error"] < 2e-3
     after = tuned(run, tmp_path / "after.sqlite", "--gpu", "a100", "--trials", "4")
@@ -240,8 +255,7 @@ def alternative(tree: Path, loads: bool = False) -> None:
         shutil.copy(tree / folder / "portable" / "fwd.py", tree / folder / "portable" / "alt.py")
     edit(tree / "kernels" / "portable" / "alt.py", "portable.fwd", "portable.alt")
     if not loads:
-        space = tree / "search_spaces" / "portable" / "alt.py"
-        edit(space, '        "LOADS": (POINTER, DESCRIPTOR),\n', '        "IMPLEMENTATION": ("alt",),\n')
+        named(tree / "search_spaces" / "portable" / "alt.py", "alt")
 
 
 def test_another_implementation_beside_the_portable_kernel_does_not_take_its_place(

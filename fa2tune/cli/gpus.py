@@ -30,7 +30,7 @@ OTHER, NO_ROWS = "of another GPU", "none"
 LEGEND = {
     MEASURED: "on this GPU",
     SIBLING: "measured on another GPU of the same chip",
-    PORTED: "measured on a GPU of another architecture that ran this one's code",
+    PORTED: "measured on another architecture, which ran its code",
     PREDICTED: "by the model; run on no GPU",
     OTHER: "no rows of its own; those of that GPU serve it",
     NO_ROWS: "calls run the default config; `fa2tune tune` makes rows",

@@ -242,6 +242,7 @@ _LIMITS = {
     "score": "the kernel does not compute this score term",
     "extent": "the kernel does not compute packed sequences",
     "threads_per_block": "more threads than a block may have",
+    "interpreter": "the kernel is written in Gluon, which has no interpreter",
     "mma_shape": "a side smaller than a tensor core's product",
     "shared_memory_of_tiles": "the streamed tiles alone take more shared memory than a block may have",
     "hopeless": "by the model's estimate more than twice as slow as its best, at every length",

@@ -35,7 +35,7 @@ def test_every_gpu_has_a_line_of_at_most_80_columns_with_its_shipped_rows(monkey
     assert max(map(len, lines)) <= 80
     cells = {words[0]: " ".join(words[7:]) for line in lines if len(words := line.split()) > 7}
     assert all(gpu.name in cells for gpu in gpus.catalogue())
-    assert (cells["h200"], cells["h100-sxm"], cells["a100-sxm-80gb"]) == ("measured", "sibling", "predicted")
+    assert (cells["h200"], cells["h100-sxm"], cells["a100-sxm-80gb"]) == ("measured", "sibling", "ported")
     assert (cells["gh200-96gb"], cells["a30"], cells["rtx-4090"]) == ("of h200", "of a100-sxm-80gb", "none")
     assert lines[-1] == "This machine: no NVIDIA driver is installed."
     for arch, name in GENERATIONS.items():

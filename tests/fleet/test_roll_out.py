@@ -22,14 +22,16 @@ def test_a_fleet_rolls_out_upgrades_and_repairs(tmp_path: Path) -> None:
     for said in (
         "covered: 16 of 16 attention layers" if find_spec("transformers") else "left out: fa2tune cache coverage",
         "holds other rows here",
-        "2 hold, 1 lost",
+        "2 hold, 1 lost, 3 not timed",  # no interpreter runs the kernels of sm80
         "repaired: 2 rows updated, 1 tuned again, 0 not repaired, 0 withdrawn",
         "no worker on shared/ledger.sqlite",
-        "none of the rows to check is stale",
+        "3 of 6 rows, 3 stale",
     ):
         assert said in done.stdout, said
     files = [tmp_path / "fleet" / node / "fleet.sqlite" for node in ("node-1", "node-2")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert sorted(row.key.bucket for row in reader.read(files[0])) == [512, 512, 1024]
+    assert sorted(row.key.bucket for row in reader.read(files[0])) == [512, 512, 512, 512, 1024, 1024]
     shared = reader.read(tmp_path / "fleet" / "shared" / "cache.sqlite")
-    assert sorted(row.key.mask for row in shared) == ["causal", "full"]
+    assert sorted((row.key.mask, row.implementation) for row in shared) == [
+        (mask, kind) for mask in ("causal", "full") for kind in ("pointer", "sm80")
+    ]
