@@ -402,7 +402,7 @@ def test_bad_options_are_usage_errors(arguments: list[str], said: str) -> None:
         ("sm_80", "a100", "here is a100-sxm-80gb (8.0); it takes a GPU of compute capability 9.0"),
         ("h100", "h200", "h100-sxm has compute capability 9.0"),
         ("sm_90", "h200", "allowed are sm_80, sm_86, sm_87, sm_88, sm_89, sm_120, sm_121, or the name of a GPU"),
-        ("a1000", "h200", "gpu: got 'a1000', which is not known"),
+        ("a1000", "h200", "as: got 'a1000', allowed are sm_80, sm_86"),
     ],
 )
 def test_whose_code_cannot_be_had(
