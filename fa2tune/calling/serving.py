@@ -176,9 +176,10 @@ def _checked(
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
         return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
-    *lengths, used_q, used_k = packing
+    queries, keys, longest_q, longest_k, used_q, used_k = packing
     if used_q is not None or used_k is not None:
-        lengths[:2] = used_lengths.offsets(*lengths[:2], used_q, used_k)
+        queries, keys = used_lengths.offsets(queries, keys, used_q, used_k)
+    lengths = (queries, keys, longest_q, longest_k)
     return varlen.checked(q, k, v, *lengths, causal, softmax_scale, deterministic, window, mask, softcap)
 
 
