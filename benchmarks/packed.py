@@ -123,9 +123,8 @@ def measured(packing: Packing) -> dict[str, Any]:
     return {"us": times, "tflops": rates, "served": implementation_of(served), "config": dict(served)}
 
 
-@click.command(help=(__doc__ or "").splitlines()[0])
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(out: Path | None) -> None:
+def record(packings: Mapping[str, Any], measure: Callable[[Any], dict[str, Any]], out: Path | None) -> None:
+    """Measure each packing on a warm GPU and print it; ``out``: every figure, as JSON."""
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -136,11 +135,17 @@ def main(out: Path | None) -> None:
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},
     }  # fmt: skip
-    for name, packing in PACKINGS.items():
-        facts["packings"][name] = found = measured(packing)
+    for name, packing in packings.items():
+        facts["packings"][name] = found = measure(packing)
         click.echo(f"{name}: {found['served']}, TFLOP/s {found['tflops']}, us {found['us']}")
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+def main(out: Path | None) -> None:
+    record(PACKINGS, measured, out)
 
 
 if __name__ == "__main__":

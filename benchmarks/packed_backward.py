@@ -10,18 +10,15 @@ TFLOP/s count visible pairs. Needs a GPU.
 from __future__ import annotations
 
 import importlib
-import json
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from packed import microseconds
+from packed import microseconds, record
 
 import fa2tune
-from fa2tune.calling import choosing
 
 #: (lengths, heads, head dim)
 PACKINGS: Mapping[str, tuple[tuple[int, ...], int, int]] = {
@@ -81,21 +78,7 @@ def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(out: Path | None) -> None:
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    for _ in range(50):  # a cool GPU clocks higher
-        matrix @ matrix
-    here = choosing.toolchain()
-    facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
-        "date": time.strftime("%Y-%m-%d"), "packings": {},
-    }  # fmt: skip
-    for name, (lengths, heads, dim) in PACKINGS.items():
-        facts["packings"][name] = found = measured(lengths, heads, dim)
-        click.echo(f"{name:28} {found}")
-    if out is not None:
-        out.write_text(json.dumps(facts, indent=1) + "\n")
+    record(PACKINGS, lambda packing: measured(*packing), out)
 
 
 if __name__ == "__main__":

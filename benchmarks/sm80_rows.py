@@ -6,7 +6,7 @@
     python benchmarks/sm80_rows.py show STATE                        # what leads
     python benchmarks/sm80_rows.py file STATE OUT                    # anywhere: OUT/a100-sxm-80gb.sqlite
 
---gpu says whose limits and occupancy count, and who gets the rows (a100; a10, l4, l40s, rtx-4090, rtx-5090, ...). Per head dim,
+--gpu names the GPU whose limits and occupancy count, and for which rows are filed (a100, a10, l4, rtx-4090, ...). Per head dim,
 mask and length there are two races: of the forward, the portable default and what sm80_candidates.py names; of the whole
 backward, the split backward of the portable defaults and the fused one of kernels/sm80 with each of its candidates. The fastest
 is checked by the error rule, gradients included; the kernel's own default stays unless another beats it beyond the interval.

@@ -218,7 +218,7 @@ def store_parts(tiles, descriptors, b, h, row, smem, slot):
 
 @gluon.jit
 def put_parts(tiles, descriptors, b, h, row, smem, slot):
-    """The same through shared memory that nobody uses."""
+    """The same through unused shared memory."""
     if len(tiles) == 1:
         put_in(tiles, descriptors, b, h, row, (smem[0].index(slot),))
     else:

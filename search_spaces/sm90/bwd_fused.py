@@ -112,7 +112,7 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
     return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
 
 
-#: What packed sequences need: whose turn it is, and where a tile lies, the producer finds out and tells.
+#: What packed sequences need: the producer determines the next tile and its place, and passes both to the groups.
 PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -141,6 +142,17 @@ def test_rows_of_another_triton_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
         ship.jobs()
 
 
+def filed(jobs: Iterable[precompile.BinaryJob]) -> dict[str, binaries.New]:
+    """As a file of binaries has them, by key: what stands for the machine code is what it is compiled from."""
+    launch = {"name": "k", "shared": 0, "warps": 4, "ctas": 1, "cooperative": False, "programmatic": False, "maps": []}
+    made = {}
+    for variant, spec, point in jobs:
+        code = precompiled.code_of(variant, spec, dict(point), 90)
+        about = {**precompiled.about(variant, spec, dict(point), 90), "triton": MADE}
+        made[precompiled.key_of(code, MADE)] = binaries.New(code, about, launch, code.encode())
+    return made
+
+
 @pytest.mark.parametrize("version", ["3.9.0", ""])
 def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     everything: dict[int, dict[precompile.BinaryJob, None]],
@@ -152,20 +164,7 @@ def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     problem = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 2048).workload()
     names = [*(one.name for one in registry.variants_of("fwd")), "portable/fwd_norms"]
     wanted = [job for job in everything[90] if job[1] == problem.specialization and job[0].name in names]
-    made = {}
-    for variant, spec, point in wanted:
-        code = precompiled.code_of(variant, spec, dict(point), 90)
-        launch = {
-            "name": "k",
-            "shared": 0,
-            "warps": 4,
-            "ctas": 1,
-            "cooperative": False,
-            "programmatic": False,
-            "maps": [],
-        }
-        about = {**precompiled.about(variant, spec, dict(point), 90), "triton": MADE}
-        made[precompiled.key_of(code, MADE)] = binaries.New(code, about, launch, code.encode())
+    made = filed(wanted)
     path = tmp_path / "sm_90.kernels"
     binaries.save(path, binaries.packed(made, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
@@ -193,20 +192,7 @@ def test_the_grid_runs_what_was_measured_under_any_triton(
 ) -> None:
     """In each cell of the benchmarks the same kernels, configs and sources as under the Triton of the rows, all of them in the
     file; also where that Triton has rows of its own."""
-    made = {}
-    for variant, spec, point in everything[90]:
-        code = precompiled.code_of(variant, spec, dict(point), 90)
-        about = {**precompiled.about(variant, spec, dict(point), 90), "triton": MADE}
-        launch = {
-            "name": "k",
-            "shared": 0,
-            "warps": 4,
-            "ctas": 1,
-            "cooperative": False,
-            "programmatic": False,
-            "maps": [],
-        }
-        made[precompiled.key_of(code, MADE)] = binaries.New(code, about, launch, code.encode())
+    made = filed(everything[90])
     binaries.save(tmp_path / "sm_90.kernels", binaries.packed(made, {}))
     layers, gpu = reader.layers(), gpus.named("h200")
 
