@@ -1,6 +1,6 @@
 """Makes the machine code that a release carries for its rows: sm_<capability>.kernels. ``make release`` calls it.
 
-    python benchmarks/ship_binaries.py FOLDER            # about 20 minutes of one core, on all cores; no GPU
+    python benchmarks/ship_binaries.py FOLDER            # half an hour of one core or more, on all cores; no GPU
     python benchmarks/ship_binaries.py FOLDER --check    # what is there against the rows; some binaries are compiled again
     python benchmarks/ship_binaries.py --estimate 1      # how many, and how large by one of each kernel and head dim
 
@@ -148,6 +148,7 @@ def estimate(sample: int, seed: int, workers: int | None, only: int | None = Non
     """Lines of a table: how many binaries of each kernel a release has, and how large they are by as many of each kernel and
     head dim as ``sample`` says; 0: their number alone."""
     chosen, whole = random.Random(seed), 0.0
+    yield f"Triton {precompiled.triton_build()}, sample of {sample} of each kernel and head dim, seed {seed}"
     for arch, todo in jobs(only).items():
         groups: dict[tuple[str, int], list[precompile.BinaryJob]] = {}
         for _, job in sorted(distinct(todo, arch).items()):

@@ -110,7 +110,7 @@ def test_a_check_names_what_differs(
 
 def test_an_estimate_counts_and_takes_a_sample(few: list[precompile.BinaryJob], tmp_path: Path) -> None:
     status, said = run("--estimate", 0)
-    assert status == 0 and said.splitlines() == [f"sm_80 {name:18}     3 binaries" for name in ("bwd_dq", "all")]
+    assert status == 0 and said.splitlines()[1:] == [f"sm_80 {name:18}     3 binaries" for name in ("bwd_dq", "all")]
     status, said = run("--estimate", 3, "--workers", 1)
     assert status == 0 and run(tmp_path)[0] == 0
     told = float(said.splitlines()[-2].partition("binaries")[2].split()[0])
