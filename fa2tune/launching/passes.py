@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
-from fa2tune.compiling.compiler import KernelSequence, around, passed
+from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import (
@@ -24,6 +24,7 @@ from fa2tune.launching.launch import (
     arch_of,
     bind,
     chain,
+    form,
     starts_early,
     strides_of,
 )
@@ -178,7 +179,7 @@ class Kernels:
             places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             for one in group_parts.launches(problem, count, kernels, strides, arch):
-                memory = passed(one.variant, one.problem.specialization, one.config)
+                memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
                 names = tuple(name for name, tensor in wanted.items() if tensor in places)
                 bound = bind(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
@@ -77,6 +77,10 @@ class Specialization:
         return self.extent == RAGGED
 
 
+#: Asked for dozens of times where a plan is made.
+_specialization = lru_cache(maxsize=1024)(Specialization)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One attention call, as far as choosing and launching a kernel goes."""
@@ -116,7 +120,7 @@ class Problem:
 
     @property
     def specialization(self) -> Specialization:
-        return Specialization(
+        return _specialization(
             self.dtype, self.head_dim, self.head_dim_v, self.mask.name, self.precision, self.aligned, self.wide, self.negate,
             self.score.name, self.extent.name,
         )  # fmt: skip
