@@ -94,6 +94,16 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def in_one_batch(packed: torch.Tensor) -> torch.Tensor:
+    """(total, heads, dim) as (1, heads, total, dim), as kernels see packed sequences."""
+    return packed.transpose(0, 1).unsqueeze(0)
+
+
+def without_batch(view: torch.Tensor) -> torch.Tensor:
+    """(1, heads, total, dim) as (total, heads, dim)."""
+    return view.squeeze(0).transpose(0, 1)
+
+
 def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
     """Uninitialised (batch, heads, seqlen, dim), dense, in the memory order of ``like``: (b, h, s, d) or (b, s, h, d)."""
     batch, heads, rows, _ = like.shape
@@ -224,7 +234,8 @@ def _offsets(extent: Extent) -> dict[str, torch.Tensor]:
 
 
 class ForwardPlan:
-    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k."""
+    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k;
+    of their tensors the addresses alone count, so they may be (total, heads, dim), as o is then."""
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config | Choice) -> None:  # fmt: skip
@@ -234,7 +245,8 @@ class ForwardPlan:
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **_offsets(problem.extent)}
         kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
-        self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
+        given = without_batch(o) if problem.extent.ragged else o
+        self.chain, self.fresh = kernels.chain, Fresh(q.device, given, lse, *kernels.block())
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor

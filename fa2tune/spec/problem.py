@@ -5,6 +5,7 @@ Pure data: importable without torch or triton.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -53,8 +54,7 @@ def head_dim_parts(head_dim: int) -> tuple[int, int]:
 
 def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
     """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
-    length = max(seqlen_q, seqlen_k)
-    return next((bucket for bucket in BUCKETS if length <= bucket), BUCKETS[-1])
+    return BUCKETS[min(bisect_left(BUCKETS, max(seqlen_q, seqlen_k)), len(BUCKETS) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
