@@ -104,16 +104,15 @@ def attention_varlen(
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k = used_lengths.offsets(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = (causal, softmax_scale, deterministic, window, mask, softcap)
     if ops.compiling() or not ops.plain(q, k, v):
-        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, *call)
+        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
     longest = _longest(max_seqlen_q, max_seqlen_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     try:
         dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap)
-        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest)
+        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest, parts)
         plan = dispatch.FORWARD_PLANS.get(key)
     # sparse and nested tensors, what is no tensor, a list as a window
     except (RuntimeError, TypeError, AttributeError):
@@ -122,7 +121,7 @@ def attention_varlen(
     if plan is None:
         _check(q, k, v, cu_seqlens_q, keys, *call)
         views = _views(q, k, v)
-        extent = Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+        extent = _extent(cu_seqlens_q, longest, parts)
         asked, scale = mask_of(bool(causal), window, mask), ops.scale_of(views[0], softmax_scale)
         plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap), extent)
     offsets = cu_seqlens_q.contiguous(), keys.contiguous()
@@ -140,6 +139,10 @@ def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, An
     if extra:
         said.append(f"got {7 + len(extra)} positional arguments, takes 7")
     raise TypeError(f"{NAME}: " + "; ".join(said))
+
+
+def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int) -> Extent:
+    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest, parts)
 
 
 def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
@@ -195,20 +198,22 @@ def _check(
 
 
 def checked(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, causal: Any,
-    softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Any,
+    seqused_k: Any, causal: Any, softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
+    cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     q, k, v = ops.as_cast(q, k, v)
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
-    return *_views(q, k, v), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, _longest(max_seqlen_q, max_seqlen_k))
+    return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
 
 def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, return_lse: bool, causal: bool, softmax_scale: float | None,
-    deterministic: bool | None, window: Window | None, mask: str | Mask | None, softcap: float | None,
+    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, parts: int, return_lse: bool, causal: bool,
+    softmax_scale: float | None, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
+    softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     if not ops.compiling():
@@ -219,7 +224,7 @@ def _general(
     longest = _longest(max_seqlen_q, max_seqlen_k)
     views = _views(q, k, v)
     rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap)
-    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest)
+    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest, parts)
     return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 
@@ -268,11 +273,12 @@ class _VarlenGradients(torch.autograd.Function):
         raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
 
 
-# The operators: as those of ops.py, with (1, heads, total, dim) views and the bucket of the longest sequence (0: not known).
+# The operators: as those of ops.py, with (1, heads, total, dim) views, the bucket of the longest sequence (0: not known)
+# and ``Extent.parts``.
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
     "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
-    "SymInt longest"
+    "SymInt longest, int parts=1"
 )
 _LIBRARY.define(
     f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
@@ -297,10 +303,10 @@ def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> No
 def _op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     window_left: int, window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float,
-    longest: int,
+    longest: int, parts: int = 1,
 ) -> Pair:  # fmt: skip
     _check_offsets(cu_seqlens_q, cu_seqlens_k)
-    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
     key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, softcap), extent)
     plan = dispatch.FORWARD_PLANS.get(key)
     plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, score_of(softcap), extent)
@@ -312,8 +318,9 @@ def _backward_op(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window_left: int,
     window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float, longest: int,
+    parts: int = 1,
 ) -> Tensors3:  # fmt: skip
-    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
     offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     score = score_of(softcap)
     return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score, extent, offsets)

@@ -16,7 +16,7 @@ from fa2tune.measuring import reference
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
-workloads = script("workloads")
+workloads, side_by_side = script("workloads"), script("side_by_side")
 
 
 def test_random_calls_keep_the_stated_bounds_and_shares() -> None:
@@ -65,14 +65,12 @@ def test_expected_results_are_those_of_the_float64_reference(mask: Mask, seqlen_
 
 
 def test_the_ratio_is_that_of_the_fastest_peer_by_rounds() -> None:
-    problem = Problem("bf16", 1, 1, 1, 100, 100, 64, 64, FULL)
-    found = workloads.verdict(
-        {"fa2tune": [1.0, 2.0, 1.0], "fa4": [1.5, 3.0, 1.5], "fa2": [9.0, 9.0, 9.0]}, problem, "fwd"
-    )
+    found = side_by_side.verdict({"fa2tune": [1.0, 2.0, 1.0], "fa4": [1.5, 3.0, 1.5], "fa2": [9.0, 9.0, 9.0]}, 2e9)
+    assert found["tflops"] == 2.0
     assert (found["best_peer"], found["ratio"], found["us"]["fa2tune"]) == ("fa4", 1.5, 1000.0)
-    assert workloads.verdict({"fa4": [1.0]}, problem, "fwd")["ratio"] == 0.0, "fa2tune cannot run it: lost"
-    assert workloads.verdict({"fa2tune": [1.0]}, problem, "fwd")["ratio"] is None
-    assert workloads.verdict({}, problem, "bwd")["ratio"] == 0.0
+    assert side_by_side.verdict({"fa4": [1.0]}, 1.0)["ratio"] == 0.0, "fa2tune cannot run it: lost"
+    assert side_by_side.verdict({"fa2tune": [1.0]}, 1.0)["ratio"] is None
+    assert side_by_side.verdict({}, 1.0)["ratio"] == 0.0
 
 
 @pytest.fixture
@@ -80,9 +78,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls run on the CPU; a peer's time is what its name says."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(workloads, "graphed", lambda call, stream: (call, 1))
+    monkeypatch.setattr(side_by_side, "graphed", lambda call, stream: (call, 1))
     times = {"fa2tune": 1.0, "good": 2.0, "forward-only": 0.5}
-    monkeypatch.setattr(workloads, "raced", lambda graphs: {name: [times[name]] for name in graphs})
+    monkeypatch.setattr(side_by_side, "raced", lambda graphs: {name: [times[name]] for name in graphs})
 
 
 def peers() -> dict[str, Any]:
@@ -96,12 +94,12 @@ def peers() -> dict[str, Any]:
         return attention
 
     def unable(problem: Problem) -> Any:
-        raise workloads.Unfit("not this one")
+        raise side_by_side.Unfit("not this one")
 
     return {
-        "fa2tune": workloads.Peer(right), "good": workloads.Peer(right), "unable": workloads.Peer(unable),
-        "wrong": workloads.Peer(lambda problem: lambda q, k, v: right(problem)(q, k, 2 * v)),
-        "forward-only": workloads.Peer(right, backward=False),
+        "fa2tune": side_by_side.Peer(right), "good": side_by_side.Peer(right), "unable": side_by_side.Peer(unable),
+        "wrong": side_by_side.Peer(lambda problem: lambda q, k, v: right(problem)(q, k, 2 * v)),
+        "forward-only": side_by_side.Peer(right, backward=False),
     }  # fmt: skip
 
 
@@ -127,9 +125,9 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(workloads, "named", lambda: problems)
     monkeypatch.setattr(workloads, "measure", measure)
-    monkeypatch.setattr(workloads, "_warm", lambda: None)
+    monkeypatch.setattr(side_by_side, "warm", lambda: None)
     environment = {**dict.fromkeys(("driver", "torch", "triton", "cudnn", "flash-attn-4"), "1"), "gpu": "H200"}
-    monkeypatch.setattr(workloads, "_environment", lambda: environment)
+    monkeypatch.setattr(side_by_side, "environment", lambda: environment)
     path = tmp_path / "w.json"
     run = lambda *more: CliRunner().invoke(workloads.main, ["--out", str(path), *more])  # noqa: E731
     assert run("--only", "a").exit_code == 0 and measured == [80]
@@ -156,7 +154,7 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_peers_that_cannot_take_a_call_say_why() -> None:
     make = workloads.PEERS["fa2"].make
     for mask, why in ((band(3, 0), "no windows"), (CAUSAL, "top left")):
-        with pytest.raises(workloads.Unfit, match=why):
+        with pytest.raises(side_by_side.Unfit, match=why):
             make(Problem("bf16", 1, 1, 1, 8, 9, 16, 16, mask))
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 9, 1, 16)
     one = workloads._sdpa("MATH")(Problem("bf16", 1, 1, 1, 1, 9, 16, 16, CAUSAL))(q, k, k)
