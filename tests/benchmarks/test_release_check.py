@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 from benchmark_scripts import script
 
@@ -68,6 +69,16 @@ def test_a_fake_triton_has_a_version_and_does_not_import(tmp_path: Path) -> None
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4.0.0rc1", "no"] and grid.version_of(folder) == "4.0.0rc1"
+
+
+def test_a_cold_start_is_one_of_the_release_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = script("cold_start")
+    child = {"seconds": [1.0, 0.1, 0.05, 0.08, 0.06], "programs": ["ptxas"], "said": ""}
+    monkeypatch.setattr(cold, "ran", lambda what, env: child if what == "start" else {})
+    assert cold.start({}) == (child["seconds"], ["ptxas"])
+    child |= {"error": "RuntimeError: no NVIDIA driver", "said": "Traceback"}
+    with pytest.raises(click.ClickException, match="no NVIDIA driver\nTraceback"):
+        cold.start({})
 
 
 def test_nan_is_no_right_result() -> None:
