@@ -133,7 +133,8 @@ def test_explain_says_that_no_row_runs_and_which_would():
     assert told["otherwise"]["config"] == choosing.choose(DECODING, "fwd", H200).config
     assert serving.served_by(DECODING, H200, backward=False) == {"fwd": "fwd_split + fwd_combine"}
     training = serving.explain_problem(DECODING, H200)
-    assert training.status == "estimated" and {one.status for one in training.kernels[1:]} == {"tuned"}
+    (backward,) = {one.status for one in training.kernels[1:]}  # stale under another Triton than the rows'
+    assert training.status == {"tuned": "estimated", "stale": "stale"}[backward]
 
 
 def test_a_config_for_few_tiles_is_no_rows_either():
