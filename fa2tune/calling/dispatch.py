@@ -59,7 +59,7 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def reload() -> None:
     """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
     loaded stay loaded."""
-    choosing.layers.cache_clear()
+    choosing.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()

@@ -19,7 +19,6 @@ from fa2tune.calling import (
     forward_plans,
     group_schedule,
     ops,
-    used_lengths,
     varlen,
 )
 from fa2tune.calling.arguments import MISSING
@@ -188,11 +187,7 @@ def _checked(
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
         return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
-    queries, keys, longest_q, longest_k, used_q, used_k = packing
-    if used_q is not None or used_k is not None:
-        queries, keys = used_lengths.offsets(queries, keys, used_q, used_k)
-    lengths = (queries, keys, longest_q, longest_k)
-    return varlen.checked(q, k, v, *lengths, causal, softmax_scale, deterministic, window, mask, softcap)
+    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:

@@ -139,12 +139,12 @@ def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str
 def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
     """How one kernel's row was found, and all that is known of it. ``here``: of this machine."""
     from fa2tune.calling import forward_plans
-    from fa2tune.compiling.choice import FEW_TILES_STEP
+    from fa2tune.compiling.choice import BY_FEW_TILES
 
     answer = served.answer
     step = answer.step if answer else "no row serves"
     if served.estimated:
-        yield f"{served.kernel}: {forward_plans.KEYS_SPLIT if served.split is not None else FEW_TILES_STEP}"
+        yield f"{served.kernel}: {forward_plans.KEYS_SPLIT if served.split is not None else BY_FEW_TILES}"
         for kernel, config in (served.runs or {}).items():
             yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"
         yield from _loads(served)

@@ -12,7 +12,7 @@ from fa2tune.spec.problem import Config
 from fa2tune.spec.variant import Variant
 
 #: How a call is served whose config the schedule model has for few tiles, for counting.
-FEW_TILES_STEP = "schedule model, few tiles"
+BY_FEW_TILES = "schedule model, few tiles"
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Choice:
     @property
     def step(self) -> str:
         """For counting. Of the lookup: "problem exact, GPU exact, measured, fresh, shipped layer", ..., or "default"; of a
-        config that no row has, FEW_TILES_STEP."""
-        return FEW_TILES_STEP if self.few_tiles else self.answer.step if self.answer else "default"
+        config that no row has, BY_FEW_TILES."""
+        return BY_FEW_TILES if self.few_tiles else self.answer.step if self.answer else "default"
 
     @property
     def measured(self) -> str:

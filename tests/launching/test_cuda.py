@@ -25,7 +25,7 @@ from fa2tune.calling.choosing import Chooser
 from fa2tune.calling.defaults import default_config
 from fa2tune.calling.serving import explain
 from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, registry
-from fa2tune.compiling.choice import FEW_TILES_STEP, Choice
+from fa2tune.compiling.choice import BY_FEW_TILES, Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.registry import variant_named
 from fa2tune.fleet import precompile
@@ -797,7 +797,7 @@ def test_calls_of_few_queries_and_few_tiles_load_what_the_tuner_filed(
     ops.attention(*call_of(*SHORT))
     ops.attention(*call_of(*LONG))
     assert "sm90_fwd" in loaded
-    (last,) = dispatch.SERVED.keys() - {forward_plans.KEYS_SPLIT, FEW_TILES_STEP}
+    (last,) = dispatch.SERVED.keys() - {forward_plans.KEYS_SPLIT, BY_FEW_TILES}
     assert "problem exact" in last and set(dispatch.SERVED.values()) == {1}
 
 
