@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fa2tune.calling import defaults, split_schedule
-from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
+from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
+from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -52,6 +53,9 @@ class Served:
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     otherwise: Config | None = None  #: that would run if none of the schedule model's did
     runs: Mapping[str, Config] | None = None  #: kernel that runs -> its config, in order
+    lacking: str = (
+        ""  #: which kernel that runs no file has, and why, where no Triton is installed: the call is an error
+    )
 
     @property
     def estimated(self) -> bool:
@@ -178,11 +182,14 @@ class Explanation:
     @property
     def verdict(self) -> str:
         """One sentence."""
+        if self.lacking:
+            return f"Cannot run here: {self.lacking}."
         worst = self._worst()
         names = ", ".join(served.kernel for served in worst)
         runs = "runs a row" if len(worst) == 1 else "run rows"
         if self.status == TUNED:
-            return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh for Triton {self.triton}."
+            fresh = "without Triton" if self.triton == NO_TRITON else f"for Triton {self.triton}"
+            return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh {fresh}."
         if self.status == ESTIMATED:  # the forward alone
             return f"Estimated: {names} runs {worst[0].by}, with a config of the schedule model that no row has."
         if self.status == STALE:
@@ -208,8 +215,15 @@ class Explanation:
         return f"{self.gpu.name} is {self.gpu.note}." if self.gpu.note else ""
 
     @property
+    def lacking(self) -> str:
+        """Why the call is an error here: the first of its kernels that is not to be had; "": it is none."""
+        return next((one.lacking for one in self.kernels if one.lacking), "")
+
+    @property
     def next(self) -> str:
         """A command that improves on this, or "nothing to do"."""
+        if self.lacking:
+            return install_command("triton")
         if self.status in (TUNED, ESTIMATED) or (self.status == NEAR and self.problem.unmeasured):
             return NOTHING_TO_DO  # no tune measures that yet
         if self.status == STALE:
@@ -284,6 +298,7 @@ class Explanation:
         """For JSON."""
         return {
             "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_launch or None,
+            "lacking": self.lacking or None,
             "gpu": self.gpu.name,
             "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
             "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}

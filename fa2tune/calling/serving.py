@@ -97,7 +97,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None) -> Served:
     return Served(
         choosing.key_of(problem, kernel, gpu), split or choice.config, answer, refused, changed, found.binaries,
         _nearest(chooser, kernel), scheduled, problem.mask, problem.unmeasured, parts, split=split, unsplit=unsplit,
-        few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs,
+        few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs, lacking=found.lacking,
     )  # fmt: skip
 
 

@@ -765,6 +765,7 @@ def loaded(serving: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "Function", loading)
     monkeypatch.setattr(compiler, "compile_kernel", none)
+    precompiled.triton_build()  # is remembered, for other tests
     for module in (fingerprint, precompiled):
         monkeypatch.setattr(module, "triton_version", lambda: "")
     monkeypatch.setattr(choosing, "toolchain", lambda: measured_code.toolchain(driver=""))
