@@ -17,6 +17,7 @@ from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     BLOCK_N,
     EMPTY,
+    GROUPS_AND_WARP,
     PIECE_GONE,
     V_EMPTY,
     add_terms,
@@ -36,54 +37,60 @@ from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
 @gluon.jit
 def _over_queries(
     dk_acc, dv_acc, words, first_word, k_stage, begin, end, blocks, done, base, limit, tile_phase, smem, barriers, start_n,
-    offset, seqlen_k, window, qk_scale,
-    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, REDUCE: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, K_STAGES: gl.constexpr, MASK: gl.constexpr,
+    offset, seqlen_k, call, form, MASK: gl.constexpr,
 ):  # fmt: skip
     """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose sums of dQ start at
     first_word. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. k_stage: where this
     tile's K lies; tile_phase: of its v_ready."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
+    dtype: gl.constexpr = smem.q.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
     # each group of four warps: half of the rows, or of 64 rows half of the columns
-    dq_warps: gl.constexpr = [8, 1] if BLOCK_M == 128 else [4, 2]
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], dq_warps, [16, BLOCK_M * BLOCK_D // 128, 16])
+    dq_warps: gl.constexpr = [8, 1] if form.BLOCK_M == 128 else [4, 2]
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], dq_warps, [16, form.BLOCK_M * form.BLOCK_D // 128, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    zero_s = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
-    zero_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, dq_layout)
-    k_tile = k_smem.index(k_stage).reshape([BLOCK_N, BLOCK_D])
-    v_tile = v_smem.index(0).reshape([BLOCK_N, BLOCK_D])
+    zero_s = gl.zeros([BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    zero_dq = gl.zeros([form.BLOCK_M, form.BLOCK_D], gl.float32, dq_layout)
+    k_tile = smem.k.index(k_stage).reshape([BLOCK_N, form.BLOCK_D])
+    v_tile = smem.v.index(0).reshape([BLOCK_N, form.BLOCK_D])
     for j in range(begin, end):
         turn = done + j
-        block = block_at(j, blocks[0], blocks[1], blocks[2], LEFT_BOUNDED)
-        stage = turn % STAGES
-        phase = (turn // STAGES) & 1
-        q_tile = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-        do_tile = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-        mbarrier.wait(q_ready.index(stage), phase)
+        block = block_at(j, blocks[0], blocks[1], blocks[2], form.LEFT_BOUNDED)
+        stage = turn % form.STAGES
+        phase = (turn // form.STAGES) & 1
+        q_tile = smem.q.index(stage).reshape([form.BLOCK_M, form.BLOCK_D])
+        do_tile = smem.do.index(stage).reshape([form.BLOCK_M, form.BLOCK_D])
+        mbarrier.wait(barriers.q_ready.index(stage), phase)
         s_next = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        s_next = add_terms(s_next, lse_smem, stage, BLOCK_N, BLOCK_M, s_layout)
-        mbarrier.wait(do_ready.index(stage), phase)
+        s_next = add_terms(s_next, smem.lse, stage, BLOCK_N, form.BLOCK_M, s_layout)
+        mbarrier.wait(barriers.do_ready.index(stage), phase)
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
-        dp_next = add_terms(dp_next, delta_smem, stage, BLOCK_N, BLOCK_M, s_layout)
+        dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
         s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
         p = probabilities(
-            s, block * BLOCK_M, start_n, offset, seqlen_k, window, qk_scale, BLOCK_N, HIDE_QUERIES, MASK, s_layout
+            s,
+            block * form.BLOCK_M,
+            start_n,
+            offset,
+            seqlen_k,
+            call.window,
+            call.qk_scale,
+            BLOCK_N,
+            form.HIDE_QUERIES,
+            MASK,
+            s_layout,
         )
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
-        if EXPONENTIALS_FIRST:
+        if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
-            mbarrier.wait(v_ready, tile_phase)
+            mbarrier.wait(barriers.v_ready, tile_phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        if K_STAGES > 1:
-            come_if(turn + 1 == limit, V_EMPTY, 288)
+        if form.K_STAGES > 1:
+            come_if(turn + 1 == limit, V_EMPTY, GROUPS_AND_WARP)
         ds = (p * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
         # both groups read both halves; this buffer's last readers were done before the last barrier
-        ds_tile = ds_smem.index(turn % 2)
+        ds_tile = smem.ds.index(turn % 2)
         ds_tile.permute((1, 0)).store(ds)
         # issued here, not before dS: ptxas would pack P between the steps of dS, and the product wait for it
         dv_next = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
@@ -92,86 +99,76 @@ def _over_queries(
         dq_next = warpgroup_mma(ds_tile, k_tile, zero_dq, use_acc=False, is_async=True)
         dk_next = warpgroup_mma(ds_operand, q_tile, dk_acc, is_async=True)
         dv_acc, p_operand, dq = warpgroup_mma_wait(1, deps=[dv_next, p_operand, dq_next])
-        if REDUCE == "vector":
-            add_from_registers(words, first_word + block * (BLOCK_M * BLOCK_D), dq, BLOCK_M, BLOCK_D)
+        if form.REDUCE == "vector":
+            add_from_registers(
+                words, first_word + block * (form.BLOCK_M * form.BLOCK_D), dq, form.BLOCK_M, form.BLOCK_D
+            )
         else:
-            hand_over(dq, dq_smem, turn == base, 0, BLOCK_M, BLOCK_D, 288)
+            hand_over(dq, smem.dq, turn == base, 0, form.BLOCK_M, form.BLOCK_D, GROUPS_AND_WARP)
         dk_acc, ds_operand = warpgroup_mma_wait(0, deps=[dk_next, ds_operand])
-        come(EMPTY + stage, 288)
+        come(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc
 
 
 @gluon.jit
-def consume_joined(
-    words, dk, dv, smem, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, window, qk_scale, softmax_scale,
-    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, K_STAGES: gl.constexpr,
-    RAGGED: gl.constexpr,
-):  # fmt: skip
+def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, form):
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    dtype: gl.constexpr = q_smem.dtype
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_D, 16])
-    offset = seqlen_k - seqlen_q
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    seqlen_k = call.seqlen_k
+    dtype: gl.constexpr = smem.q.dtype
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
+    offset = seqlen_k - call.seqlen_q
+    tiles, together, shares, laps = share(call, form)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        if RAGGED:
+        if form.RAGGED:
             alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
-                lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 8
+                lap, tiles_told, call.window, form.BLOCK_M, form.QUERY_BLOCKS, form.LEFT_BOUNDED, 8
             )
             laps = gl.where(alive, lap + 2, 0)
             offset = seqlen_k - queries
             b = 0
         else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
-                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-            )  # fmt: skip
+            alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
         if alive:
             n_blocks = end - first
-            total = group * n_blocks
-            dk_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
-            dv_acc = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, d_layout)
-            k_stage = filled % K_STAGES
-            mbarrier.wait(k_ready.index(k_stage), (filled // K_STAGES) & 1, pred=total > 0)
-            mbarrier.wait(v_ready, filled & 1, pred=total > 0)
+            total = call.group * n_blocks
+            dk_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
+            dv_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
+            k_stage = filled % form.K_STAGES
+            mbarrier.wait(barriers.k_ready.index(k_stage), (filled // form.K_STAGES) & 1, pred=total > 0)
+            mbarrier.wait(barriers.v_ready, filled & 1, pred=total > 0)
             # dK and dV of the tile before have left: what staged them is wanted again
             tma_store_wait(0)
             thread_barrier()
-            for g in range(group):  # every query head that reads this key head
+            for g in range(call.group):  # every query head that reads this key head
                 done = base + g * n_blocks - first
-                first_word = (b * heads_q + h_kv * group + g).to(gl.int64) * rows_padded * BLOCK_D
-                if RAGGED:
-                    first_word += own_row.to(gl.int64) * BLOCK_D
+                first_word = (b * call.heads_q + h_kv * call.group + g).to(gl.int64) * call.rows_padded * form.BLOCK_D
+                if form.RAGGED:
+                    first_word += own_row.to(gl.int64) * form.BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
                         dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full,
                         (first, end, rotation), done, base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k,
-                        window, qk_scale, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
-                        K_STAGES, part == 0,
+                        call, form, part == 0,
                     )  # fmt: skip
-            mbarrier.arrive(k_empty.index(k_stage), count=1, pred=total > 0)
-            if TELLS:
+            mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
+            if form.TELLS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
-            stage = out_smem.index(0)
-            if REDUCE == "tma" or RAGGED:  # what stages dQ is large enough
+            stage = smem.out.index(0)
+            if form.REDUCE == "tma" or form.RAGGED:  # what stages dQ is large enough
                 stage = as_block_of(stage, dk)
-            if REDUCE == "tma":
+            if form.REDUCE == "tma":
                 if total > 0:  # the last piece has left it
-                    meet(PIECE_GONE, 288)
+                    meet(PIECE_GONE, GROUPS_AND_WARP)
             thread_barrier()  # both groups have read the last dS
-            stage.reshape([BLOCK_N, BLOCK_D]).store(dv_acc.to(dtype))
-            dk_stage = as_block_of(ds_smem, dk)
-            dk_stage.reshape([BLOCK_N, BLOCK_D]).store((dk_acc * softmax_scale).to(dtype))
+            stage.reshape([BLOCK_N, form.BLOCK_D]).store(dv_acc.to(dtype))
+            dk_stage = as_block_of(smem.ds, dk)
+            dk_stage.reshape([BLOCK_N, form.BLOCK_D]).store((dk_acc * call.softmax_scale).to(dtype))
             fence_async_shared()
-            if RAGGED:
+            if form.RAGGED:
                 store_packed(dv, first_k + seqlen_k, h_kv, start_n - seqlen_k, stage)
                 store_packed(dk, first_k + seqlen_k, h_kv, start_n - seqlen_k, dk_stage)
             else:
@@ -179,7 +176,7 @@ def consume_joined(
                 tma_store(dk, [b, h_kv, start_n, 0], dk_stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC and not RAGGED:
-            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 8)
+        if form.DYNAMIC and not form.RAGGED:
+            taken, laps = taken_for(lap, tiles_told, call, 8)
         lap += 1
     tma_store_wait(0)
