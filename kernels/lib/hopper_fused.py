@@ -1,5 +1,4 @@
-"""What both forms of kernels/sm90/bwd_fused.py share: a program's tiles, the warp that loads, barriers, P, dQ."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+"""What both forms of kernels/sm90/bwd_fused.py share: the warp that loads, barriers, P, dQ."""
 
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from fa2tune.kernels.lib.hopper import (
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_packed import tell_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
+from fa2tune.kernels.lib.hopper_tiles import laps_of, take, work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -172,21 +172,6 @@ def make_barriers(
     return Barriers(k_ready, v_ready.index(0), k_empty, q_ready, empty, do_ready, ds_ready)
 
 
-@gluon.jit
-def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
-    """How the producer tells LISTENERS partitions which tile it took: (numbers, told, heard), two each; () without DYNAMIC."""
-    if DYNAMIC:
-        tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(told.index(i), count=1)
-            mbarrier.init(heard.index(i), count=LISTENERS)
-        return tile_smem, told, heard
-    else:
-        return ()
-
-
 #: Triton 3.9 has it in public.
 _PUBLIC = gl.constexpr(hasattr(shared_memory_descriptor, "reinterpret"))
 #: Between 3.6 and 3.9 what is made of a tile has to be as large as the tile: a row of blocks, of which the first is taken.
@@ -205,81 +190,6 @@ def as_block_of(stage, descriptor):
         return stage._reinterpret(descriptor.dtype, row, descriptor.layout).index(0)
     else:
         return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
-
-
-@gluon.jit
-def share(call, form):
-    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program as far as it
-    knows)."""
-    tiles = gl.cdiv(call.seqlen_k, BLOCK_N)
-    together = 2 if form.PAIRS else 1
-    shares = gl.cdiv(tiles, together)
-    laps = gl.cdiv(shares * call.batch * call.heads_kv, gl.num_programs(0)) * together
-    if form.DYNAMIC:
-        laps = 1
-    return tiles, together, shares, laps
-
-
-@gluon.jit
-def work(lap, taken, call, form):
-    """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
-    tile_and_head of kernels/lib/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
-    their order forth and back, which evens the lengths out (a band's are equal, and it changes nothing), or (PAIRS) take the
-    n-th tile of a head and the n-th last, or (DYNAMIC) the tile of the number taken, the next that no program had."""
-    tiles, together, shares, laps = share(call, form)
-    programs = gl.num_programs(0)
-    lane = gl.program_id(0)
-    if form.RIGHT_BOUNDED and not form.PAIRS:
-        lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
-    index = taken if form.DYNAMIC else lap // together * programs + lane
-    heads = call.batch * call.heads_kv
-    band = index // (shares * call.heads_per_wave)
-    first_head = band * call.heads_per_wave
-    width = gl.maximum(gl.minimum(heads - first_head, call.heads_per_wave), 1)  # the last band may be narrower
-    inside = index - band * (shares * call.heads_per_wave)
-    head = first_head + inside % width
-    tile = inside // width
-    alive = index < shares * heads
-    if form.PAIRS:
-        other = tiles - 1 - tile
-        alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
-        tile = gl.where(lap % 2 == 0, tile, other)
-    start_n = tile * BLOCK_N
-    first, full, end, rotation = query_blocks(
-        start_n, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
-    )
-    return alive, head // call.heads_kv, head % call.heads_kv, start_n, first, full, end, rotation
-
-
-@gluon.jit
-def _laps_with(lap, taken, call):
-    """Laps of this program, once the number of its next tile is known: one more than this, or no more."""
-    return gl.where(taken < gl.cdiv(call.seqlen_k, BLOCK_N) * call.batch * call.heads_kv, lap + 2, 0)
-
-
-@gluon.jit
-def take(lap, counter, tiles_told, call):
-    """The producer takes this program's tile of the next lap and tells the other warps: (its number, laps)."""
-    tile_smem, told, heard = tiles_told
-    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    slot = lap % 2
-    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
-    mbarrier.arrive(told.index(slot), count=1)
-    return taken, _laps_with(lap, taken, call)
-
-
-@gluon.jit
-def taken_for(lap, tiles_told, call, WARPS: gl.constexpr):
-    """What the producer took after this lap."""
-    tile_smem, told, heard = tiles_told
-    slot = lap % 2
-    mbarrier.wait(told.index(slot), (lap // 2) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    taken = gl.max(tile_smem.index(slot).load(layout), 0)
-    mbarrier.arrive(heard.index(slot), count=1)
-    return taken, _laps_with(lap, taken, call)
 
 
 _SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
@@ -328,7 +238,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
     through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
     hopper_packed.py has it."""
-    tiles, together, shares, laps = share(call, form)
+    laps = laps_of(call, form)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
@@ -347,7 +257,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call
                 call.heads_per_wave,
             )
             laps = gl.where(alive, lap + 2, 0)
-            first, full, end, rotation = query_blocks(
+            first, _full, end, rotation = query_blocks(
                 start_n, queries, keys, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
             )
             # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
@@ -359,7 +269,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call
             of_lse = 0
             entries = 1
         else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
+            alive, b, h_kv, start_n, first, _full, end, rotation = work(lap, taken, call, form)
             k_entry = b
             q_shift = 0
             own_row = 0
@@ -439,14 +349,13 @@ def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.conste
 
 @gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, window, qk_scale,
-    ROWS: gl.constexpr, HIDE_QUERIES: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    s, row, key, offset, seqlen_k, call, ROWS: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr, form
+):
     """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
-    p = gl.exp2(s * qk_scale)
+    p = gl.exp2(s * call.qk_scale)
     if MASK:
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, layout)
+        p = form.HIDE_QUERIES(p, keys, row, offset, seqlen_k, call.window, layout)
     return p
 
 
@@ -457,12 +366,12 @@ def do_once(PTX: gl.constexpr):
 
 
 @gluon.jit
-def zero_pieces(k_smem, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def zero_pieces(k_smem, CONSUMER: gl.constexpr, form):
     """Where this group's pieces of a block's dQ start from."""
-    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
     if len(k_smem) == 1:
         found = (gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS)),)
-    elif BLOCK_M == 64:
+    elif form.BLOCK_M == 64:
         MINE: gl.constexpr = k_smem[CONSUMER].shape[-1]
         found = (gl.zeros([64, MINE], gl.float32, product_layout(MINE)),)
     else:
@@ -490,16 +399,16 @@ def _piece_of(ds_smem, k_smem, buffer, zero, FIRST_ROW: gl.constexpr, FIRST_COLU
 
 
 @gluon.jit
-def issue_dq(ds_smem, k_smem, buffer, zeros, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def issue_dq(smem, buffer, zeros, CONSUMER: gl.constexpr, form):
     """This group's pieces of dS K, over both groups' keys: of 64 query rows [64, BLOCK_D / 2], its half of the columns, or of a
     head dim in two parts the first or the second of them; of 128 query rows its half of the rows [64, BLOCK_D], or those of
     either part."""
-    HALF: gl.constexpr = BLOCK_D // 2
-    if len(k_smem) == 1:
-        found = (_piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, CONSUMER * HALF),)
-    elif BLOCK_M == 64:
-        found = (_piece_of(ds_smem, k_smem[CONSUMER], buffer, zeros[0], 0, 0),)
+    HALF: gl.constexpr = form.BLOCK_D // 2
+    if len(smem.k) == 1:
+        found = (_piece_of(smem.ds, smem.k[0], buffer, zeros[0], CONSUMER * 64, CONSUMER * HALF),)
+    elif form.BLOCK_M == 64:
+        found = (_piece_of(smem.ds, smem.k[CONSUMER], buffer, zeros[0], 0, 0),)
     else:
-        first = _piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, 0)
-        found = (first, _piece_of(ds_smem, k_smem[1], buffer, zeros[1], CONSUMER * 64, 0))
+        first = _piece_of(smem.ds, smem.k[0], buffer, zeros[0], CONSUMER * 64, 0)
+        found = (first, _piece_of(smem.ds, smem.k[1], buffer, zeros[1], CONSUMER * 64, 0))
     return found

@@ -1,5 +1,4 @@
 """The fused Hopper backward's two groups as one partition of eight warps: concatenated form of kernels/sm90/bwd_fused.py."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,20 +25,18 @@ from fa2tune.kernels.lib.hopper_fused import (
     come_if,
     meet,
     probabilities,
-    share,
-    taken_for,
-    work,
 )
-from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
+from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, taken_for
 
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, words, first_word, k_stage, begin, end, blocks, done, base, limit, tile_phase, smem, barriers, start_n,
-    offset, seqlen_k, call, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, words, first_word, k_stage, begin, end, tile, done, base, limit, tile_phase, smem, barriers, offset,
+    seqlen_k, call, form, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose sums of dQ start at
+    """Places [begin, end) of the tile's query blocks of one head, see block_at, whose sums of dQ start at
     first_word. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. k_stage: where this
     tile's K lies; tile_phase: of its v_ready."""
     dtype: gl.constexpr = smem.q.dtype
@@ -55,7 +52,7 @@ def _over_queries(
     v_tile = smem.v.index(0).reshape([BLOCK_N, form.BLOCK_D])
     for j in range(begin, end):
         turn = done + j
-        block = block_at(j, blocks[0], blocks[1], blocks[2], form.LEFT_BOUNDED)
+        block = block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
         stage = turn % form.STAGES
         phase = (turn // form.STAGES) & 1
         q_tile = smem.q.index(stage).reshape([form.BLOCK_M, form.BLOCK_D])
@@ -67,19 +64,7 @@ def _over_queries(
         dp_next = warpgroup_mma(v_tile, do_tile.permute((1, 0)), zero_s, use_acc=False, is_async=True)
         dp_next = add_terms(dp_next, smem.delta, stage, BLOCK_N, form.BLOCK_M, s_layout)
         s = warpgroup_mma_wait(2, deps=[s_next])  # dP and its terms
-        p = probabilities(
-            s,
-            block * form.BLOCK_M,
-            start_n,
-            offset,
-            seqlen_k,
-            call.window,
-            call.qk_scale,
-            BLOCK_N,
-            form.HIDE_QUERIES,
-            MASK,
-            s_layout,
-        )
+        p = probabilities(s, block * form.BLOCK_M, tile.start_n, offset, seqlen_k, call, BLOCK_N, MASK, s_layout, form)
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -117,23 +102,19 @@ def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
     dtype: gl.constexpr = smem.q.dtype
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
     offset = seqlen_k - call.seqlen_q
-    tiles, together, shares, laps = share(call, form)
+    laps = laps_of(call, form)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
+        tile = next_tile(lap, taken, tiles_told, call, 8, form)
         if form.RAGGED:
-            alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
-                lap, tiles_told, call.window, form.BLOCK_M, form.QUERY_BLOCKS, form.LEFT_BOUNDED, 8
-            )
-            laps = gl.where(alive, lap + 2, 0)
-            offset = seqlen_k - queries
-            b = 0
-        else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
-        if alive:
-            n_blocks = end - first
+            laps = laps_behind(lap, tile)
+            seqlen_k = tile.keys
+            offset = seqlen_k - tile.queries
+        if tile.alive:
+            n_blocks = tile.end - tile.first
             total = call.group * n_blocks
             dk_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
             dv_acc = gl.zeros([BLOCK_N, form.BLOCK_D], gl.float32, d_layout)
@@ -144,15 +125,16 @@ def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
             tma_store_wait(0)
             thread_barrier()
             for g in range(call.group):  # every query head that reads this key head
-                done = base + g * n_blocks - first
-                first_word = (b * call.heads_q + h_kv * call.group + g).to(gl.int64) * call.rows_padded * form.BLOCK_D
+                done = base + g * n_blocks - tile.first
+                head = tile.b * call.heads_q + tile.h_kv * call.group + g
+                first_word = head.to(gl.int64) * call.rows_padded * form.BLOCK_D
                 if form.RAGGED:
-                    first_word += own_row.to(gl.int64) * form.BLOCK_D
+                    first_word += tile.own_row.to(gl.int64) * form.BLOCK_D
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc = _over_queries(
-                        dk_acc, dv_acc, words, first_word, k_stage, full if part else first, end if part else full,
-                        (first, end, rotation), done, base, base + total, filled & 1, smem, barriers, start_n, offset, seqlen_k,
-                        call, form, part == 0,
+                        dk_acc, dv_acc, words, first_word, k_stage, tile.full if part else tile.first,
+                        tile.end if part else tile.full, tile, done, base, base + total, filled & 1, smem, barriers, offset,
+                        seqlen_k, call, form, part == 0,
                     )  # fmt: skip
             mbarrier.arrive(barriers.k_empty.index(k_stage), count=1, pred=total > 0)
             if form.TELLS:
@@ -169,11 +151,11 @@ def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
             dk_stage.reshape([BLOCK_N, form.BLOCK_D]).store((dk_acc * call.softmax_scale).to(dtype))
             fence_async_shared()
             if form.RAGGED:
-                store_packed(dv, first_k + seqlen_k, h_kv, start_n - seqlen_k, stage)
-                store_packed(dk, first_k + seqlen_k, h_kv, start_n - seqlen_k, dk_stage)
+                store_packed(dv, tile.first_k + seqlen_k, tile.h_kv, tile.start_n - seqlen_k, stage)
+                store_packed(dk, tile.first_k + seqlen_k, tile.h_kv, tile.start_n - seqlen_k, dk_stage)
             else:
-                tma_store(dv, [b, h_kv, start_n, 0], stage)
-                tma_store(dk, [b, h_kv, start_n, 0], dk_stage)
+                tma_store(dv, [tile.b, tile.h_kv, tile.start_n, 0], stage)
+                tma_store(dk, [tile.b, tile.h_kv, tile.start_n, 0], dk_stage)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:

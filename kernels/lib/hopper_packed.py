@@ -96,15 +96,7 @@ def _word(words, number: gl.constexpr):
 
 
 @gluon.jit
-def told_work(
-    lap,
-    tiles_told,
-    window,
-    BLOCK_M: gl.constexpr,
-    QUERY_BLOCKS: gl.constexpr,
-    LEFT_BOUNDED: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def told_work(lap, tiles_told, window, WARPS: gl.constexpr, form):
     """What the producer told of this lap: (whether there is a tile, head, first key in its sequence, queries, keys, the
     sequence's first row in k, and in workspaces), then what ``query_blocks`` gives. WARPS: of this partition."""
     tile_smem, told, heard = tiles_told
@@ -120,6 +112,6 @@ def told_work(
     row = _word(words, 6)
     mbarrier.arrive(heard.index(slot), count=1)
     first, full, end, rotation = query_blocks(
-        start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+        start_n, queries, keys, window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
     return alive, head, start_n, queries, keys, first_k, row, first, full, end, rotation

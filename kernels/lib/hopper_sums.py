@@ -1,5 +1,4 @@
 """The fused Hopper backward's dQ: from registers or shared memory into its sums, and which heads have all their tiles."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,11 +15,8 @@ from fa2tune.kernels.lib.hopper_fused import (
     come,
     do_once,
     meet,
-    share,
-    taken_for,
-    work,
 )
-from fa2tune.kernels.lib.hopper_packed import told_work
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, taken_for
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -145,53 +141,46 @@ def add(sums, counts, smem, tiles_told, tiles_done, call, form):
     add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
     may start, and waits until all are. Without either it has nothing to do. RAGGED: counts [Hq, rows_padded / CHUNK], of each
     sequence that where its rows start; behind them how many programs are done, and 1 once all are."""
-    tiles, together, shares, laps = share(call, form)
+    laps = laps_of(call, form)
     if form.COUNTS:
         do_once(_START_FINISH)
     if form.ADDS or form.COUNTS:
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
+            tile = next_tile(lap, taken, tiles_told, call, 1, form)
             if form.RAGGED:
-                alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = told_work(
-                    lap, tiles_told, call.window, form.BLOCK_M, form.QUERY_BLOCKS, form.LEFT_BOUNDED, 1
-                )
-                laps = gl.where(alive, lap + 2, 0)
-                b = 0
-            else:
-                alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
-                own_row = 0
+                laps = laps_behind(lap, tile)
             if form.ADDS:
-                n_blocks = end - first
-                total = gl.where(alive, call.group * n_blocks, 0)
+                n_blocks = tile.end - tile.first
+                total = gl.where(tile.alive, call.group * n_blocks, 0)
                 for i in range(total):
-                    h = h_kv * call.group + i // n_blocks
-                    row = (
-                        block_at(first + i % n_blocks, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + own_row
-                    )
+                    h = tile.h_kv * call.group + i // n_blocks
+                    place = tile.first + i % n_blocks
+                    block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
+                    row = block * form.BLOCK_M + tile.own_row
                     if form.JOINED:
                         meet(PIECE_READY, GROUPS_AND_WARP)
-                        tma_reduce_add(sums, [b, h, row, 0], smem.dq.index(0))
+                        tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
                         tma_store_wait(0)
                         come(PIECE_GONE, GROUPS_AND_WARP)
                     else:
                         for c in gl.static_range(GROUPS):
                             meet(PIECE_READY + c, GROUP_AND_WARP)
-                            add_piece(sums, smem.dq, b, h, row, c, form.BLOCK_M)
+                            add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
                             tma_store_wait(0)
                             come(PIECE_GONE + c, GROUP_AND_WARP)
             if form.COUNTS:
-                if alive:
+                if tile.alive:
                     if form.ADDS:
                         do_once(_ALL_ADDED)
                     else:
                         mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
                     if form.RAGGED:
-                        _count_tile(
-                            counts + own_row // CHUNK, h_kv * call.group, call.group, call.rows_padded // CHUNK, True
-                        )
+                        step = call.rows_padded // CHUNK
+                        _count_tile(counts + tile.own_row // CHUNK, tile.h_kv * call.group, call.group, step, True)
                     else:
-                        _count_tile(counts, (b * call.heads_kv + h_kv) * call.group, call.group, 0, False)
+                        _count_tile(counts, (tile.b * call.heads_kv + tile.h_kv) * call.group, call.group, 0, False)
             if form.DYNAMIC and not form.RAGGED:
                 taken, laps = taken_for(lap, tiles_told, call, 1)
             lap += 1

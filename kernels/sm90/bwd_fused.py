@@ -1,7 +1,6 @@
 """FlashAttention backward for Hopper, all five products in one kernel: a warp feeds Q and dO by TMA, two groups of four warps
 own 64 keys each, apart (num_warps 4: a partition each, here) or joined (8: one, hopper_joined.py). dK and dV stay in
 registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 import triton
 from triton.experimental import gluon
@@ -35,17 +34,13 @@ from fa2tune.kernels.lib.hopper_fused import (
     come,
     issue_dq,
     make_barriers,
-    make_tiles_told,
     meet,
     probabilities,
     produce,
-    share,
-    taken_for,
-    work,
     zero_pieces,
 )
 from fa2tune.kernels.lib.hopper_joined import consume_joined
-from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
+from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -62,6 +57,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, make_tiles_told, next_tile, taken_for
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -72,22 +68,22 @@ WARP_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, blocks, done, base, limit, sums, words, smem, barriers, b, h, own_row, key,
-    offset, seqlen_k, call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
+    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, tile, done, base, limit, sums, words, smem, barriers, h, key, offset,
+    seqlen_k, call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose first row of sums is
-    own_row. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. SCORES_AHEAD: s holds
-    S^T of place begin, terms added, and that of the next is computed beside this block's reduction."""
+    """Places [begin, end) of the tile's query blocks of one head, see block_at. Turns of the rings: done before place 0 of this
+    head, base before this tile, limit with it. SCORES_AHEAD: s holds S^T of place begin, terms added, and that of the next is
+    computed beside this block's reduction."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     DQ_COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
     a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
     OF_ROWS: gl.constexpr = len(smem.q)  # products that make S^T, dP^T or dK
     zero_s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
-    zero_dq = zero_pieces(smem.k, CONSUMER, form.BLOCK_M, form.BLOCK_D)
+    zero_dq = zero_pieces(smem.k, CONSUMER, form)
     for j in range(begin, end):
         turn = done + j
-        block = block_at(j, blocks[0], blocks[1], blocks[2], form.LEFT_BOUNDED)
+        block = block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
         k_tile = tiles_in(smem.k, mine)
@@ -106,19 +102,7 @@ def _over_queries(
         dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
         if not form.SCORES_AHEAD:
             s = warpgroup_mma_wait(OF_ROWS + 1, deps=[s_next])  # dP and its terms
-        p = probabilities(
-            s,
-            block * form.BLOCK_M,
-            key,
-            offset,
-            seqlen_k,
-            call.window,
-            call.qk_scale,
-            KEYS,
-            form.HIDE_QUERIES,
-            MASK,
-            s_layout,
-        )
+        p = probabilities(s, block * form.BLOCK_M, key, offset, seqlen_k, call, KEYS, MASK, s_layout, form)
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
@@ -146,20 +130,12 @@ def _over_queries(
             mbarrier.wait(
                 barriers.ds_ready.index(before % form.DS_STAGES), (before // form.DS_STAGES) & 1, pred=turn >= 1
             )
-            dq_next = issue_dq(
-                smem.ds,
-                smem.k,
-                (turn + form.DS_STAGES - 1) % form.DS_STAGES,
-                zero_dq,
-                CONSUMER,
-                form.BLOCK_M,
-                form.BLOCK_D,
-            )
+            dq_next = issue_dq(smem, (turn + form.DS_STAGES - 1) % form.DS_STAGES, zero_dq, CONSUMER, form)
         else:
             meet(DS_READY, ALL_GROUPS)
-            dq_next = issue_dq(smem.ds, smem.k, buffer, zero_dq, CONSUMER, form.BLOCK_M, form.BLOCK_D)
+            dq_next = issue_dq(smem, buffer, zero_dq, CONSUMER, form)
             h_dq = h
-            row_dq = block * form.BLOCK_M + own_row
+            row_dq = block * form.BLOCK_M + tile.own_row
         if form.SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = products_done_with(dv_next, p_operand, OF_ROWS + GROUPS * len(zero_dq))
@@ -180,11 +156,11 @@ def _over_queries(
             hand_over(pieces[0], smem.dq, turn == base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
         elif form.DQ_BEHIND and form.REDUCE != "tma":
             if turn > base:
-                reduce_dq(sums, words, pieces, smem, b, h_dq, row_dq, call, CONSUMER, form)
+                reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
         else:
-            reduce_dq(sums, words, pieces, smem, b, h_dq, row_dq, call, CONSUMER, form)
+            reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
         h_dq = h
-        row_dq = block * form.BLOCK_M + own_row
+        row_dq = block * form.BLOCK_M + tile.own_row
         if form.SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
@@ -202,26 +178,21 @@ def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
     seqlen_k = call.seqlen_k
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     offset = seqlen_k - call.seqlen_q
-    tiles, together, shares, laps = share(call, form)
+    laps = laps_of(call, form)
     k_tile = tiles_in(smem.k, CONSUMER)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
+        tile = next_tile(lap, taken, tiles_told, call, 4, form)
         if form.RAGGED:
-            alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
-                lap, tiles_told, call.window, form.BLOCK_M, form.QUERY_BLOCKS, form.LEFT_BOUNDED, 4
-            )
-            laps = gl.where(alive, lap + 2, 0)
-            offset = seqlen_k - queries
-            b = 0
-        else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(lap, taken, call, form)
-            own_row = 0
-        if alive:
-            key = start_n + CONSUMER * KEYS
-            n_blocks = end - first
+            laps = laps_behind(lap, tile)
+            seqlen_k = tile.keys
+            offset = seqlen_k - tile.queries
+        if tile.alive:
+            key = tile.start_n + CONSUMER * KEYS
+            n_blocks = tile.end - tile.first
             total = call.group * n_blocks
             dk_acc = zeros_for(smem.k, KEYS)
             dv_acc = zeros_for(smem.v, KEYS)
@@ -233,28 +204,25 @@ def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
                 s_next = add_terms(s_next, smem.lse, base % form.STAGES, KEYS, form.BLOCK_M, s_layout)
                 s = warpgroup_mma_wait(0, deps=[s_next])
             mbarrier.wait(barriers.v_ready, filled & 1, pred=total > 0)
-            h_dq = h_kv * call.group
+            h_dq = tile.h_kv * call.group
             row_dq = call.rows_padded
             for g in range(call.group):  # every query head that reads this key head
-                h = h_kv * call.group + g
-                done = base + g * n_blocks - first
+                h = tile.h_kv * call.group + g
+                done = base + g * n_blocks - tile.first
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
-                        (first, end, rotation), done, base, base + total, sums, words, smem, barriers,
-                        b, h, own_row, key, offset, seqlen_k, call, CONSUMER, form, part == 0,
+                        dk_acc, dv_acc, s, h_dq, row_dq, tile.full if part else tile.first, tile.end if part else tile.full,
+                        tile, done, base, base + total, sums, words, smem, barriers, h, key, offset, seqlen_k, call, CONSUMER,
+                        form, part == 0,
                     )  # fmt: skip
             if form.DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
-                mbarrier.wait(
-                    barriers.ds_ready.index(final % form.DS_STAGES), (final // form.DS_STAGES) & 1, pred=total > 0
-                )
-                zero_dq = zero_pieces(smem.k, CONSUMER, form.BLOCK_M, form.BLOCK_D)
-                pieces = products_done(
-                    issue_dq(smem.ds, smem.k, final % form.DS_STAGES, zero_dq, CONSUMER, form.BLOCK_M, form.BLOCK_D)
-                )
+                ready = barriers.ds_ready.index(final % form.DS_STAGES)
+                mbarrier.wait(ready, (final // form.DS_STAGES) & 1, pred=total > 0)
+                zero_dq = zero_pieces(smem.k, CONSUMER, form)
+                pieces = products_done(issue_dq(smem, final % form.DS_STAGES, zero_dq, CONSUMER, form))
                 if total > 0:
-                    reduce_dq(sums, words, pieces, smem, b, h_dq, row_dq, call, CONSUMER, form)
+                    reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
             mbarrier.arrive(barriers.k_empty.index(0), count=1, pred=total > 0)
             if form.TELLS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
@@ -266,32 +234,25 @@ def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
                 stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES), dk[0])
                 stage.reshape([KEYS, form.BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
                 fence_async_shared()
-                store_packed(dv[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+                store_packed(dv[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
                 if form.OUT_STAGES == 1:
                     tma_store_wait(0)
                 else:
                     stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES + 1), dk[0])
                 stage.reshape([KEYS, form.BLOCK_D]).store((dk_acc[0] * call.softmax_scale).to(dk[0].dtype))
                 fence_async_shared()
-                store_packed(dk[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
+                store_packed(dk[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
             elif form.REDUCE == "tma":  # what stages dQ is large enough
                 stage = (as_block_of(smem.out[0].index(CONSUMER), dk[0]),)
-                put_in(dv_acc, dv, b, h_kv, key, stage)
+                put_in(dv_acc, dv, tile.b, tile.h_kv, key, stage)
                 tma_store_wait(0)
-                put_in(scaled(dk_acc, call.softmax_scale), dk, b, h_kv, key, stage)
+                put_in(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, stage)
             else:
-                put_parts(dv_acc, dv, b, h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
+                put_parts(dv_acc, dv, tile.b, tile.h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
                 if form.OUT_STAGES == 1:
                     tma_store_wait(0)
-                put_parts(
-                    scaled(dk_acc, call.softmax_scale),
-                    dk,
-                    b,
-                    h_kv,
-                    key,
-                    smem.out,
-                    CONSUMER * form.OUT_STAGES + (form.OUT_STAGES - 1),
-                )
+                last = CONSUMER * form.OUT_STAGES + (form.OUT_STAGES - 1)
+                put_parts(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, smem.out, last)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:
@@ -361,18 +322,8 @@ def bwd_fused_hopper_kernel(
     fence_async_shared()
     smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
     call = Call(
-        batch,
-        heads_q,
-        heads_kv,
-        group,
-        seqlen_q,
-        seqlen_k,
-        rows_padded,
-        HEADS_PER_WAVE,
-        window,
-        qk_scale,
-        softmax_scale,
-    )
+        batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
+    )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
