@@ -8,6 +8,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -110,17 +111,6 @@ class Call(NamedTuple):
     window: tuple
     qk_scale: gl.tensor
     softmax_scale: gl.tensor
-
-
-@gluon.jit
-def _tile(tiles, heads, heads_per_wave):
-    """(key tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the first tiles are the longest."""
-    pid = gl.program_id(0)
-    band = pid // (tiles * heads_per_wave)
-    first = band * heads_per_wave
-    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
-    inside = pid - band * (tiles * heads_per_wave)
-    return inside // width, first + inside % width
 
 
 @gluon.jit
@@ -413,7 +403,8 @@ def bwd_dkdv_hopper_kernel(
     behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
-    number, head = _tile(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE)
+    # causal: the first tiles are the longest
+    number, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
     start_n = number * BLOCK_N

@@ -121,7 +121,8 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def _tile(tiles, heads, heads_per_wave, IS_CAUSAL: gl.constexpr):
-    """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the last tiles are the longest."""
+    """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py, which works out the head before it counts
+    tiles from the last one: other PTX. Causal: the last tiles are the longest."""
     pid = gl.program_id(0)
     band = pid // (tiles * heads_per_wave)
     first = band * heads_per_wave
