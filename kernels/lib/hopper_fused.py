@@ -14,7 +14,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
-from fa2tune.kernels.lib.hopper_packed import tell_place
+from fa2tune.kernels.lib.hopper_packed import send_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
 from fa2tune.kernels.lib.hopper_tiles import laps_of, take, work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
@@ -63,7 +63,7 @@ class Form(NamedTuple):
     PAIRS: gl.constexpr
     DYNAMIC: gl.constexpr
     BESIDE: gl.constexpr
-    JOINED: gl.constexpr
+    CONCATENATED: gl.constexpr
     ADDS: gl.constexpr  #: dQ is added by a warp of its own
     COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
     TELLS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
@@ -234,7 +234,7 @@ def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_
 
 
 @gluon.jit
-def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call, offsets, form):
+def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form):
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
     through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
     hopper_packed.py has it."""
@@ -245,10 +245,10 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
         if form.RAGGED:
-            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = tell_place(
+            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = send_place(
                 lap,
                 counter,
-                tiles_told,
+                channel,
                 offsets,
                 call.batch,
                 call.heads_kv,
@@ -325,7 +325,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call
         base += total
         filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:
-            taken, laps = take(lap, counter, tiles_told, call)
+            taken, laps = take(lap, counter, channel, call)
         lap += 1
     if form.BESIDE:  # a kernel that follows this one follows the overlapped one too
         do_once(_ALL_PREPARED)

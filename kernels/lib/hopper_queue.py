@@ -1,5 +1,5 @@
 """Packed sequences in the Hopper forward: a queue of tiles. The producer takes the next one that no program had, as
-kernels/portable/packed_order.py has ordered them, and tells the consumer groups. Device side."""
+kernels/portable/packed_order.py has ordered them, and sends it to the consumer groups. Device side."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,8 +20,8 @@ from fa2tune.search_spaces.sm90 import fwd as forward_space
 
 WORDS = gl.constexpr(space.WORDS)
 ROWS = gl.constexpr(forward_space.ROWS)
-#: Places for tiles told. When the producer tells tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
-#: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was told before tile t - 2.
+#: Places for tiles sent. When the producer sends tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
+#: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was sent before tile t - 2.
 PLACES = gl.constexpr(4)
 #: Of a place: its head, behind the entry of packed_order.
 HEAD = gl.constexpr(5)
@@ -34,13 +34,13 @@ _SHARE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 @gluon.jit
 def make_queue(order, RAGGED: gl.constexpr):
-    """(order, numbers told, barriers); () of a dense call."""
+    """(order, numbers, mbarriers ``sent``); () of a dense call."""
     if RAGGED:
         numbers = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+        sent = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(PLACES):
-            mbarrier.init(told.index(i), count=1)
-        return order, numbers, told
+            mbarrier.init(sent.index(i), count=1)
+        return order, numbers, sent
     else:
         return ()
 
@@ -57,9 +57,9 @@ def _share(taken):
 
 
 @gluon.jit
-def _tell(queue, turn, index, tiles, heads, heads_per_wave):
-    """The producer tells its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
-    order, numbers, told = queue
+def _send(queue, turn, index, tiles, heads, heads_per_wave):
+    """The producer sends its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
+    order, numbers, sent = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     band = index // gl.maximum(tiles * heads_per_wave, 1)
     first = band * heads_per_wave
@@ -70,7 +70,7 @@ def _tell(queue, turn, index, tiles, heads, heads_per_wave):
     entry = gl.load(order + WORDS * (1 + gl.where(alive, inside // width, 0)) + word)
     entry = gl.where(word == HEAD, gl.where(alive, first + inside % width, -1), entry)
     numbers.index(turn % PLACES).store(entry)
-    mbarrier.arrive(told.index(turn % PLACES), count=1)
+    mbarrier.arrive(sent.index(turn % PLACES), count=1)
 
 
 @gluon.jit
@@ -80,12 +80,12 @@ def _number(numbers, place, WORD: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tile_told(queue, turn, WARPS: gl.constexpr):
+def received_tile(queue, turn, WARPS: gl.constexpr):
     """(head, first row, row where the sequence ends, its rows, key where it ends, its keys) of this program's turn-th tile; a
     head of -1: there is none. WARPS: of the partition that asks."""
-    _, numbers, told = queue
+    _, numbers, sent = queue
     place = turn % PLACES
-    mbarrier.wait(told.index(place), (turn // PLACES) & 1)
+    mbarrier.wait(sent.index(place), (turn // PLACES) & 1)
     head = _number(numbers, place, HEAD, WARPS)
     start_m = _number(numbers, place, 0, WARPS)
     end_q = _number(numbers, place, 1, WARPS)
@@ -110,12 +110,12 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
     done = 0  # key blocks of earlier tiles
     turn = 0
     taken = _take(order)
-    _tell(queue, 0, gl.program_id(0), tiles, heads_q, band)
+    _send(queue, 0, gl.program_id(0), tiles, heads_q, band)
     # the second tile is known, too: no program waits for the counter at first
     index = 2 * programs - 1 - gl.program_id(0)
-    head, start_m, end_q, rows, end_k, keys = tile_told(queue, 0, 1)
+    head, start_m, end_q, rows, end_k, keys = received_tile(queue, 0, 1)
     while head >= 0:
-        _tell(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
+        _send(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
         h_kv = head // group
         row_q = PACKED_ROWS - rows + start_m
         below = gl.maximum(form.BLOCKS_BELOW(start_m + form.BLOCK_M, rows, keys, window, form.BLOCK_N), 1)
@@ -137,7 +137,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
         turn += 1
         index = 2 * programs + _share(taken)
         taken = _take(order)
-        head, start_m, end_q, rows, end_k, keys = tile_told(queue, turn, 1)
+        head, start_m, end_q, rows, end_k, keys = received_tile(queue, turn, 1)
     await_last(barriers, done, form)
 
 

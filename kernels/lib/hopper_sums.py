@@ -16,7 +16,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     do_once,
     meet,
 )
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, taken_for
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -103,8 +103,8 @@ def reduce_dq(sums, words, pieces, smem, b, h, row, call, CONSUMER: gl.constexpr
 
 @gluon.jit
 def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Joined groups have
-    waited for dV of the tile before at the tile's start.)"""
+    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Concatenated
+    groups have waited for dV of the tile before at the tile's start.)"""
     if new_tile:  # dK of the tile before may still be on its way out of this memory
         tma_store_wait(0)
         thread_barrier()
@@ -136,9 +136,9 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def add(sums, counts, smem, tiles_told, tiles_done, call, form):
-    """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
-    add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
+def add(sums, counts, smem, channel, tiles_done, call, form):
+    """One warp. ADDS: dQ of each block (CONCATENATED), or each group's piece of it, from shared memory to its sums; without it
+    others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
     may start, and waits until all are. Without either it has nothing to do. RAGGED: counts [Hq, rows_padded / CHUNK], of each
     sequence that where its rows start; behind them how many programs are done, and 1 once all are."""
     laps = laps_of(call, form)
@@ -148,7 +148,7 @@ def add(sums, counts, smem, tiles_told, tiles_done, call, form):
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
-            tile = next_tile(lap, taken, tiles_told, call, 1, form)
+            tile = next_tile(lap, taken, channel, call, 1, form)
             if form.RAGGED:
                 laps = laps_behind(lap, tile)
             if form.ADDS:
@@ -159,7 +159,7 @@ def add(sums, counts, smem, tiles_told, tiles_done, call, form):
                     place = tile.first + i % n_blocks
                     block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
                     row = block * form.BLOCK_M + tile.own_row
-                    if form.JOINED:
+                    if form.CONCATENATED:
                         meet(PIECE_READY, GROUPS_AND_WARP)
                         tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
                         tma_store_wait(0)
@@ -182,7 +182,7 @@ def add(sums, counts, smem, tiles_told, tiles_done, call, form):
                     else:
                         _count_tile(counts, (tile.b * call.heads_kv + tile.h_kv) * call.group, call.group, 0, False)
             if form.DYNAMIC and not form.RAGGED:
-                taken, laps = taken_for(lap, tiles_told, call, 1)
+                taken, laps = received_number(lap, channel, call, 1)
             lap += 1
         if form.COUNTS and form.RAGGED:
             done = counts + call.heads_kv * call.group * (call.rows_padded // CHUNK)

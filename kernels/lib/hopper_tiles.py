@@ -1,4 +1,4 @@
-"""Which key tile a program of the fused Hopper backward works on next, and how the producer tells the other warps."""
+"""Which key tile a program of the fused Hopper backward works on next, and how the producer sends it to the other warps."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import mbarrier
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
-from fa2tune.kernels.lib.hopper_packed import told_work
+from fa2tune.kernels.lib.hopper_packed import received_work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.
@@ -32,16 +32,17 @@ class Tile(NamedTuple):
 
 
 @gluon.jit
-def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
-    """How the producer tells LISTENERS partitions which tile it took: (numbers, told, heard), two each; () without DYNAMIC."""
+def make_tile_channel(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
+    """How the producer sends LISTENERS partitions what it took: (words, mbarriers ``sent``, mbarriers ``received``), two places
+    each, in turn; () without DYNAMIC."""
     if DYNAMIC:
         tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        received = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
-            mbarrier.init(told.index(i), count=1)
-            mbarrier.init(heard.index(i), count=LISTENERS)
-        return tile_smem, told, heard
+            mbarrier.init(sent.index(i), count=1)
+            mbarrier.init(received.index(i), count=LISTENERS)
+        return tile_smem, sent, received
     else:
         return ()
 
@@ -103,36 +104,36 @@ def _laps_with(lap, taken, call):
 
 
 @gluon.jit
-def take(lap, counter, tiles_told, call):
-    """The producer takes this program's tile of the next lap and tells the other warps: (its number, laps)."""
-    tile_smem, told, heard = tiles_told
+def take(lap, counter, channel, call):
+    """The producer takes this program's tile of the next lap and sends it to the other warps: (its number, laps)."""
+    tile_smem, sent, received = channel
     taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
     slot = lap % 2
-    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
+    mbarrier.wait(received.index(slot), ((lap // 2) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
-    mbarrier.arrive(told.index(slot), count=1)
+    mbarrier.arrive(sent.index(slot), count=1)
     return taken, _laps_with(lap, taken, call)
 
 
 @gluon.jit
-def taken_for(lap, tiles_told, call, WARPS: gl.constexpr):
+def received_number(lap, channel, call, WARPS: gl.constexpr):
     """What the producer took after this lap."""
-    tile_smem, told, heard = tiles_told
+    tile_smem, sent, received = channel
     slot = lap % 2
-    mbarrier.wait(told.index(slot), (lap // 2) & 1)
+    mbarrier.wait(sent.index(slot), (lap // 2) & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     taken = gl.max(tile_smem.index(slot).load(layout), 0)
-    mbarrier.arrive(heard.index(slot), count=1)
+    mbarrier.arrive(received.index(slot), count=1)
     return taken, _laps_with(lap, taken, call)
 
 
 @gluon.jit
-def next_tile(lap, taken, tiles_told, call, WARPS: gl.constexpr, form):
+def next_tile(lap, taken, channel, call, WARPS: gl.constexpr, form):
     """A consumer's tile of a lap. WARPS: of its partition."""
     if form.RAGGED:
-        alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = told_work(
-            lap, tiles_told, call.window, WARPS, form
+        alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = received_work(
+            lap, channel, call.window, WARPS, form
         )
         return Tile(alive, 0, h_kv, start_n, first, full, end, rotation, queries, keys, first_k, own_row)
     else:

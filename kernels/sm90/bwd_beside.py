@@ -70,7 +70,7 @@ class Barriers(NamedTuple):
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     termed: gl.shared_memory_descriptor  #: a chunk's terms are written
-    told: gl.shared_memory_descriptor  #: and its flag is set
+    flagged: gl.shared_memory_descriptor  #: and its flag is set
 
 
 class Duty(NamedTuple):
@@ -188,7 +188,7 @@ def _zero(sums, flags, smem, barriers, duty, call, form):
         mine = gl.where(lane < pending, 1, 0)
         gl.inline_asm_elementwise(_TELL, "=r,l,r", [flag.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
         for i in range(before, before + pending):
-            mbarrier.arrive(barriers.told.index(i % SLOTS), count=1)
+            mbarrier.arrive(barriers.flagged.index(i % SLOTS), count=1)
         before = begin
         pending = now
         begin += now
@@ -253,7 +253,7 @@ def _terms(source, terms, smem, barriers, duty, call, form):
         sums = gl.sum(o_tile.to(gl.float32) * do_tile.to(gl.float32), 1)
         mbarrier.arrive(barriers.empty.index(slot), count=1)
         delta = gl.convert_layout(sums, rows_layout) - part
-        mbarrier.wait(barriers.told.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
+        mbarrier.wait(barriers.flagged.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
         gl.store(terms + own, _as_terms(gl.div_rn(word * -LOG2E, call.qk_scale), own_layout))
         gl.store(terms + every + own, _as_terms(-delta, own_layout))
         mbarrier.arrive(barriers.termed.index(i % SLOTS), count=1)
@@ -328,17 +328,17 @@ def bwd_beside_hopper_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     termed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    flagged = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(termed.index(i), count=1)
-        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(flagged.index(i), count=1)
     fence_async_shared()
     source = Rows(lse, dlse, stride_dlseb, stride_dlseh, stride_dlsem, has_dlse)
     smem = Shared(o_smem, do_smem, zero_smem)
-    barriers = Barriers(ready, empty, termed, told)
+    barriers = Barriers(ready, empty, termed, flagged)
     window = (window_left, window_right)
     call = Call(tiles, heads_q, seqlen_q, seqlen_k, packed, batch, rows_padded, window, qk_scale)
     form: gl.constexpr = Form(

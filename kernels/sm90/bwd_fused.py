@@ -1,6 +1,6 @@
 """FlashAttention backward for Hopper, all five products in one kernel: a warp feeds Q and dO by TMA, two groups of four warps
-own 64 keys each, apart (num_warps 4: a partition each, here) or joined (8: one, hopper_joined.py). dK and dV stay in
-registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
+own 64 keys each, apart (num_warps 4: a partition each, here) or concatenated (8: one, hopper_concatenated.py). dK and dV stay
+in registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
 
 import triton
 from triton.experimental import gluon
@@ -14,6 +14,7 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
+from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
 from fa2tune.kernels.lib.hopper_fused import (
     ALL_GROUPS,
     BLOCK_N,
@@ -39,7 +40,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     produce,
     zero_pieces,
 )
-from fa2tune.kernels.lib.hopper_joined import consume_joined
 from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
@@ -57,7 +57,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, make_tiles_told, next_tile, taken_for
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, make_tile_channel, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -173,7 +173,7 @@ def _over_queries(
 
 
 @gluon.jit
-def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, CONSUMER: gl.constexpr, form):
+def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CONSUMER: gl.constexpr, form):
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
     seqlen_k = call.seqlen_k
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
@@ -185,7 +185,7 @@ def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        tile = next_tile(lap, taken, tiles_told, call, 4, form)
+        tile = next_tile(lap, taken, channel, call, 4, form)
         if form.RAGGED:
             laps = laps_behind(lap, tile)
             seqlen_k = tile.keys
@@ -256,7 +256,7 @@ def _consume(sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
             base += total
             filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:
-            taken, laps = taken_for(lap, tiles_told, call, 4)
+            taken, laps = received_number(lap, channel, call, 4)
         lap += 1
     tma_store_wait(0)
 
@@ -286,7 +286,7 @@ def bwd_fused_hopper_kernel(
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     window = (window_left, window_right)
-    JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
+    CONCATENATED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     q, do = descriptors_of(q, q_rest), descriptors_of(do, do_rest)
     k, v = descriptors_of(k, k_rest), descriptors_of(v, v_rest)
@@ -300,11 +300,11 @@ def bwd_fused_hopper_kernel(
     delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     DS_STAGES: gl.constexpr = 3 if DQ_BEHIND else 2
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    if JOINED:
+    if CONCATENATED:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_M, BLOCK_N], ds_layout)
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BLOCK_M], ds_layout)
-    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or JOINED else 2
+    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or CONCATENATED else 2
     if REDUCE == "tma":
         piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
         dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
@@ -314,7 +314,7 @@ def bwd_fused_hopper_kernel(
         out_smem = shared_for(k, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
-    tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
+    channel = make_tile_channel(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
     TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
     tiles_done = make_tiles_done(PARTS, TELLS)
     heads = heads_q if RAGGED else batch * heads_q
@@ -328,24 +328,24 @@ def bwd_fused_hopper_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
-        EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE, JOINED=JOINED,
-        ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES,
+        EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
+        CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES,
         LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
-    if JOINED:  # in one part
+    if CONCATENATED:  # in one part
         whole = Shared(q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0])
         gl.warp_specialize([
-            (consume_joined, (words, dk[0], dv[0], whole, barriers, tiles_told, tiles_done, call, form)),
-            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call, offsets, form)),
-            (add, (sums, counts, smem, tiles_told, tiles_done, call, form)),
+            (consume_concatenated, (words, dk[0], dv[0], whole, barriers, channel, tiles_done, call, form)),
+            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),
+            (add, (sums, counts, smem, channel, tiles_done, call, form)),
         ], [1, 1], [WARP_REGISTERS, WARP_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 0, form)),
-            (_consume, (sums, words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 1, form)),
-            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, call, offsets, form)),
-            (add, (sums, counts, smem, tiles_told, tiles_done, call, form)),
+            (_consume, (sums, words, dk, dv, smem, barriers, channel, tiles_done, call, 0, form)),
+            (_consume, (sums, words, dk, dv, smem, barriers, channel, tiles_done, call, 1, form)),
+            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),
+            (add, (sums, counts, smem, channel, tiles_done, call, form)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS])  # fmt: skip
 
 

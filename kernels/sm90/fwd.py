@@ -45,7 +45,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, tile_told
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -202,7 +202,7 @@ def _one_tile(
     v_entry = done - 1
     if form.Q_STAGES > 1:
         if form.RAGGED:
-            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+            next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
             more = next_head >= 0
         else:
             more = turn + 1 < share.turns
@@ -218,7 +218,7 @@ def _one_tile(
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
     if form.Q_STAGES == 1:  # the divisions run beside P V
         if form.RAGGED:
-            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+            next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
         else:
             next_m, next_head = _tile_of(turn + 1, share, call, form)
     else:
@@ -274,7 +274,7 @@ def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr,
     share = Share(tiles, heads, turns, offset)
     done = 0  # key blocks of earlier tiles
     if form.RAGGED:
-        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = tile_told(queue, 0, 4)
+        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
         alive = head >= 0
     else:
         start_m, head = _tile_of(0, share, call, form)

@@ -28,7 +28,7 @@ from fa2tune.kernels.lib.hopper_fused import (
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, taken_for
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, received_number
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def _over_queries(
 
 
 @gluon.jit
-def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, form):
+def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, call, form):
     """Both groups as one partition: dK and dV of each tile, and what it adds to every dQ. They meet twice a block."""
     seqlen_k = call.seqlen_k
     dtype: gl.constexpr = smem.q.dtype
@@ -108,7 +108,7 @@ def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        tile = next_tile(lap, taken, tiles_told, call, 8, form)
+        tile = next_tile(lap, taken, channel, call, 8, form)
         if form.RAGGED:
             laps = laps_behind(lap, tile)
             seqlen_k = tile.keys
@@ -159,6 +159,6 @@ def consume_joined(words, dk, dv, smem, barriers, tiles_told, tiles_done, call, 
             base += total
             filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:
-            taken, laps = taken_for(lap, tiles_told, call, 8)
+            taken, laps = received_number(lap, channel, call, 8)
         lap += 1
     tma_store_wait(0)
