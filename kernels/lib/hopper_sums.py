@@ -138,9 +138,10 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
 @gluon.jit
 def add(sums, counts, smem, channel, tiles_done, call, form):
     """One warp. ADDS: dQ of each block (CONCATENATED), or each group's piece of it, from shared memory to its sums; without it
-    others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
-    may start, and waits until all are. Without either it has nothing to do. RAGGED: counts [Hq, rows_padded / CHUNK], of each
-    sequence that where its rows start; behind them how many programs are done, and 1 once all are."""
+    others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added:
+    sm90/bwd_finish may start, and waits until all are. Without either it has nothing to do. RAGGED: counts
+    [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
+    all are."""
     laps = laps_of(call, form)
     if form.COUNTS:
         do_once(_START_FINISH)
