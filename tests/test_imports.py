@@ -31,22 +31,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.spec.problem",
     "fa2tune.spec.scorefile",
     "fa2tune.spec.variant",
-    "fa2tune.kernels.lib.bwd_keys",
-    "fa2tune.kernels.lib.ampere",
-    "fa2tune.kernels.lib.common",
-    "fa2tune.kernels.lib.extent",
-    "fa2tune.kernels.lib.hopper",
-    "fa2tune.kernels.lib.hopper_blocks",
-    "fa2tune.kernels.lib.hopper_extent",
-    "fa2tune.kernels.lib.hopper_forward",
-    "fa2tune.kernels.lib.hopper_fused",
-    "fa2tune.kernels.lib.hopper_joined",
-    "fa2tune.kernels.lib.hopper_keys",
-    "fa2tune.kernels.lib.hopper_packed",
-    "fa2tune.kernels.lib.hopper_parts",
-    "fa2tune.kernels.lib.hopper_queue",
-    "fa2tune.kernels.lib.hopper_sums",
-    "fa2tune.kernels.lib.packed_heads",
+    *(f"fa2tune.kernels.lib.{path.stem}" for path in (ROOT / "kernels" / "lib").glob("*.py")),
 }
 
 

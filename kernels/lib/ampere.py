@@ -41,21 +41,6 @@ def shared_layout(columns):
     return gl.SwizzledSharedLayout(8, max(1, 64 // columns), min(8, columns // 8), [1, 0])
 
 
-@gluon.jit
-def tile_and_head(tiles, heads, heads_per_wave, LAST_FIRST: gl.constexpr):
-    """(tile, head) of this program, as tile_and_head of kernels/lib/common.py has it."""
-    pid = gl.program_id(0)
-    band = pid // (tiles * heads_per_wave)
-    first = band * heads_per_wave
-    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
-    inside = pid - band * (tiles * heads_per_wave)
-    tile = inside // width
-    head = first + inside % width
-    if LAST_FIRST:
-        tile = tiles - 1 - tile
-    return tile, head
-
-
 @gluon.constexpr_function
 def rows_at_once(rows, columns, warps):
     """Rows of a tile that all warps copy at once, 16 bytes a thread."""

@@ -1,22 +1,16 @@
-"""Packed sequences in Gluon kernels: where a tile lies, as kernels/lib/extent.py has it. Device side."""
+"""Packed sequences in Gluon kernels: where a tile lies, as kernels/lib/extent.py has it, with the layouts that Gluon wants
+named. Device side."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-#: Starts of sequences that a warp reads at once.
-STEP = gl.constexpr(128)
+from fa2tune.kernels.lib.extent import STEP
 
 
 @gluon.jit
 def _start(cu_seqlens, index, total):
     """Where a sequence starts. Whatever cu_seqlens holds, no row outside the tensor is addressed."""
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + index), 0), total)
-
-
-@gluon.jit
-def packed_tiles(total, sequences, BLOCK: gl.constexpr):
-    """Tiles of a head, as ``Extent.tiles`` has them on the host."""
-    return total // BLOCK + sequences + 1
 
 
 @gluon.jit

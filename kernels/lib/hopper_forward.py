@@ -1,4 +1,9 @@
-"""What surrounds the products of kernels/sm90/fwd.py: a program's tiles, the warp that loads, turns, masks, sums."""
+"""What surrounds the products of kernels/sm90/fwd.py: a program's tiles, the warp that loads, turns, masks, sums.
+
+What travels together from function to function is a named tuple. Partitions get its fields in their order; another one is
+other machine code, and Triton's cache, whose key holds no such class, does not see it change."""
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +19,8 @@ ROWS = gl.constexpr(space.ROWS)
 L2_BYTES = gl.constexpr(32 * 2**20)
 #: Threads of a consumer group.
 THREADS = gl.constexpr(128)
+#: And of the producer.
+WARP = gl.constexpr(32)
 
 #: Of fwd_norms: how many maxima a head has, and the least that a squared norm counts as.
 PARTS, SMALLEST = gl.constexpr(fwd_norms.PARTS), gl.constexpr(fwd_norms.SMALLEST)
@@ -25,6 +32,66 @@ V_EMPTY = gl.constexpr(10)  #: nor of V
 TURN = gl.constexpr(13)  #: a group may issue its products: one a group
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0; }")
+
+
+class Form(NamedTuple):
+    """What is compiled in, of the config, the head dims and the mask. Kept as gl.constexpr: assigned without, its fields would
+    be values of the running program."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    COLUMNS: gl.constexpr  #: of K and V together
+    WIDEST: gl.constexpr  #: columns of the wider of Q and V
+    STAGES: gl.constexpr
+    Q_STAGES: gl.constexpr
+    PINGPONG: gl.constexpr
+    RESCALE: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    O_THROUGH: gl.constexpr
+    NUMBERED: gl.constexpr
+    NEGATE: gl.constexpr
+    RAGGED: gl.constexpr
+    BLOCKS_BELOW: gl.constexpr
+    FIRST_BLOCK: gl.constexpr
+    CLEAR_BLOCKS: gl.constexpr
+    HIDE: gl.constexpr
+    SEES_A_KEY: gl.constexpr
+    LEFT_BOUNDED: gl.constexpr
+    RIGHT_BOUNDED: gl.constexpr
+    GROUPS: gl.constexpr  #: of consumers
+    LONGEST_LAST: gl.constexpr  #: a head's last tiles have the most keys
+
+
+class Call(NamedTuple):
+    """What a launch is given. RAGGED: batch is 1, the lengths are those of all sequences together."""
+
+    batch: gl.tensor
+    heads_q: gl.tensor
+    group: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    heads_per_wave: gl.tensor
+    window: tuple
+
+
+class Shared(NamedTuple):
+    """Shared memory, of each the parts: [slots, 1, 1, rows, columns]."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    o: tuple
+
+
+class Barriers(NamedTuple):
+    """mbarriers, one a slot."""
+
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -56,24 +123,22 @@ def pass_turn_on(CONSUMER: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(
-    empty, entry, pred, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr
-):
+def hand_back(empty, entry, pred, NUMBER: gl.constexpr, form):
     """This group reads a ring entry no more. NUMBERED: it says so at a numbered barrier, from NUMBER on one a stage."""
-    if NUMBERED:
-        _come(NUMBER + entry % STAGES, THREADS * GROUPS + 32, pred)
+    if form.NUMBERED:
+        _come(NUMBER + entry % form.STAGES, THREADS * form.GROUPS + WARP, pred)
     else:
-        mbarrier.arrive(empty.index(entry % STAGES), count=1, pred=pred)
+        mbarrier.arrive(empty.index(entry % form.STAGES), count=1, pred=pred)
 
 
 @gluon.jit
-def await_room(empty, entry, NUMBER: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, NUMBERED: gl.constexpr):
+def await_room(empty, entry, NUMBER: gl.constexpr, form):
     """The producer, until no group reads what lies where a ring entry goes."""
-    if NUMBERED:
-        if entry >= STAGES:
-            _meet(NUMBER + entry % STAGES, THREADS * GROUPS + 32)
+    if form.NUMBERED:
+        if entry >= form.STAGES:
+            _meet(NUMBER + entry % form.STAGES, THREADS * form.GROUPS + WARP)
     else:
-        mbarrier.wait(empty.index(entry % STAGES), ((entry // STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(entry % form.STAGES), ((entry // form.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
@@ -121,57 +186,55 @@ def heads_in_band(seqlen_k, COLUMNS: gl.constexpr, LONGEST_LAST: gl.constexpr):
 
 
 @gluon.jit
-def load_q(
-    q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST: gl.constexpr, LAST: gl.constexpr, GROUPS: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-):  # fmt: skip
+def load_q(q, b, h, start_m, turn, smem, barriers, FIRST: gl.constexpr, LAST: gl.constexpr, form):
     """Q of the consumer groups [FIRST, LAST)."""
     for c in gl.static_range(FIRST, LAST):
-        slot = (turn % Q_STAGES) * GROUPS + c
-        mbarrier.wait(q_empty.index(slot), ((turn // Q_STAGES) & 1) ^ 1)
-        expect_parts(q, q_ready.index(slot))
-        load_parts(q, b, h, start_m + c * ROWS, q_ready.index(slot), q_smem, slot)
+        slot = (turn % form.Q_STAGES) * form.GROUPS + c
+        mbarrier.wait(barriers.q_empty.index(slot), ((turn // form.Q_STAGES) & 1) ^ 1)
+        expect_parts(q, barriers.q_ready.index(slot))
+        load_parts(q, b, h, start_m + c * ROWS, barriers.q_ready.index(slot), smem.q, slot)
 
 
 @gluon.jit
-def produce(
-    q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr,
-):  # fmt: skip
-    """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v and their shared memory: tuples
-    of their parts."""
-    q_smem, k_smem, v_smem, _ = smem
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    FIRST: gl.constexpr = 1 if Q_STAGES > 1 else 0  # the first group's Q comes before its K, where there is room for it
-    tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    heads = batch * heads_q
+def produce(q, k, v, smem, barriers, call, form):
+    """One warp: the tiles of Q, K and V, in the order in which the consumers want them. q, k, v: tuples of their parts."""
+    FIRST: gl.constexpr = (
+        1 if form.Q_STAGES > 1 else 0
+    )  # the first group's Q comes before its K, where there is room for it
+    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    tiles = gl.cdiv(seqlen_q, form.BLOCK_M)
+    heads = call.batch * call.heads_q
     done = 0  # key blocks of earlier tiles
     for turn in range(turns_of(tiles * heads)):
-        start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-        b = head // heads_q
-        h = head - b * heads_q
-        h_kv = h // group
-        below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
-        n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
-        load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
+        start_m, head = tile_of(turn, tiles, heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
+        b = head // call.heads_q
+        h = head - b * call.heads_q
+        h_kv = h // call.group
+        below = form.BLOCKS_BELOW(start_m + form.BLOCK_M, seqlen_q, seqlen_k, window, form.BLOCK_N)
+        n_blocks = below - form.FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, form.BLOCK_N)
+        load_q(q, b, h, start_m, turn, smem, barriers, 0, FIRST, form)
         for j in range(n_blocks):
-            stage = (done + j) % STAGES
-            row = (below - 1 - j) * BLOCK_N  # the last block, the one under the mask, comes first
-            await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
-            expect_parts(k, k_ready.index(stage))
-            load_parts(k, b, h_kv, row, k_ready.index(stage), k_smem, stage)
+            stage = (done + j) % form.STAGES
+            row = (below - 1 - j) * form.BLOCK_N  # the last block, the one under the mask, comes first
+            await_room(barriers.k_empty, done + j, K_EMPTY, form)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, b, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
             if j == 0:
-                load_q(q, b, h, start_m, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
-            await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
-            expect_parts(v, v_ready.index(stage))
-            load_parts(v, b, h_kv, row, v_ready.index(stage), v_smem, stage)
+                load_q(q, b, h, start_m, turn, smem, barriers, FIRST, form.GROUPS, form)
+            await_room(barriers.v_empty, done + j, V_EMPTY, form)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, b, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         done += n_blocks
-    if NUMBERED:
-        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: no warp is left at a barrier
-            await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
-            await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+    await_last(barriers, done, form)
+
+
+@gluon.jit
+def await_last(barriers, done, form):
+    """The producer leaves no warp at a numbered barrier: it meets all at those of the last stages."""
+    if form.NUMBERED:
+        for entry in range(gl.maximum(done, form.STAGES), done + form.STAGES):
+            await_room(barriers.v_empty, entry, V_EMPTY, form)
+            await_room(barriers.k_empty, entry, K_EMPTY, form)
 
 
 @gluon.jit
@@ -183,26 +246,20 @@ def q_again(q_smem, slot, at_least_one):
 
 
 @gluon.jit
-def pass_by(
-    start_m, done, alive, seqlen_q, seqlen_k, window, barriers,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr,
-):  # fmt: skip
+def pass_by(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER: gl.constexpr, form):
     """Releases the key blocks of a tile that only later groups see, where the mask is bounded on the right. Returns how many
     blocks are done then."""
-    _, _, k_ready, k_empty, v_ready, v_empty = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    n_all = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
-    n_mine = BLOCKS_BELOW(start_m + (CONSUMER + 1) * ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    n_all = form.BLOCKS_BELOW(start_m + form.BLOCK_M, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    n_mine = form.BLOCKS_BELOW(start_m + (CONSUMER + 1) * ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
     unseen = gl.where(alive, n_all - n_mine, 0)
     for entry in range(done, done + unseen):
-        mbarrier.wait(k_ready.index(entry % STAGES), (entry // STAGES) & 1)
-        if PINGPONG:
+        mbarrier.wait(barriers.k_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
+        if form.PINGPONG:
             await_turn(CONSUMER)
-            pass_turn_on(CONSUMER, GROUPS)
-        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
-        mbarrier.wait(v_ready.index(entry % STAGES), (entry // STAGES) & 1)
-        hand_back(v_empty, entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+            pass_turn_on(CONSUMER, form.GROUPS)
+        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+        mbarrier.wait(barriers.v_ready.index(entry % form.STAGES), (entry // form.STAGES) & 1)
+        hand_back(barriers.v_empty, entry, True, V_EMPTY, form)
     return done + unseen
 
 

@@ -1,5 +1,6 @@
-"""What both forms of kernels/sm90/bwd_fused.py share: a program's tiles, the warp that loads, barriers, P, dQ."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+"""What both forms of kernels/sm90/bwd_fused.py share: the warp that loads, barriers, P, dQ."""
+
+from typing import NamedTuple
 
 from triton import __version__
 from triton.experimental import gluon
@@ -13,8 +14,9 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
-from fa2tune.kernels.lib.hopper_packed import tell_place
+from fa2tune.kernels.lib.hopper_packed import send_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
+from fa2tune.kernels.lib.hopper_tiles import laps_of, take, work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -34,9 +36,85 @@ PIECE_GONE = gl.constexpr(10)  #: and has left it: one a group
 DS_READY = gl.constexpr(12)  #: both groups' dS lies in shared memory
 EMPTY = gl.constexpr(13)  #: no warp reads the stage of Q and dO: one a stage
 V_EMPTY = gl.constexpr(15)  #: no warp reads V any more (concatenated groups with K of two tiles)
+#: Threads that meet there.
+ALL_GROUPS = gl.constexpr(space.GROUPS * 128)
+GROUP_AND_WARP = gl.constexpr(128 + 32)
+GROUPS_AND_WARP = gl.constexpr(space.GROUPS * 128 + 32)
 _MEET = gl.constexpr("bar.sync $1, $2; mov.b32 $0, 0;")
 _COME = gl.constexpr("bar.arrive $1, $2; mov.b32 $0, 0;")
 _COME_IF = gl.constexpr("{.reg .pred p; setp.ne.s32 p, $3, 0; @p bar.arrive $1, $2; mov.b32 $0, 0;}")
+
+
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_D: gl.constexpr
+    TILE_ROWS: gl.constexpr  #: keys that a TMA load brings
+    PARTS: gl.constexpr  #: such loads of a tile, and partitions of consumers
+    STAGES: gl.constexpr
+    K_STAGES: gl.constexpr
+    DS_STAGES: gl.constexpr
+    OUT_STAGES: gl.constexpr
+    REDUCE: gl.constexpr
+    SCORES_AHEAD: gl.constexpr
+    EXPONENTIALS_FIRST: gl.constexpr
+    DQ_BEHIND: gl.constexpr
+    PAIRS: gl.constexpr
+    DYNAMIC: gl.constexpr
+    BESIDE: gl.constexpr
+    CONCATENATED: gl.constexpr
+    ADDS: gl.constexpr  #: dQ is added by a warp of its own
+    COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
+    TELLS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
+    RAGGED: gl.constexpr
+    QUERY_BLOCKS: gl.constexpr
+    HIDE_QUERIES: gl.constexpr
+    LEFT_BOUNDED: gl.constexpr
+    RIGHT_BOUNDED: gl.constexpr
+
+
+# Partitions get the fields of these in their order; another one is other machine code.
+class Call(NamedTuple):
+    """What a launch is given. RAGGED: batch is the number of sequences, the lengths are those of all together."""
+
+    batch: gl.tensor
+    heads_q: gl.tensor
+    heads_kv: gl.tensor
+    group: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    rows_padded: gl.tensor
+    heads_per_wave: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+    softmax_scale: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory: of q, k, v, do and out the parts, [slots, 1, 1, rows, columns] each."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    do: tuple
+    lse: gl.shared_memory_descriptor  #: terms
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    out: tuple
+
+
+class Barriers(NamedTuple):
+    """mbarriers: one of V, of the others one a slot. empty: of Q and dO."""
+
+    k_ready: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    do_ready: gl.shared_memory_descriptor
+    ds_ready: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -68,8 +146,8 @@ def come_if(condition, number, THREADS: gl.constexpr):
 def make_barriers(
     STAGES: gl.constexpr, DS_STAGES: gl.constexpr, PARTS: gl.constexpr, K_STAGES: gl.constexpr, DQ_BEHIND: gl.constexpr
 ):
-    """mbarriers, initialised: (k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready). None that no warp waits on: its
-    memory would be given to what the partitions capture (docs/hopper.md)."""
+    """mbarriers, initialised. None that no warp waits on: its memory would be given to what the partitions capture
+    (docs/hopper.md)."""
     v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
@@ -91,22 +169,7 @@ def make_barriers(
             mbarrier.init(empty.index(i), count=GROUPS)
         for i in gl.static_range(DS_STAGES):
             mbarrier.init(ds_ready.index(i), count=GROUPS)
-    return k_ready, v_ready.index(0), k_empty, q_ready, empty, do_ready, ds_ready
-
-
-@gluon.jit
-def make_tiles_told(LISTENERS: gl.constexpr, DYNAMIC: gl.constexpr):
-    """How the producer tells LISTENERS partitions which tile it took: (numbers, told, heard), two each; () without DYNAMIC."""
-    if DYNAMIC:
-        tile_smem = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(told.index(i), count=1)
-            mbarrier.init(heard.index(i), count=LISTENERS)
-        return tile_smem, told, heard
-    else:
-        return ()
+    return Barriers(k_ready, v_ready.index(0), k_empty, q_ready, empty, do_ready, ds_ready)
 
 
 #: Triton 3.9 has it in public.
@@ -127,85 +190,6 @@ def as_block_of(stage, descriptor):
         return stage._reinterpret(descriptor.dtype, row, descriptor.layout).index(0)
     else:
         return stage._reinterpret(descriptor.dtype, descriptor.block_shape, descriptor.layout)
-
-
-@gluon.jit
-def share(batch, heads_kv, seqlen_k, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr):
-    """(key tiles of a head, of which a program takes so many at once, such shares of a head, laps of this program as far as it
-    knows)."""
-    tiles = gl.cdiv(seqlen_k, BLOCK_N)
-    together = 2 if PAIRS else 1
-    shares = gl.cdiv(tiles, together)
-    laps = gl.cdiv(shares * batch * heads_kv, gl.num_programs(0)) * together
-    if DYNAMIC:
-        laps = 1
-    return tiles, together, shares, laps
-
-
-@gluon.jit
-def work(
-    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
-    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-):  # fmt: skip
-    """(whether there is one, batch entry, key head, first key, query blocks) of this program's key tile of a lap. As
-    tile_and_head of kernels/lib/common.py; causal: the first tiles are the longest. Programs that take several tiles go through
-    their order forth and back, which evens the lengths out (a band's are equal, and it changes nothing), or (PAIRS) take the
-    n-th tile of a head and the n-th last, or (DYNAMIC) the tile of the number taken, the next that no program had."""
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    programs = gl.num_programs(0)
-    lane = gl.program_id(0)
-    if RIGHT_BOUNDED and not PAIRS:
-        lane = gl.where(lap % 2 == 0, lane, programs - 1 - lane)
-    index = taken if DYNAMIC else lap // together * programs + lane
-    heads = batch * heads_kv
-    band = index // (shares * heads_per_wave)
-    first_head = band * heads_per_wave
-    width = gl.maximum(gl.minimum(heads - first_head, heads_per_wave), 1)  # the last band may be narrower
-    inside = index - band * (shares * heads_per_wave)
-    head = first_head + inside % width
-    tile = inside // width
-    alive = index < shares * heads
-    if PAIRS:
-        other = tiles - 1 - tile
-        alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
-        tile = gl.where(lap % 2 == 0, tile, other)
-    start_n = tile * BLOCK_N
-    first, full, end, rotation = query_blocks(
-        start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
-    )
-    return alive, head // heads_kv, head % heads_kv, start_n, first, full, end, rotation
-
-
-@gluon.jit
-def _laps_with(lap, taken, batch, heads_kv, seqlen_k):
-    """Laps of this program, once the number of its next tile is known: one more than this, or no more."""
-    return gl.where(taken < gl.cdiv(seqlen_k, BLOCK_N) * batch * heads_kv, lap + 2, 0)
-
-
-@gluon.jit
-def take(lap, counter, tiles_told, batch, heads_kv, seqlen_k):
-    """The producer takes this program's tile of the next lap and tells the other warps: (its number, laps)."""
-    tile_smem, told, heard = tiles_told
-    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    slot = lap % 2
-    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    tile_smem.index(slot).store(gl.full([32], 0, gl.int32, layout) + taken)
-    mbarrier.arrive(told.index(slot), count=1)
-    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
-
-
-@gluon.jit
-def taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, WARPS: gl.constexpr):
-    """What the producer took after this lap."""
-    tile_smem, told, heard = tiles_told
-    slot = lap % 2
-    mbarrier.wait(told.index(slot), (lap // 2) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    taken = gl.max(tile_smem.index(slot).load(layout), 0)
-    mbarrier.arrive(heard.index(slot), count=1)
-    return taken, _laps_with(lap, taken, batch, heads_kv, seqlen_k)
 
 
 _SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
@@ -250,31 +234,31 @@ def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_
 
 
 @gluon.jit
-def produce(
-    q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-    heads_per_wave, window, offsets, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, QUERY_BLOCKS: gl.constexpr,
-    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr,
-    BESIDE: gl.constexpr, DQ_BEHIND: gl.constexpr, TILE_ROWS: gl.constexpr, K_STAGES: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
+def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form):
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
     through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
     hopper_packed.py has it."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
+    laps = laps_of(call, form)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        if RAGGED:
-            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = tell_place(
-                lap, counter, tiles_told, offsets, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave
+        if form.RAGGED:
+            alive, h_kv, start_n, queries, keys, first_q, first_k, own_row = send_place(
+                lap,
+                counter,
+                channel,
+                offsets,
+                call.batch,
+                call.heads_kv,
+                call.seqlen_q,
+                call.seqlen_k,
+                call.heads_per_wave,
             )
             laps = gl.where(alive, lap + 2, 0)
-            first, full, end, rotation = query_blocks(
-                start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+            first, _full, end, rotation = query_blocks(
+                start_n, queries, keys, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
             )
             # coordinates of descriptors that end where the sequence ends; own_row: from those to rows of the terms
             b = first_q + queries
@@ -285,64 +269,72 @@ def produce(
             of_lse = 0
             entries = 1
         else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
-                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-            )  # fmt: skip
+            alive, b, h_kv, start_n, first, _full, end, rotation = work(lap, taken, call, form)
             k_entry = b
             q_shift = 0
             own_row = 0
             of_lse = b
-            entries = batch
+            entries = call.batch
         n_blocks = end - first
-        total = gl.where(alive, group * n_blocks, 0)
+        total = gl.where(alive, call.group * n_blocks, 0)
         for i in range(total):
             turn = base + i
-            h = h_kv * group + i // n_blocks
-            row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + q_shift
-            stage = turn % STAGES
-            if BESIDE:
+            h = h_kv * call.group + i // n_blocks
+            row = block_at(first + i % n_blocks, first, end, rotation, form.LEFT_BOUNDED) * form.BLOCK_M + q_shift
+            stage = turn % form.STAGES
+            if form.BESIDE:
                 if i % n_blocks == 0:
-                    if RAGGED:
-                        await_packed(flags, h, group, heads_kv, heads_per_wave, rows_padded, own_row + q_shift, queries)
+                    if form.RAGGED:
+                        await_packed(
+                            flags,
+                            h,
+                            call.group,
+                            call.heads_kv,
+                            call.heads_per_wave,
+                            call.rows_padded,
+                            own_row + q_shift,
+                            queries,
+                        )
                     else:
-                        await_prepared(flags, (b * heads_kv + h_kv) * group + i // n_blocks, rows_padded)
-            if DQ_BEHIND:
-                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-            elif turn >= STAGES:
-                meet(EMPTY + stage, 288)
-            expect_both(q, (terms,), q_ready.index(stage))
-            load_parts(q, b, h, row, q_ready.index(stage), q_smem, stage)
-            tma_load(terms, [of_lse, h, row + own_row, 0], q_ready.index(stage), lse_smem.index(stage))
+                        await_prepared(flags, (b * call.heads_kv + h_kv) * call.group + i // n_blocks, call.rows_padded)
+            if form.DQ_BEHIND:
+                mbarrier.wait(barriers.empty.index(stage), ((turn // form.STAGES) & 1) ^ 1)
+            elif turn >= form.STAGES:
+                meet(EMPTY + stage, GROUPS_AND_WARP)
+            expect_both(q, (terms,), barriers.q_ready.index(stage))
+            load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
+            tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             if i == 0:
-                k_stage = filled % K_STAGES
-                ready = k_ready.index(k_stage)
-                mbarrier.wait(k_empty.index(k_stage), ((filled // K_STAGES) & 1) ^ 1)
-                expect_tiles(k, ready, PARTS)
-                for c in gl.static_range(PARTS):
-                    load_parts(k, k_entry, h_kv, start_n + c * TILE_ROWS, ready, k_smem, k_stage * PARTS + c)
-                if K_STAGES > 1:
+                k_stage = filled % form.K_STAGES
+                ready = barriers.k_ready.index(k_stage)
+                mbarrier.wait(barriers.k_empty.index(k_stage), ((filled // form.K_STAGES) & 1) ^ 1)
+                expect_tiles(k, ready, form.PARTS)
+                for c in gl.static_range(form.PARTS):
+                    load_parts(k, k_entry, h_kv, start_n + c * form.TILE_ROWS, ready, smem.k, k_stage * form.PARTS + c)
+                if form.K_STAGES > 1:
                     if filled > 0:
-                        meet(V_EMPTY, 288)
-                expect_tiles(v, v_ready, PARTS)
-                for c in gl.static_range(PARTS):
-                    load_parts(v, k_entry, h_kv, start_n + c * TILE_ROWS, v_ready, v_smem, c)
-            expect_both(do, (terms,), do_ready.index(stage))
-            load_parts(do, b, h, row, do_ready.index(stage), do_smem, stage)
-            tma_load(terms, [entries + of_lse, h, row + own_row, 0], do_ready.index(stage), delta_smem.index(stage))
+                        meet(V_EMPTY, GROUPS_AND_WARP)
+                expect_tiles(v, barriers.v_ready, form.PARTS)
+                for c in gl.static_range(form.PARTS):
+                    load_parts(v, k_entry, h_kv, start_n + c * form.TILE_ROWS, barriers.v_ready, smem.v, c)
+            expect_both(do, (terms,), barriers.do_ready.index(stage))
+            load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
+            tma_load(
+                terms, [entries + of_lse, h, row + own_row, 0], barriers.do_ready.index(stage), smem.delta.index(stage)
+            )
         base += total
         filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC and not RAGGED:
-            taken, laps = take(lap, counter, tiles_told, batch, heads_kv, seqlen_k)
+        if form.DYNAMIC and not form.RAGGED:
+            taken, laps = take(lap, counter, channel, call)
         lap += 1
-    if BESIDE:  # a kernel that follows this one follows the overlapped one too
+    if form.BESIDE:  # a kernel that follows this one follows the overlapped one too
         do_once(_ALL_PREPARED)
-    if not DQ_BEHIND:  # no warp is left at a barrier
-        for turn in range(gl.maximum(base, STAGES), base + STAGES):
-            meet(EMPTY + turn % STAGES, 288)
-        if K_STAGES > 1:
+    if not form.DQ_BEHIND:  # no warp is left at a barrier
+        for turn in range(gl.maximum(base, form.STAGES), base + form.STAGES):
+            meet(EMPTY + turn % form.STAGES, GROUPS_AND_WARP)
+        if form.K_STAGES > 1:
             if filled > 0:
-                meet(V_EMPTY, 288)
+                meet(V_EMPTY, GROUPS_AND_WARP)
 
 
 @gluon.jit
@@ -357,14 +349,13 @@ def add_terms(product, terms_smem, stage, ROWS: gl.constexpr, BLOCK_M: gl.conste
 
 @gluon.jit
 def probabilities(
-    s, row, key, offset, seqlen_k, window, qk_scale,
-    ROWS: gl.constexpr, HIDE_QUERIES: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    s, row, key, offset, seqlen_k, call, ROWS: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr, form
+):
     """P^T [ROWS, M] of scores S^T less lse / softmax_scale; the first row is of ``key``, the first column of ``row``."""
-    p = gl.exp2(s * qk_scale)
+    p = gl.exp2(s * call.qk_scale)
     if MASK:
         keys = key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-        p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, layout)
+        p = form.HIDE_QUERIES(p, keys, row, offset, seqlen_k, call.window, layout)
     return p
 
 
@@ -375,12 +366,12 @@ def do_once(PTX: gl.constexpr):
 
 
 @gluon.jit
-def zero_pieces(k_smem, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def zero_pieces(k_smem, CONSUMER: gl.constexpr, form):
     """Where this group's pieces of a block's dQ start from."""
-    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
+    COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
     if len(k_smem) == 1:
         found = (gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS)),)
-    elif BLOCK_M == 64:
+    elif form.BLOCK_M == 64:
         MINE: gl.constexpr = k_smem[CONSUMER].shape[-1]
         found = (gl.zeros([64, MINE], gl.float32, product_layout(MINE)),)
     else:
@@ -408,16 +399,16 @@ def _piece_of(ds_smem, k_smem, buffer, zero, FIRST_ROW: gl.constexpr, FIRST_COLU
 
 
 @gluon.jit
-def issue_dq(ds_smem, k_smem, buffer, zeros, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def issue_dq(smem, buffer, zeros, CONSUMER: gl.constexpr, form):
     """This group's pieces of dS K, over both groups' keys: of 64 query rows [64, BLOCK_D / 2], its half of the columns, or of a
     head dim in two parts the first or the second of them; of 128 query rows its half of the rows [64, BLOCK_D], or those of
     either part."""
-    HALF: gl.constexpr = BLOCK_D // 2
-    if len(k_smem) == 1:
-        found = (_piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, CONSUMER * HALF),)
-    elif BLOCK_M == 64:
-        found = (_piece_of(ds_smem, k_smem[CONSUMER], buffer, zeros[0], 0, 0),)
+    HALF: gl.constexpr = form.BLOCK_D // 2
+    if len(smem.k) == 1:
+        found = (_piece_of(smem.ds, smem.k[0], buffer, zeros[0], CONSUMER * 64, CONSUMER * HALF),)
+    elif form.BLOCK_M == 64:
+        found = (_piece_of(smem.ds, smem.k[CONSUMER], buffer, zeros[0], 0, 0),)
     else:
-        first = _piece_of(ds_smem, k_smem[0], buffer, zeros[0], CONSUMER * 64, 0)
-        found = (first, _piece_of(ds_smem, k_smem[1], buffer, zeros[1], CONSUMER * 64, 0))
+        first = _piece_of(smem.ds, smem.k[0], buffer, zeros[0], CONSUMER * 64, 0)
+        found = (first, _piece_of(smem.ds, smem.k[1], buffer, zeros[1], CONSUMER * 64, 0))
     return found

@@ -1,5 +1,7 @@
 """A query tile of kernels/sm90/fwd.py over key blocks: scores, softmax, P V. Device side."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -20,51 +22,56 @@ from fa2tune.kernels.lib.hopper_forward import (
 from fa2tune.kernels.lib.hopper_parts import add_products, product_layout, product_of_rows, products_done, tiles_in
 
 
+class Seen(NamedTuple):
+    """What a group's rows of a tile see of its keys."""
+
+    rows: gl.tensor  #: [ROWS], counted in their sequence
+    offset: gl.tensor
+    seqlen_k: gl.tensor
+    window: tuple
+    below: gl.tensor  #: the group's last key block, and one
+    done: gl.tensor  #: key blocks of earlier tiles
+
+
 @gluon.jit
-def issue_scores(
-    q_tile, k_smem, k_ready, entry, pred, CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def issue_scores(q_tile, smem, barriers, entry, pred, CONSUMER: gl.constexpr, form):
     """Starts Q K^T [ROWS, BLOCK_N] of a ring entry, once it is there and, with PINGPONG, it is this group's turn. Without
     pred it does not wait for the entry and multiplies what lies there."""
-    stage = entry % STAGES
-    mbarrier.wait(k_ready.index(stage), (entry // STAGES) & 1, pred=pred)
-    if PINGPONG:
+    layout: gl.constexpr = product_layout(form.BLOCK_N)
+    stage = entry % form.STAGES
+    mbarrier.wait(barriers.k_ready.index(stage), (entry // form.STAGES) & 1, pred=pred)
+    if form.PINGPONG:
         await_turn(CONSUMER)
-    k_tile = tiles_in(k_smem, stage)
-    return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, BLOCK_N], gl.float32, layout))
+    k_tile = tiles_in(smem.k, stage)
+    return product_of_rows(q_tile, k_tile, gl.zeros([ROWS, form.BLOCK_N], gl.float32, layout))
 
 
 @gluon.jit
 def over_keys(
-    acc, total, peak, p, begin, end, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, RESCALE: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, MASK: gl.constexpr,
+    acc, total, peak, p, begin, end, seen, q_tile, smem, barriers, qk_scale, CONSUMER: gl.constexpr, form,
+    RESCALE: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
     """Key blocks [begin, end), counted back from block ``below`` - 1: Q K^T of block j is in flight together with P V of
     block j - 1, whose P is carried. RESCALE "never": no score times qk_scale exceeds peak by more than P's type can hold."""
-    _, k_smem, v_smem, _ = smem
-    _, _, k_ready, k_empty, v_ready, v_empty = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    dtype: gl.constexpr = v_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
+    dtype: gl.constexpr = smem.v[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
     for j in range(begin, end):
-        entry = done + j
-        v_stage = (entry - 1) % STAGES
-        s_next = issue_scores(q_tile, k_smem, k_ready, entry, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
-        mbarrier.wait(v_ready.index(v_stage), ((entry - 1) // STAGES) & 1)
-        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_stage), acc)
-        if PINGPONG:
-            pass_turn_on(CONSUMER, GROUPS)
+        entry = seen.done + j
+        v_stage = (entry - 1) % form.STAGES
+        s_next = issue_scores(q_tile, smem, barriers, entry, True, CONSUMER, form)
+        mbarrier.wait(barriers.v_ready.index(v_stage), ((entry - 1) // form.STAGES) & 1)
+        o_next = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
+        if form.PINGPONG:
+            pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
-        hand_back(k_empty, entry, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
-        if NEGATE:
+        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+        if form.NEGATE:
             s = -s
         if MASK:
-            s = HIDE(s, rows, (below - 1 - j) * BLOCK_N, offset, seqlen_k, window, s_layout)
+            column = (seen.below - 1 - j) * form.BLOCK_N
+            s = form.HIDE(s, seen.rows, column, seen.offset, seen.seqlen_k, seen.window, s_layout)
         if RESCALE == "never":
             weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
             total += sum_parts(weights)
@@ -80,7 +87,7 @@ def over_keys(
             peak = new_peak
         next_p = to_carry(weights, dtype, p_layout, AS_WORDS)
         acc = products_done(o_next)
-        hand_back(v_empty, entry - 1, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+        hand_back(barriers.v_empty, entry - 1, True, V_EMPTY, form)
         if RESCALE != "never":
             acc = shrunk(acc, shrink, RESCALE == "lazy")
         p = next_p

@@ -9,9 +9,10 @@ starts at block cu_seqlens_q[s] // CHUNK + s."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier, store_block
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
-from fa2tune.kernels.lib.hopper_extent import packed_tiles, place
+from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.
@@ -54,10 +55,10 @@ def _place_of(index, offsets, sequences, heads, total_q, total_k, heads_per_wave
 
 
 @gluon.jit
-def tell_place(lap, counter, tiles_told, offsets, sequences, heads, total_q, total_k, heads_per_wave):
-    """The producer takes the next tile that has keys and tells the other warps: (whether there is one, then what
+def send_place(lap, counter, channel, offsets, sequences, heads, total_q, total_k, heads_per_wave):
+    """The producer takes the next tile that has keys and sends it to the other warps: (whether there is one, then what
     ``_place_of`` gives). A program's first one follows from its number."""
-    tile_smem, told, heard = tiles_told
+    tile_smem, sent, received = channel
     every = packed_tiles(total_k, sequences, BLOCK_N) * heads
     index = gl.program_id(0)
     own = lap == 0
@@ -79,12 +80,12 @@ def tell_place(lap, counter, tiles_told, offsets, sequences, heads, total_q, tot
         looking = (index < every) & (start_n >= keys)
     alive = index < every
     slot = lap % 2
-    mbarrier.wait(heard.index(slot), ((lap // 2) & 1) ^ 1)
+    mbarrier.wait(received.index(slot), ((lap // 2) & 1) ^ 1)
     n = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     words = gl.where(n == 0, alive.to(gl.int32), gl.where(n == 1, head, gl.where(n == 2, start_n, queries)))
     words = gl.where(n == 4, keys, gl.where(n == 5, first_k, gl.where(n == 6, row, words)))
     tile_smem.index(slot).store(words)
-    mbarrier.arrive(told.index(slot), count=1)
+    mbarrier.arrive(sent.index(slot), count=1)
     return alive, head, start_n, queries, keys, first_q, first_k, row
 
 
@@ -96,20 +97,12 @@ def _word(words, number: gl.constexpr):
 
 
 @gluon.jit
-def told_work(
-    lap,
-    tiles_told,
-    window,
-    BLOCK_M: gl.constexpr,
-    QUERY_BLOCKS: gl.constexpr,
-    LEFT_BOUNDED: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """What the producer told of this lap: (whether there is a tile, head, first key in its sequence, queries, keys, the
+def received_work(lap, channel, window, WARPS: gl.constexpr, form):
+    """What the producer sent for this lap: (whether there is a tile, head, first key in its sequence, queries, keys, the
     sequence's first row in k, and in workspaces), then what ``query_blocks`` gives. WARPS: of this partition."""
-    tile_smem, told, heard = tiles_told
+    tile_smem, sent, received = channel
     slot = lap % 2
-    mbarrier.wait(told.index(slot), (lap // 2) & 1)
+    mbarrier.wait(sent.index(slot), (lap // 2) & 1)
     words = tile_smem.index(slot).load(gl.BlockedLayout([1], [32], [WARPS], [0]))
     alive = _word(words, 0) != 0
     head = _word(words, 1)
@@ -118,8 +111,8 @@ def told_work(
     keys = _word(words, 4)
     first_k = _word(words, 5)
     row = _word(words, 6)
-    mbarrier.arrive(heard.index(slot), count=1)
+    mbarrier.arrive(received.index(slot), count=1)
     first, full, end, rotation = query_blocks(
-        start_n, queries, keys, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
+        start_n, queries, keys, window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
     )
     return alive, head, start_n, queries, keys, first_k, row, first, full, end, rotation

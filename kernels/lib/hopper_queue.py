@@ -1,19 +1,27 @@
 """Packed sequences in the Hopper forward: a queue of tiles. The producer takes the next one that no program had, as
-kernels/portable/packed_order.py has ordered them, and tells the consumer groups. Device side."""
+kernels/portable/packed_order.py has ordered them, and sends it to the consumer groups. Device side."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier
-from fa2tune.kernels.lib.hopper_forward import K_EMPTY, V_EMPTY, await_room, heads_in_band, load_q, produce
+from fa2tune.kernels.lib.hopper_forward import (
+    K_EMPTY,
+    V_EMPTY,
+    await_last,
+    await_room,
+    heads_in_band,
+    load_q,
+    produce,
+)
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.search_spaces.sm90 import fwd as forward_space
 
 WORDS = gl.constexpr(space.WORDS)
 ROWS = gl.constexpr(forward_space.ROWS)
-#: Places for tiles told. When the producer tells tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
-#: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was told before tile t - 2.
+#: Places for tiles sent. When the producer sends tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
+#: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was sent before tile t - 2.
 PLACES = gl.constexpr(4)
 #: Of a place: its head, behind the entry of packed_order.
 HEAD = gl.constexpr(5)
@@ -26,13 +34,13 @@ _SHARE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;")
 
 @gluon.jit
 def make_queue(order, RAGGED: gl.constexpr):
-    """(order, numbers told, barriers); () of a dense call."""
+    """(order, numbers, mbarriers ``sent``); () of a dense call."""
     if RAGGED:
         numbers = gl.allocate_shared_memory(gl.int32, [PLACES, WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        told = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+        sent = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(PLACES):
-            mbarrier.init(told.index(i), count=1)
-        return order, numbers, told
+            mbarrier.init(sent.index(i), count=1)
+        return order, numbers, sent
     else:
         return ()
 
@@ -49,9 +57,9 @@ def _share(taken):
 
 
 @gluon.jit
-def _tell(queue, turn, index, tiles, heads, heads_per_wave):
-    """The producer tells its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
-    order, numbers, told = queue
+def _send(queue, turn, index, tiles, heads, heads_per_wave):
+    """The producer sends its turn-th tile, which has this number in the queue. Bands of heads: as tile_of has them."""
+    order, numbers, sent = queue
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     band = index // gl.maximum(tiles * heads_per_wave, 1)
     first = band * heads_per_wave
@@ -62,7 +70,7 @@ def _tell(queue, turn, index, tiles, heads, heads_per_wave):
     entry = gl.load(order + WORDS * (1 + gl.where(alive, inside // width, 0)) + word)
     entry = gl.where(word == HEAD, gl.where(alive, first + inside % width, -1), entry)
     numbers.index(turn % PLACES).store(entry)
-    mbarrier.arrive(told.index(turn % PLACES), count=1)
+    mbarrier.arrive(sent.index(turn % PLACES), count=1)
 
 
 @gluon.jit
@@ -72,12 +80,12 @@ def _number(numbers, place, WORD: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def tile_told(queue, turn, WARPS: gl.constexpr):
+def received_tile(queue, turn, WARPS: gl.constexpr):
     """(head, first row, row where the sequence ends, its rows, key where it ends, its keys) of this program's turn-th tile; a
     head of -1: there is none. WARPS: of the partition that asks."""
-    _, numbers, told = queue
+    _, numbers, sent = queue
     place = turn % PLACES
-    mbarrier.wait(told.index(place), (turn // PLACES) & 1)
+    mbarrier.wait(sent.index(place), (turn // PLACES) & 1)
     head = _number(numbers, place, HEAD, WARPS)
     start_m = _number(numbers, place, 0, WARPS)
     end_q = _number(numbers, place, 1, WARPS)
@@ -88,76 +96,55 @@ def tile_told(queue, turn, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _produce_packed(
-    q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    NUMBERED: gl.constexpr, BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr,
-):  # fmt: skip
+def _produce_packed(q, k, v, smem, barriers, queue, call, form):
     """As ``produce``, over the tiles of a queue. Coordinates are counted so that a block ends where its sequence does
     (``_addressed`` in fa2tune/launching/launch.py)."""
-    q_smem, k_smem, v_smem, _ = smem
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
     order, _, _ = queue
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    FIRST: gl.constexpr = 1 if Q_STAGES > 1 else 0
+    FIRST: gl.constexpr = 1 if form.Q_STAGES > 1 else 0
+    heads_q, group, window = call.heads_q, call.group, call.window
     tiles = gl.load(order)
-    band = heads_per_wave
+    band = call.heads_per_wave
     if band == 0:
-        band = gl.minimum(heads_in_band(gl.maximum(gl.load(order + 2), 1), COLUMNS, True) * group, heads_q)
+        band = gl.minimum(heads_in_band(gl.maximum(gl.load(order + 2), 1), form.COLUMNS, True) * group, heads_q)
     programs = gl.num_programs(0)
     done = 0  # key blocks of earlier tiles
     turn = 0
     taken = _take(order)
-    _tell(queue, 0, gl.program_id(0), tiles, heads_q, band)
-    index = (
-        2 * programs - 1 - gl.program_id(0)
-    )  # the second tile is known, too: no program waits for the counter at first
-    head, start_m, end_q, rows, end_k, keys = tile_told(queue, 0, 1)
+    _send(queue, 0, gl.program_id(0), tiles, heads_q, band)
+    # the second tile is known, too: no program waits for the counter at first
+    index = 2 * programs - 1 - gl.program_id(0)
+    head, start_m, end_q, rows, end_k, keys = received_tile(queue, 0, 1)
     while head >= 0:
-        _tell(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
+        _send(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
         h_kv = head // group
         row_q = PACKED_ROWS - rows + start_m
-        below = gl.maximum(BLOCKS_BELOW(start_m + BLOCK_M, rows, keys, window, BLOCK_N), 1)
-        n_blocks = below - FIRST_BLOCK(start_m, rows, keys, window, BLOCK_N)
-        row_k = PACKED_ROWS - keys + (below - 1) * BLOCK_N
-        load_q(q, end_q, head, row_q, turn, q_smem, q_ready, q_empty, 0, FIRST, GROUPS, Q_STAGES)
+        below = gl.maximum(form.BLOCKS_BELOW(start_m + form.BLOCK_M, rows, keys, window, form.BLOCK_N), 1)
+        n_blocks = below - form.FIRST_BLOCK(start_m, rows, keys, window, form.BLOCK_N)
+        row_k = PACKED_ROWS - keys + (below - 1) * form.BLOCK_N
+        load_q(q, end_q, head, row_q, turn, smem, barriers, 0, FIRST, form)
         for j in range(n_blocks):
-            stage = (done + j) % STAGES
-            row = row_k - j * BLOCK_N  # the last block, the one under the mask, comes first
-            await_room(k_empty, done + j, K_EMPTY, STAGES, GROUPS, NUMBERED)
-            expect_parts(k, k_ready.index(stage))
-            load_parts(k, end_k, h_kv, row, k_ready.index(stage), k_smem, stage)
+            stage = (done + j) % form.STAGES
+            row = row_k - j * form.BLOCK_N  # the last block, the one under the mask, comes first
+            await_room(barriers.k_empty, done + j, K_EMPTY, form)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, end_k, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
             if j == 0:
-                load_q(q, end_q, head, row_q, turn, q_smem, q_ready, q_empty, FIRST, GROUPS, GROUPS, Q_STAGES)
-            await_room(v_empty, done + j, V_EMPTY, STAGES, GROUPS, NUMBERED)
-            expect_parts(v, v_ready.index(stage))
-            load_parts(v, end_k, h_kv, row, v_ready.index(stage), v_smem, stage)
+                load_q(q, end_q, head, row_q, turn, smem, barriers, FIRST, form.GROUPS, form)
+            await_room(barriers.v_empty, done + j, V_EMPTY, form)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, end_k, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         done += n_blocks
         turn += 1
         index = 2 * programs + _share(taken)
         taken = _take(order)
-        head, start_m, end_q, rows, end_k, keys = tile_told(queue, turn, 1)
-    if NUMBERED:
-        for entry in range(gl.maximum(done, STAGES), done + STAGES):  # the last stages: no warp is left at a barrier
-            await_room(v_empty, entry, V_EMPTY, STAGES, GROUPS, True)
-            await_room(k_empty, entry, K_EMPTY, STAGES, GROUPS, True)
+        head, start_m, end_q, rows, end_k, keys = received_tile(queue, turn, 1)
+    await_last(barriers, done, form)
 
 
 @gluon.jit
-def produce_tiles(
-    q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NUMBERED: gl.constexpr,
-    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, LONGEST_LAST: gl.constexpr, COLUMNS: gl.constexpr,
-    RAGGED: gl.constexpr,
-):  # fmt: skip
+def produce_tiles(q, k, v, smem, barriers, queue, call, form):
     """One warp: what the consumers want of q, k and v. RAGGED: of the tiles of a queue."""
-    if RAGGED:
-        _produce_packed(
-            q, k, v, smem, barriers, queue, heads_q, group, heads_per_wave, window, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, COLUMNS,
-            NUMBERED, BLOCKS_BELOW, FIRST_BLOCK,
-        )  # fmt: skip
+    if form.RAGGED:
+        _produce_packed(q, k, v, smem, barriers, queue, call, form)
     else:
-        produce(
-            q, k, v, smem, barriers, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, BLOCK_N,
-            STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST,
-        )  # fmt: skip
+        produce(q, k, v, smem, barriers, call, form)

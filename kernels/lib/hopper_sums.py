@@ -1,5 +1,4 @@
 """The fused Hopper backward's dQ: from registers or shared memory into its sums, and which heads have all their tiles."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,17 +7,16 @@ from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barr
 from fa2tune.kernels.lib.hopper_blocks import block_at
 from fa2tune.kernels.lib.hopper_fused import (
     CHUNK,
+    GROUP_AND_WARP,
     GROUPS,
+    GROUPS_AND_WARP,
     PIECE_GONE,
     PIECE_READY,
     come,
     do_once,
     meet,
-    share,
-    taken_for,
-    work,
 )
-from fa2tune.kernels.lib.hopper_packed import told_work
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -87,18 +85,17 @@ def stage_dq(dq, dq_smem, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def reduce_dq(
-    sums, pieces, dq_smem, words, b, h, row, heads_q, rows_padded,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REDUCE: gl.constexpr,
-):  # fmt: skip
+def reduce_dq(sums, words, pieces, smem, b, h, row, call, CONSUMER: gl.constexpr, form):
     """This group's pieces of dQ, added to their sums by the group itself. What lies beside a head dim in two parts stays 0."""
-    COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
-    if REDUCE == "tma":
+    COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
+    if form.REDUCE == "tma":
         tma_store_wait(0)
-        stage_dq(pieces[0], dq_smem, CONSUMER, 64, COLUMNS)
-        add_piece(sums, dq_smem, b, h, row, CONSUMER, BLOCK_M)
+        stage_dq(pieces[0], smem.dq, CONSUMER, 64, COLUMNS)
+        add_piece(sums, smem.dq, b, h, row, CONSUMER, form.BLOCK_M)
     else:
-        first = ((b * heads_q + h).to(gl.int64) * rows_padded + row) * BLOCK_D + CONSUMER * (64 * COLUMNS)
+        first = ((b * call.heads_q + h).to(gl.int64) * call.rows_padded + row) * form.BLOCK_D + CONSUMER * (
+            64 * COLUMNS
+        )
         add_from_registers(words, first, pieces[0], 64, pieces[0].shape[1])
         if len(pieces) > 1:
             add_from_registers(words, first + 64 * pieces[0].shape[1], pieces[1], 64, pieces[1].shape[1])
@@ -106,8 +103,8 @@ def reduce_dq(
 
 @gluon.jit
 def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Joined groups have
-    waited for dV of the tile before at the tile's start.)"""
+    """dQ of a block, or a group's piece of it, to the warp that adds it. number: of its group's barriers. (Concatenated
+    groups have waited for dV of the tile before at the tile's start.)"""
     if new_tile:  # dK of the tile before may still be on its way out of this memory
         tma_store_wait(0)
         thread_barrier()
@@ -139,67 +136,56 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def add(
-    sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, window,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, QUERY_BLOCKS: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, JOINED: gl.constexpr, ADDS: gl.constexpr,
-    COUNTS: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
-    """One warp. ADDS: dQ of each block (JOINED), or each group's piece of it, from shared memory to its sums; without it others
-    add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added: sm90/bwd_finish
-    may start, and waits until all are. Without either it has nothing to do. RAGGED: counts [Hq, rows_padded / CHUNK], of each
-    sequence that where its rows start; behind them how many programs are done, and 1 once all are."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    if COUNTS:
+def add(sums, counts, smem, channel, tiles_done, call, form):
+    """One warp. ADDS: dQ of each block (CONCATENATED), or each group's piece of it, from shared memory to its sums; without it
+    others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added:
+    sm90/bwd_finish may start, and waits until all are. Without either it has nothing to do. RAGGED: counts
+    [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
+    all are."""
+    laps = laps_of(call, form)
+    if form.COUNTS:
         do_once(_START_FINISH)
-    if ADDS or COUNTS:
+    if form.ADDS or form.COUNTS:
         taken = gl.program_id(0)
         lap = 0
         while lap < laps:
-            if RAGGED:
-                alive, h_kv, start_n, queries, keys, first_k, own_row, first, full, end, rotation = told_work(
-                    lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 1
-                )
-                laps = gl.where(alive, lap + 2, 0)
-                b = 0
-            else:
-                alive, b, h_kv, start_n, first, full, end, rotation = work(
-                    lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
-                    LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-                )  # fmt: skip
-                own_row = 0
-            if ADDS:
-                n_blocks = end - first
-                total = gl.where(alive, group * n_blocks, 0)
+            tile = next_tile(lap, taken, channel, call, 1, form)
+            if form.RAGGED:
+                laps = laps_behind(lap, tile)
+            if form.ADDS:
+                n_blocks = tile.end - tile.first
+                total = gl.where(tile.alive, call.group * n_blocks, 0)
                 for i in range(total):
-                    h = h_kv * group + i // n_blocks
-                    row = block_at(first + i % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M + own_row
-                    if JOINED:
-                        meet(PIECE_READY, 288)
-                        tma_reduce_add(sums, [b, h, row, 0], dq_smem.index(0))
+                    h = tile.h_kv * call.group + i // n_blocks
+                    place = tile.first + i % n_blocks
+                    block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
+                    row = block * form.BLOCK_M + tile.own_row
+                    if form.CONCATENATED:
+                        meet(PIECE_READY, GROUPS_AND_WARP)
+                        tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
                         tma_store_wait(0)
-                        come(PIECE_GONE, 288)
+                        come(PIECE_GONE, GROUPS_AND_WARP)
                     else:
                         for c in gl.static_range(GROUPS):
-                            meet(PIECE_READY + c, 160)
-                            add_piece(sums, dq_smem, b, h, row, c, BLOCK_M)
+                            meet(PIECE_READY + c, GROUP_AND_WARP)
+                            add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
                             tma_store_wait(0)
-                            come(PIECE_GONE + c, 160)
-            if COUNTS:
-                if alive:
-                    if ADDS:
+                            come(PIECE_GONE + c, GROUP_AND_WARP)
+            if form.COUNTS:
+                if tile.alive:
+                    if form.ADDS:
                         do_once(_ALL_ADDED)
                     else:
                         mbarrier.wait(tiles_done.index(lap % DONE), (lap // DONE) & 1)
-                    if RAGGED:
-                        _count_tile(counts + own_row // CHUNK, h_kv * group, group, rows_padded // CHUNK, True)
+                    if form.RAGGED:
+                        step = call.rows_padded // CHUNK
+                        _count_tile(counts + tile.own_row // CHUNK, tile.h_kv * call.group, call.group, step, True)
                     else:
-                        _count_tile(counts, (b * heads_kv + h_kv) * group, group, 0, False)
-            if DYNAMIC and not RAGGED:
-                taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 1)
+                        _count_tile(counts, (tile.b * call.heads_kv + tile.h_kv) * call.group, call.group, 0, False)
+            if form.DYNAMIC and not form.RAGGED:
+                taken, laps = received_number(lap, channel, call, 1)
             lap += 1
-        if COUNTS and RAGGED:
-            done = counts + heads_kv * group * (rows_padded // CHUNK)
+        if form.COUNTS and form.RAGGED:
+            done = counts + call.heads_kv * call.group * (call.rows_padded // CHUNK)
             if gl.atomic_add(done, 1, sem="acq_rel") == gl.num_programs(0) - 1:
                 gl.atomic_add(done + 1, 1, sem="release")

@@ -33,7 +33,7 @@ def sees(rows, offset, seqlen_k, window):
     return rows >= 0
 
 
-# ---- for kernels in Gluon, which cannot call the functions above
+# ---- for kernels in Gluon: in whole key blocks, and with Gluon's layouts
 
 
 @gluon.jit

@@ -23,8 +23,8 @@ from fa2tune.kernels.lib.ampere import (
     operand_a,
     put,
     shared_layout,
-    tile_and_head,
 )
+from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Variant, Workspaces

@@ -23,8 +23,8 @@ from fa2tune.kernels.lib.ampere import (
     raise_peak,
     scaled_if,
     shared_layout,
-    tile_and_head,
 )
+from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
 from fa2tune.spec.problem import head_dim_parts
 from fa2tune.spec.variant import Variant

@@ -3,7 +3,8 @@ the order in which the main kernel takes its heads, and signal by a flag a chunk
 
 Main starts early (griddepcontrol): once every program here has started and cleared its flags, so no program is waited for
 that could not run. Alone, all multiprocessors wait for memory; overlapped with main, a few do."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +19,8 @@ from fa2tune.search_spaces.sm90 import bwd_fused as bwd_fused_hopper
 from fa2tune.spec.variant import Variant
 
 WARPS = gl.constexpr(bwd_beside_hopper.WARPS)
+#: Of the warps that load and store zeros.
+WARP_REGISTERS = gl.constexpr(40)
 TERMS = gl.constexpr(bwd_fused_hopper.TERMS)
 #: Rows of zeros that one TMA stores; it takes PARTS of them for a chunk of rows.
 ZERO_ROWS = gl.constexpr(bwd_beside_hopper.ZERO_ROWS)
@@ -42,21 +45,86 @@ _TELL = gl.constexpr(
 )
 
 
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    BLOCK_DV: gl.constexpr
+    SEES_A_KEY: gl.constexpr
+    BOUNDED: gl.constexpr  #: whether a row may see no key
+    STAGES: gl.constexpr
+    RAGGED: gl.constexpr
+
+
+# Partitions get the fields of these in their order; another one is other machine code.
+class Shared(NamedTuple):
+    """Shared memory: [slots, 1, 1, rows, columns]."""
+
+    o: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    zero: gl.shared_memory_descriptor
+
+
+class Barriers(NamedTuple):
+    """mbarriers, one a slot."""
+
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    termed: gl.shared_memory_descriptor  #: a chunk's terms are written
+    flagged: gl.shared_memory_descriptor  #: and its flag is set
+
+
+class Duty(NamedTuple):
+    """A program's chunks: n, of which n_first are among those below ``first``, which main begins with. Behind them
+    ``workers`` programs share the rest."""
+
+    n: gl.tensor
+    n_first: gl.tensor
+    first: gl.tensor
+    workers: gl.tensor
+
+
+class Call(NamedTuple):
+    """What a launch is given."""
+
+    tiles: gl.tensor  #: chunks of a head
+    heads_q: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    packed: tuple  #: RAGGED: (heads of a band, sequences, cu_seqlens_q, cu_seqlens_k)
+    batch: gl.tensor
+    rows_padded: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+
+
+class Rows(NamedTuple):
+    """Pointers, strides of dlse, and whether there is a dlse."""
+
+    lse: gl.tensor
+    dlse: gl.tensor
+    step_b: gl.tensor
+    step_h: gl.tensor
+    step_m: gl.tensor
+    has_dlse: gl.tensor
+
+
 @gluon.jit
 def _chunk(i, duty):
     """Number of this program's i-th chunk: all programs prepare what main begins with, the first few of them the rest."""
-    n, n_first, first, workers = duty
     pid = gl.program_id(0)
-    return gl.where(i < n_first, pid + i * gl.num_programs(0), first + pid + (i - n_first) * workers)
+    return gl.where(
+        i < duty.n_first, pid + i * gl.num_programs(0), duty.first + pid + (i - duty.n_first) * duty.workers
+    )
 
 
 @gluon.jit
-def _place(i, duty, tiles, heads_q, packed, RAGGED: gl.constexpr):
-    """(head of all, batch entry, head, first row) of this program's i-th chunk; a head has so many tiles of a chunk. RAGGED: in
-    the order in which main takes tiles, a band's heads fastest; ``packed``: (heads of a band, ...)."""
+def _place(i, duty, call, form):
+    """(head of all, batch entry, head, first row) of this program's i-th chunk. RAGGED: in the order in which main takes tiles,
+    a band's heads fastest."""
+    tiles, heads_q = call.tiles, call.heads_q
     chunk = _chunk(i, duty)
-    if RAGGED:
-        wide = packed[0]
+    if form.RAGGED:
+        wide = call.packed[0]
         band = chunk // (tiles * wide)
         inside = chunk - band * (tiles * wide)
         width = gl.maximum(gl.minimum(heads_q - band * wide, wide), 1)  # the last band may be narrower
@@ -69,60 +137,58 @@ def _place(i, duty, tiles, heads_q, packed, RAGGED: gl.constexpr):
 
 
 @gluon.jit
-def _in_sequence(row, packed, seqlen_q, seqlen_k, WARPS: gl.constexpr):
+def _in_sequence(row, call, WARPS: gl.constexpr):
     """Of a chunk's first row in the workspaces: (the same in its sequence, the sequence's first row in q, its rows, keys)."""
-    wide, sequences, cu_seqlens_q, cu_seqlens_k = packed
-    block, first_q, rows, first_k, keys = place(
-        cu_seqlens_q, cu_seqlens_k, sequences, seqlen_q, seqlen_k, row // CHUNK, CHUNK, WARPS
+    _wide, sequences, cu_seqlens_q, cu_seqlens_k = call.packed
+    block, first_q, rows, _first_k, keys = place(
+        cu_seqlens_q, cu_seqlens_k, sequences, call.seqlen_q, call.seqlen_k, row // CHUNK, CHUNK, WARPS
     )
     return block * CHUNK, first_q, rows, keys
 
 
 @gluon.jit
-def _load(o, do, smem, duty, tiles, heads_q, seqlen_q, seqlen_k, packed, STAGES: gl.constexpr, RAGGED: gl.constexpr):
+def _load(o, do, smem, barriers, duty, call, form):
     """One warp: O and dO through a ring."""
-    o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    for i in range(duty[0]):
-        head, b, h, row = _place(i, duty, tiles, heads_q, packed, RAGGED)
-        if RAGGED:  # descriptors that end where the sequence ends
-            row, first_q, rows, keys = _in_sequence(row, packed, seqlen_q, seqlen_k, 1)
+    for i in range(duty.n):
+        _head, b, h, row = _place(i, duty, call, form)
+        if form.RAGGED:  # descriptors that end where the sequence ends
+            row, first_q, rows, _keys = _in_sequence(row, call, 1)
             b = first_q + rows
             row += PACKED_ROWS - rows
-        slot = i % STAGES
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(slot), o.block_type.nbytes + do.block_type.nbytes)
-        load_block(o, b, h, row, 0, ready.index(slot), o_smem.index(slot))
-        load_block(do, b, h, row, 0, ready.index(slot), do_smem.index(slot))
+        slot = i % form.STAGES
+        mbarrier.wait(barriers.empty.index(slot), ((i // form.STAGES) & 1) ^ 1)
+        mbarrier.expect(barriers.ready.index(slot), o.block_type.nbytes + do.block_type.nbytes)
+        load_block(o, b, h, row, 0, barriers.ready.index(slot), smem.o.index(slot))
+        load_block(do, b, h, row, 0, barriers.ready.index(slot), smem.do.index(slot))
 
 
 @gluon.jit
-def _zero(sums, flags, smem, duty, tiles, heads_q, packed, RAGGED: gl.constexpr):
+def _zero(sums, flags, smem, barriers, duty, call, form):
     """One warp: zeros into the sums of dQ, and the flags of the batch of chunks before, whose zeros and terms are stored."""
-    o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    n, n_first, first, workers = duty
+    n = duty.n
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     begin = n * 0  # numbers that a loop carries, no constants
     before = n * 0
     pending = n * 0  # chunks from before on that have no flag yet
     while (begin < n) | (pending > 0):
         # flags of what main begins with do not wait for others
-        now = gl.minimum(BATCH, gl.where(begin < n_first, n_first, n) - begin)
+        now = gl.minimum(BATCH, gl.where(begin < duty.n_first, duty.n_first, n) - begin)
         for i in range(begin, begin + now):
-            head, b, h, row = _place(i, duty, tiles, heads_q, packed, RAGGED)
+            _head, b, h, row = _place(i, duty, call, form)
             for part in gl.static_range(PARTS):
-                tma_store(sums, [b, h, row + part * ZERO_ROWS, 0], zero_smem)
+                tma_store(sums, [b, h, row + part * ZERO_ROWS, 0], smem.zero)
         if now == BATCH:
             do_once(_STORED_BEFORE)
         else:
             do_once(_STORED)
         for i in range(before, before + pending):
-            mbarrier.wait(termed.index(i % SLOTS), (i // SLOTS) & 1)
+            mbarrier.wait(barriers.termed.index(i % SLOTS), (i // SLOTS) & 1)
         # the lane that stored the zeros has waited for them, and each mbarrier's wait brings the warp together
         flag = flags + _chunk(before + lane, duty)
         mine = gl.where(lane < pending, 1, 0)
         gl.inline_asm_elementwise(_TELL, "=r,l,r", [flag.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
         for i in range(before, before + pending):
-            mbarrier.arrive(told.index(i % SLOTS), count=1)
+            mbarrier.arrive(barriers.flagged.index(i % SLOTS), count=1)
         before = begin
         pending = now
         begin += now
@@ -141,70 +207,56 @@ def _as_terms(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _lse_and_dlse(
-    lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, alive, packed, SEES_A_KEY: gl.constexpr,
-    BOUNDED: gl.constexpr, RAGGED: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def _lse_and_dlse(source, where, alive, call, layout: gl.constexpr, form):
     """[CHUNK] each of a chunk's rows; alive: whether there is such a chunk."""
+    lse, dlse, seqlen_q, seqlen_k = source.lse, source.dlse, call.seqlen_q, call.seqlen_k
     head, b, h, row = where
-    step_b, step_h, step_m = steps
-    if RAGGED:
+    if form.RAGGED:
         lse += head.to(gl.int64) * seqlen_q
-        row, first_q, seqlen_q, seqlen_k = _in_sequence(row, packed, seqlen_q, seqlen_k, WARPS)
+        row, first_q, seqlen_q, seqlen_k = _in_sequence(row, call, WARPS)
         lse += first_q
-        dlse += first_q.to(gl.int64) * step_m
+        dlse += first_q.to(gl.int64) * source.step_m
     rows = row + gl.arange(0, CHUNK, layout=layout)
     inside = (rows < seqlen_q) & alive
-    if not RAGGED:
+    if not form.RAGGED:
         lse += head.to(gl.int64) * seqlen_q
     word = gl.load(lse + rows, mask=inside, other=float("inf"))
-    if BOUNDED:
-        word = gl.where(~SEES_A_KEY(rows, seqlen_k - seqlen_q, seqlen_k, window), float("inf"), word)
-    at = b.to(gl.int64) * step_b + h.to(gl.int64) * step_h
-    part = gl.load(dlse + at + rows.to(gl.int64) * step_m, mask=inside & (has_dlse != 0), other=0.0)
+    if form.BOUNDED:
+        word = gl.where(~form.SEES_A_KEY(rows, seqlen_k - seqlen_q, seqlen_k, call.window), float("inf"), word)
+    at = b.to(gl.int64) * source.step_b + h.to(gl.int64) * source.step_h
+    part = gl.load(dlse + at + rows.to(gl.int64) * source.step_m, mask=inside & (source.has_dlse != 0), other=0.0)
     return word, part
 
 
 @gluon.jit
-def _terms(
-    lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
-    qk_scale, packed, BLOCK_DV: gl.constexpr, SEES_A_KEY: gl.constexpr, BOUNDED: gl.constexpr, STAGES: gl.constexpr,
-    RAGGED: gl.constexpr,
-):  # fmt: skip
+def _terms(source, terms, smem, barriers, duty, call, form):
     """The other warps: delta of every row, its terms and those of lse."""
-    o_smem, do_smem, zero_smem, ready, empty, termed, told = smem
-    n = duty[0]
+    n = duty.n
     own_layout: gl.constexpr = gl.BlockedLayout([1, TERMS], [32, 1], [WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, own_layout)
-    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [WARPS, 1], [1, 0])
-    entries = batch
-    if RAGGED:
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // form.BLOCK_DV, form.BLOCK_DV // 8], [WARPS, 1], [1, 0])
+    entries = call.batch
+    if form.RAGGED:
         entries = 1
-    every = (entries * heads_q).to(gl.int64) * rows_padded * TERMS
-    where = _place(0, duty, tiles, heads_q, packed, RAGGED)
-    word, part = _lse_and_dlse(
-        lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, n > 0, packed, SEES_A_KEY, BOUNDED, RAGGED,
-        rows_layout,
-    )  # fmt: skip
+    every = (entries * call.heads_q).to(gl.int64) * call.rows_padded * TERMS
+    where = _place(0, duty, call, form)
+    word, part = _lse_and_dlse(source, where, n > 0, call, rows_layout, form)
     for i in range(n):
-        rows = where[0].to(gl.int64) * rows_padded + where[3] + gl.arange(0, CHUNK, layout=rows_layout)
+        rows = where[0].to(gl.int64) * call.rows_padded + where[3] + gl.arange(0, CHUNK, layout=rows_layout)
         own = rows[:, None] * TERMS + gl.arange(0, TERMS, layout=gl.SliceLayout(0, own_layout))[None, :]
-        where = _place(i + 1, duty, tiles, heads_q, packed, RAGGED)
-        next_word, next_part = _lse_and_dlse(
-            lse, dlse, where, steps, has_dlse, heads_q, seqlen_q, seqlen_k, window, i + 1 < n, packed, SEES_A_KEY, BOUNDED,
-            RAGGED, rows_layout,
-        )  # fmt: skip
-        slot = i % STAGES
-        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
-        o_tile = o_smem.index(slot).reshape([CHUNK, BLOCK_DV]).load(tile_layout)
-        do_tile = do_smem.index(slot).reshape([CHUNK, BLOCK_DV]).load(tile_layout)
+        where = _place(i + 1, duty, call, form)
+        next_word, next_part = _lse_and_dlse(source, where, i + 1 < n, call, rows_layout, form)
+        slot = i % form.STAGES
+        mbarrier.wait(barriers.ready.index(slot), (i // form.STAGES) & 1)
+        o_tile = smem.o.index(slot).reshape([CHUNK, form.BLOCK_DV]).load(tile_layout)
+        do_tile = smem.do.index(slot).reshape([CHUNK, form.BLOCK_DV]).load(tile_layout)
         sums = gl.sum(o_tile.to(gl.float32) * do_tile.to(gl.float32), 1)
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(barriers.empty.index(slot), count=1)
         delta = gl.convert_layout(sums, rows_layout) - part
-        mbarrier.wait(told.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
-        gl.store(terms + own, _as_terms(gl.div_rn(word * -LOG2E, qk_scale), own_layout))
+        mbarrier.wait(barriers.flagged.index(i % SLOTS), ((i // SLOTS) & 1) ^ 1)
+        gl.store(terms + own, _as_terms(gl.div_rn(word * -LOG2E, call.qk_scale), own_layout))
         gl.store(terms + every + own, _as_terms(-delta, own_layout))
-        mbarrier.arrive(termed.index(i % SLOTS), count=1)
+        mbarrier.arrive(barriers.termed.index(i % SLOTS), count=1)
         word = next_word
         part = next_part
 
@@ -245,7 +297,7 @@ def bwd_beside_hopper_kernel(
     workers = gl.minimum(gl.cdiv(programs * rows_worth, keys_seen), programs)
     n_first = gl.maximum(gl.cdiv(first - pid, programs), 0)
     n = n_first + gl.where(pid < workers, gl.maximum(gl.cdiv(chunks - first - pid, workers), 0), 0)
-    duty = (n, n_first, first, workers)
+    duty = Duty(n, n_first, first, workers)
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     for i in range(0, n, 32 * WARPS):
         gl.store(flags + _chunk(i + thread, duty), 0, mask=i + thread < n)
@@ -276,25 +328,27 @@ def bwd_beside_hopper_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     termed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    flagged = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(termed.index(i), count=1)
-        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(flagged.index(i), count=1)
     fence_async_shared()
-    smem = (o_smem, do_smem, zero_smem, ready, empty, termed, told)
-    steps = (stride_dlseb, stride_dlseh, stride_dlsem)
+    source = Rows(lse, dlse, stride_dlseb, stride_dlseh, stride_dlsem, has_dlse)
+    smem = Shared(o_smem, do_smem, zero_smem)
+    barriers = Barriers(ready, empty, termed, flagged)
     window = (window_left, window_right)
-    BOUNDED: gl.constexpr = LEFT_BOUNDED or RIGHT_BOUNDED
+    call = Call(tiles, heads_q, seqlen_q, seqlen_k, packed, batch, rows_padded, window, qk_scale)
+    form: gl.constexpr = Form(
+        BLOCK_DV=BLOCK_DV, SEES_A_KEY=SEES_A_KEY, BOUNDED=LEFT_BOUNDED or RIGHT_BOUNDED, STAGES=STAGES, RAGGED=RAGGED
+    )
     gl.warp_specialize([
-        (_terms, (
-            lse, dlse, terms, smem, duty, steps, has_dlse, batch, tiles, heads_q, seqlen_q, seqlen_k, rows_padded, window,
-            qk_scale, packed, BLOCK_DV, SEES_A_KEY, BOUNDED, STAGES, RAGGED)),
-        (_load, (o, do, smem, duty, tiles, heads_q, seqlen_q, seqlen_k, packed, STAGES, RAGGED)),
-        (_zero, (sums, flags, smem, duty, tiles, heads_q, packed, RAGGED)),
-    ], [1, 1], [40, 40])  # fmt: skip
+        (_terms, (source, terms, smem, barriers, duty, call, form)),
+        (_load, (o, do, smem, barriers, duty, call, form)),
+        (_zero, (sums, flags, smem, barriers, duty, call, form)),
+    ], [1, 1], [WARP_REGISTERS, WARP_REGISTERS])  # fmt: skip
 
 
 VARIANT = Variant(

@@ -2,10 +2,13 @@
 TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
 the first makes P and hands it on."""
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -37,333 +40,353 @@ from fa2tune.spec.variant import Variant
 LOG2E = gl.constexpr(1.4426950408889634)
 #: Keys of a group that owns keys: the rows of one wgmma.
 KEYS = gl.constexpr(64)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    ROWS_N: gl.constexpr  #: keys that a TMA load brings
+    TILES: gl.constexpr  #: such loads
+    STAGES: gl.constexpr
+    P_STAGES: gl.constexpr
+    HIDE_QUERIES: gl.constexpr
+    LEFT_BOUNDED: gl.constexpr
+    num_warps: gl.constexpr  #: of a group
+
+
+# Partitions get the fields of these in their order; another one is other machine code.
+class Memory(NamedTuple):
+    """Global memory, but for what the producer loads."""
+
+    dk: tuple  #: descriptors of its parts
+    dv: tuple
+    lse: gl.tensor  #: pointers to [B, Hq, Sq]
+    delta: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory, of each the parts: [slots, 1, 1, rows, columns]; p [P_STAGES, BLOCK_N, BLOCK_M]."""
+
+    k: tuple
+    v: tuple
+    q: tuple
+    do: tuple
+    p: gl.shared_memory_descriptor
+
+
+class Barriers(NamedTuple):
+    """mbarriers: one of K, of V, and of ``read``: both groups have read K and V; of the others one a slot."""
+
+    k_ready: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    do_ready: gl.shared_memory_descriptor
+    do_empty: gl.shared_memory_descriptor
+    p_ready: gl.shared_memory_descriptor
+    p_empty: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+
+
+class Tile(NamedTuple):
+    """Keys of a program, and the query blocks that see them, as ``query_blocks`` has them."""
+
+    b: gl.tensor
+    h_kv: gl.tensor
+    heads_q: gl.tensor
+    group: gl.tensor
+    start_n: gl.tensor  #: first key
+    first: gl.tensor
+    full: gl.tensor
+    end: gl.tensor
+    rotation: gl.tensor
+
+
+class Call(NamedTuple):
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+    softmax_scale: gl.tensor
 
 
 @gluon.jit
-def _tile(tiles, heads, heads_per_wave):
-    """(key tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the first tiles are the longest."""
-    pid = gl.program_id(0)
-    band = pid // (tiles * heads_per_wave)
-    first = band * heads_per_wave
-    width = gl.minimum(heads - first, heads_per_wave)  # the last band may be narrower
-    inside = pid - band * (tiles * heads_per_wave)
-    return inside // width, first + inside % width
-
-
-@gluon.jit
-def _produce(
-    q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    b, h_kv, group, start_n, first, end, rotation,
-    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, ROWS_N: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _produce(q, k, v, do, smem, barriers, tile, form):
     """One warp: K and V once, then Q and dO through a ring, for every query head of the group."""
-    n_blocks = end - first
-    for turn in range(group * n_blocks):
-        h = h_kv * group + turn // n_blocks
-        row = block_at(first + turn % n_blocks, first, end, rotation, LEFT_BOUNDED) * BLOCK_M
-        stage = turn % STAGES
-        phase = (turn // STAGES) & 1
+    b, h_kv, start_n = tile.b, tile.h_kv, tile.start_n
+    n_blocks = tile.end - tile.first
+    for turn in range(tile.group * n_blocks):
+        h = h_kv * tile.group + turn // n_blocks
+        row = _block(tile.first + turn % n_blocks, tile, form) * form.BLOCK_M
+        stage = turn % form.STAGES
+        phase = (turn // form.STAGES) & 1
         if turn == 0:
-            expect_tiles(k, k_ready, TILES)
-            for c in gl.static_range(TILES):
-                load_parts(k, b, h_kv, start_n + c * ROWS_N, k_ready, k_smem, c)
-        mbarrier.wait(q_empty.index(stage), phase ^ 1)
-        expect_tiles(q, q_ready.index(stage), 1)
-        load_parts(q, b, h, row, q_ready.index(stage), q_smem, stage)
+            expect_tiles(k, barriers.k_ready, form.TILES)
+            for c in gl.static_range(form.TILES):
+                load_parts(k, b, h_kv, start_n + c * form.ROWS_N, barriers.k_ready, smem.k, c)
+        mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
+        expect_tiles(q, barriers.q_ready.index(stage), 1)
+        load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
         if turn == 0:
-            expect_tiles(v, v_ready, TILES)
-            for c in gl.static_range(TILES):
-                load_parts(v, b, h_kv, start_n + c * ROWS_N, v_ready, v_smem, c)
-        mbarrier.wait(do_empty.index(stage), phase ^ 1)
-        expect_tiles(do, do_ready.index(stage), 1)
-        load_parts(do, b, h, row, do_ready.index(stage), do_smem, stage)
+            expect_tiles(v, barriers.v_ready, form.TILES)
+            for c in gl.static_range(form.TILES):
+                load_parts(v, b, h_kv, start_n + c * form.ROWS_N, barriers.v_ready, smem.v, c)
+        mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
+        expect_tiles(do, barriers.do_ready.index(stage), 1)
+        load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
 
 
 @gluon.jit
-def _row_words(
-    words, j, first, end, rotation, alive, seqlen_q,
-    other: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+def _block(j, tile, form):
+    """The query block at place j of a head."""
+    return block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
+
+
+@gluon.jit
+def _row_words(words, j, tile, alive, seqlen_q, other: gl.constexpr, form):
     """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. words:
     of the head. One value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and
     block, these words took 7 % of the time."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    wraps = j == end
-    block = block_at(gl.where(wraps, first, j), first, end, rotation, LEFT_BOUNDED)
-    rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.num_warps], [0])
+    wraps = j == tile.end
+    block = _block(gl.where(wraps, tile.first, j), tile, form)
+    rows = block * form.BLOCK_M + gl.arange(0, form.BLOCK_M, layout=layout)
     words += gl.where(wraps, seqlen_q, 0)
     return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
 
 
 @gluon.jit
 def _dv_over_queries(
-    acc, s, lse_words, begin, end, done, total, first, head_end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
-    q_empty, do_ready, do_empty, p_ready, p_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
-    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    acc, s, lse_words, begin, end, done, total, lse, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
+):
     """Query blocks at places [begin, end) of one head into dV. s and lse_words: S^T and lse of the first; lse is +inf past the
     end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
-    dtype: gl.constexpr = q_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(do_smem[0].shape[-1]), 2)
-    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.do[0].shape[-1]), 2)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
     for j in range(begin, end):
         turn = done + j
         later = turn + 1
-        k_tile = tiles_in(k_smem, opaque(j * 0))
+        k_tile = tiles_in(smem.k, opaque(j * 0))
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(
-            lse, j + 1, first, head_end, rotation, later < total, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps,
-        )  # fmt: skip
-        p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
+        lse_words = _row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
         if MASK:
-            row = block_at(j, first, head_end, rotation, LEFT_BOUNDED) * BLOCK_M
-            keys = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, s_layout))
-            p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, s_layout)
-        buffer = turn % P_STAGES
-        mbarrier.wait(p_empty.index(buffer), ((turn // P_STAGES) & 1) ^ 1)
-        p_smem.index(buffer).store(p.to(dtype))
+            row = _block(j, tile, form) * form.BLOCK_M
+            keys = tile.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(1, s_layout))
+            p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
+        buffer = turn % form.P_STAGES
+        mbarrier.wait(barriers.p_empty.index(buffer), ((turn // form.P_STAGES) & 1) ^ 1)
+        smem.p.index(buffer).store(p.to(dtype))
         thread_barrier()
-        mbarrier.arrive(p_ready.index(buffer), count=1)
+        mbarrier.arrive(barriers.p_ready.index(buffer), count=1)
         operand = gl.convert_layout(p.to(dtype), a_layout)
-        stage = turn % STAGES
-        mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
-        acc_next = add_products(operand, tiles_in(do_smem, stage), acc)
+        stage = turn % form.STAGES
+        mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
+        acc_next = add_products(operand, tiles_in(smem.do, stage), acc)
         # S^T of the next block; the last one multiplies whatever lies in the ring, a product that is not read
-        ahead = later % STAGES
-        q_tile = tiles_in(q_smem, ahead)
-        mbarrier.wait(q_ready.index(ahead), (later // STAGES) & 1, pred=later < total)
+        ahead = later % form.STAGES
+        q_tile = tiles_in(smem.q, ahead)
+        mbarrier.wait(barriers.q_ready.index(ahead), (later // form.STAGES) & 1, pred=later < total)
         s_next = product_of_rows(k_tile, q_tile, zero)
-        acc, operand = products_done_with(acc_next, operand, len(k_smem))
-        mbarrier.arrive(do_empty.index(stage), count=1)
+        acc, operand = products_done_with(acc_next, operand, len(smem.k))
+        mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
-        mbarrier.arrive(q_empty.index(ahead), count=1)
+        mbarrier.arrive(barriers.q_empty.index(ahead), count=1)
     return acc, s, lse_words
 
 
 @gluon.jit
-def _consume_dv(
-    dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
-    HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, P_STAGES: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+def _consume_dv(memory, smem, barriers, tile, call, form):
     """Four warps: S^T = K Q^T, P^T, and dV += P^T dO."""
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    offset = seqlen_k - seqlen_q
-    n_blocks = end - first
-    total = group * n_blocks
-    acc = zeros_for(v_smem, BLOCK_N)
-    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
-    lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    lse_words = _row_words(
-        lse, first, first, end, rotation, total > 0, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps
-    )
-    mbarrier.wait(k_ready, 0, pred=total > 0)
-    k_tile = tiles_in(k_smem, 0)
+    lse = memory.lse  # first: a loop carries variables in the order of their first assignments
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    seqlen_q = call.seqlen_q
+    offset = call.seqlen_k - seqlen_q
+    n_blocks = tile.end - tile.first
+    total = tile.group * n_blocks
+    acc = zeros_for(smem.v, form.BLOCK_N)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
+    lse_words = _row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
+    k_tile = tiles_in(smem.k, 0)
     # the first S^T; with no block at all, of whatever lies there, and not read
-    q_tile = tiles_in(q_smem, 0)
-    mbarrier.wait(q_ready.index(0), 0, pred=total > 0)
+    q_tile = tiles_in(smem.q, 0)
+    mbarrier.wait(barriers.q_ready.index(0), 0, pred=total > 0)
     s_next = product_of_rows(k_tile, q_tile, zero)
     s = warpgroup_mma_wait(0, deps=[s_next])
-    mbarrier.arrive(q_empty.index(0), count=1)
-    for g in range(group):  # every query head that reads this key head
-        turns = g * n_blocks - first
+    mbarrier.arrive(barriers.q_empty.index(0), count=1)
+    for g in range(tile.group):  # every query head that reads this key head
+        turns = g * n_blocks - tile.first
         acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, first, full, turns, total, first, end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
-            q_empty, do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, window, qk_scale,
-            HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, STAGES, P_STAGES, True, num_warps,
-        )  # fmt: skip
+            acc, s, lse_words, tile.first, tile.full, turns, total, lse, offset, smem, barriers, tile, call, form, True
+        )
         acc, s, lse_words = _dv_over_queries(
-            acc, s, lse_words, full, end, turns, total, first, end, rotation, lse, k_smem, q_smem, do_smem, p_smem, q_ready,
-            q_empty, do_ready, do_empty, p_ready, p_empty, start_n, offset, seqlen_q, seqlen_k, window, qk_scale,
-            HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, STAGES, P_STAGES, False, num_warps,
-        )  # fmt: skip
+            acc, s, lse_words, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
+        )
         lse += seqlen_q
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
-    slot = k_smem
-    if not alike(k_smem, v_smem):
-        mbarrier.arrive(done, count=1)
-        mbarrier.wait(done, 0)
-        slot = v_smem
-    put_parts(acc, dv, b, h_kv, start_n, slot, 0)
+    slot = smem.k
+    if not alike(smem.k, smem.v):
+        mbarrier.arrive(barriers.read, count=1)
+        mbarrier.wait(barriers.read, 0)
+        slot = smem.v
+    put_parts(acc, memory.dv, tile.b, tile.h_kv, tile.start_n, slot, 0)
     tma_store_wait(0)
 
 
 @gluon.jit
-def _dk_over_queries(
-    acc, dp, delta_words, first, end, rotation, done, total, delta, v_smem, q_smem, do_smem, p_smem, q_ready, q_empty, do_ready,
-    do_empty, p_ready, p_empty, seqlen_q,
-    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
+def _dk_over_queries(acc, dp, delta_words, done, total, delta, smem, barriers, tile, call, form):
     """Query blocks at places [first, end) of one head into dK. dp and delta_words: dP^T and delta of the first. done: turns of
     the ring before place 0."""
-    dtype: gl.constexpr = q_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(q_smem[0].shape[-1]), 2)
-    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
-    for j in range(first, end):
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    for j in range(tile.first, tile.end):
         turn = done + j
         later = turn + 1
-        v_tile = tiles_in(v_smem, opaque(j * 0))
+        v_tile = tiles_in(smem.v, opaque(j * 0))
         shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(
-            delta, j + 1, first, end, rotation, later < total, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
-        )
-        buffer = turn % P_STAGES
-        mbarrier.wait(p_ready.index(buffer), (turn // P_STAGES) & 1)
-        p = p_smem.index(buffer).load(s_layout).to(gl.float32)
+        delta_words = _row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        buffer = turn % form.P_STAGES
+        mbarrier.wait(barriers.p_ready.index(buffer), (turn // form.P_STAGES) & 1)
+        p = smem.p.index(buffer).load(s_layout).to(gl.float32)
         ds = gl.convert_layout((p * (dp - shift[None, :])).to(dtype), a_layout)
         thread_barrier()
-        mbarrier.arrive(p_empty.index(buffer), count=1)
-        stage = turn % STAGES
-        mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)  # over already: P was made of it
-        acc_next = add_products(ds, tiles_in(q_smem, stage), acc)
+        mbarrier.arrive(barriers.p_empty.index(buffer), count=1)
+        stage = turn % form.STAGES
+        mbarrier.wait(barriers.q_ready.index(stage), (turn // form.STAGES) & 1)  # over already: P was made of it
+        acc_next = add_products(ds, tiles_in(smem.q, stage), acc)
         # dP^T of the next block; the last one multiplies whatever lies in the ring, a product that is not read
-        ahead = later % STAGES
-        do_tile = tiles_in(do_smem, ahead)
-        mbarrier.wait(do_ready.index(ahead), (later // STAGES) & 1, pred=later < total)
+        ahead = later % form.STAGES
+        do_tile = tiles_in(smem.do, ahead)
+        mbarrier.wait(barriers.do_ready.index(ahead), (later // form.STAGES) & 1, pred=later < total)
         dp_next = product_of_rows(v_tile, do_tile, zero)
-        acc, ds = products_done_with(acc_next, ds, len(v_smem))
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        acc, ds = products_done_with(acc_next, ds, len(smem.v))
+        mbarrier.arrive(barriers.q_empty.index(stage), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        mbarrier.arrive(do_empty.index(ahead), count=1)
+        mbarrier.arrive(barriers.do_empty.index(ahead), count=1)
     return acc, dp, delta_words
 
 
 @gluon.jit
-def _consume_dk(
-    dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, softmax_scale,
-    LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
+def _consume_dk(memory, smem, barriers, tile, call, form):
     """Four warps: dP^T = V dO^T, dS^T = P^T (dP^T - delta), and dK += dS^T Q."""
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    n_blocks = end - first
-    total = group * n_blocks
-    acc = zeros_for(k_smem, BLOCK_N)
-    zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, s_layout)
-    delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    delta_words = _row_words(
-        delta, first, first, end, rotation, total > 0, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
-    )
-    mbarrier.wait(v_ready, 0, pred=total > 0)
-    v_tile = tiles_in(v_smem, 0)
-    do_tile = tiles_in(do_smem, 0)
-    mbarrier.wait(do_ready.index(0), 0, pred=total > 0)
+    delta = memory.delta  # first: a loop carries variables in the order of their first assignments
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    n_blocks = tile.end - tile.first
+    total = tile.group * n_blocks
+    acc = zeros_for(smem.k, form.BLOCK_N)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    seqlen_q = call.seqlen_q
+    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
+    delta_words = _row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
+    v_tile = tiles_in(smem.v, 0)
+    do_tile = tiles_in(smem.do, 0)
+    mbarrier.wait(barriers.do_ready.index(0), 0, pred=total > 0)
     dp_next = product_of_rows(v_tile, do_tile, zero)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
-    mbarrier.arrive(do_empty.index(0), count=1)
-    for g in range(group):  # every query head that reads this key head
+    mbarrier.arrive(barriers.do_empty.index(0), count=1)
+    for g in range(tile.group):  # every query head that reads this key head
         acc, dp, delta_words = _dk_over_queries(
-            acc, dp, delta_words, first, end, rotation, g * n_blocks - first, total, delta, v_smem, q_smem, do_smem, p_smem,
-            q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, seqlen_q,
-            LEFT_BOUNDED, BLOCK_M, BLOCK_N, STAGES, P_STAGES, num_warps,
-        )  # fmt: skip
+            acc, dp, delta_words, g * n_blocks - tile.first, total, delta, smem, barriers, tile, call, form
+        )
         delta += seqlen_q
-    slot = v_smem
-    if not alike(k_smem, v_smem):
-        mbarrier.arrive(done, count=1)
-        mbarrier.wait(done, 0)
-        slot = k_smem
-    put_parts(scaled(acc, softmax_scale), dk, b, h_kv, start_n, slot, 0)
+    slot = smem.v
+    if not alike(smem.k, smem.v):
+        mbarrier.arrive(barriers.read, count=1)
+        mbarrier.wait(barriers.read, 0)
+        slot = smem.k
+    put_parts(scaled(acc, call.softmax_scale), memory.dk, tile.b, tile.h_kv, tile.start_n, slot, 0)
     tma_store_wait(0)
 
 
 @gluon.jit
 def _keys_over_queries(
-    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, first, head_end, rotation, lse, delta, k_smem, v_smem,
-    q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, MASK: gl.constexpr, num_warps: gl.constexpr,
+    dk_acc, dv_acc, lse_words, delta_words, begin, end, done, total, lse, delta, key, offset, smem, barriers, tile, call,
+    CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
     """Query blocks at places [begin, end) of one head into dK and dV of this group's keys. lse_words and delta_words: of the
     first; done: turns of the ring before place 0."""
-    dtype: gl.constexpr = q_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    k_layout: gl.constexpr = product_layout(k_smem[0].shape[-1])
-    v_layout: gl.constexpr = product_layout(v_smem[0].shape[-1])
-    zero = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    k_layout: gl.constexpr = product_layout(smem.k[0].shape[-1])
+    v_layout: gl.constexpr = product_layout(smem.v[0].shape[-1])
+    zero = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
     for j in range(begin, end):
         turn = done + j
         later = turn + 1
-        stage = turn % STAGES
+        stage = turn % form.STAGES
         mine = opaque(j * 0 + CONSUMER)
-        k_tile, v_tile = tiles_in(k_smem, mine), tiles_in(v_smem, mine)
-        q_tile, do_tile = tiles_in(q_smem, stage), tiles_in(do_smem, stage)
+        k_tile, v_tile = tiles_in(smem.k, mine), tiles_in(smem.v, mine)
+        q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(
-            lse, j + 1, first, head_end, rotation, later < total, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps,
-        )  # fmt: skip
-        mbarrier.wait(q_ready.index(stage), (turn // STAGES) & 1)
+        lse_words = _row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        mbarrier.wait(barriers.q_ready.index(stage), (turn // form.STAGES) & 1)
         s_next = product_of_rows(k_tile, q_tile, zero)
-        mbarrier.wait(do_ready.index(stage), (turn // STAGES) & 1)
+        mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
         dp_next = product_of_rows(v_tile, do_tile, zero)
-        s = warpgroup_mma_wait(len(v_smem), deps=[s_next])
-        p = gl.exp2(gl.fma(s, qk_scale, shift[None, :]))
+        s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
+        p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
         if MASK:
-            row = block_at(j, first, head_end, rotation, LEFT_BOUNDED) * BLOCK_M
+            row = _block(j, tile, form) * form.BLOCK_M
             keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
-            p = HIDE_QUERIES(p, keys, row, offset, seqlen_k, window, s_layout)
+            p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = add_products(operand, do_tile, dv_acc)
         delta_row = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(
-            delta, j + 1, first, head_end, rotation, later < total, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
-        )
+        delta_words = _row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
         dk_next = add_products(ds, q_tile, dk_acc)
-        dv_acc, operand = products_done_with(dv_next, operand, len(k_smem))
-        mbarrier.arrive(do_empty.index(stage), count=1)
+        dv_acc, operand = products_done_with(dv_next, operand, len(smem.k))
+        mbarrier.arrive(barriers.do_empty.index(stage), count=1)
         dk_acc, ds = products_done_with(dk_next, ds, 0)
-        mbarrier.arrive(q_empty.index(stage), count=1)
+        mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     return dk_acc, dv_acc, lse_words, delta_words
 
 
 @gluon.jit
-def _consume_keys(
-    dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-    b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale, softmax_scale,
-    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
     """Four warps: dK and dV of KEYS keys."""
-    key = start_n + CONSUMER * KEYS
-    offset = seqlen_k - seqlen_q
-    n_blocks = end - first
-    total = group * n_blocks
-    dk_acc = zeros_for(k_smem, KEYS)
-    dv_acc = zeros_for(v_smem, KEYS)
-    lse += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    delta += (b.to(gl.int64) * heads_q + h_kv * group) * seqlen_q
-    lse_words = _row_words(
-        lse, first, first, end, rotation, total > 0, seqlen_q, float("inf"), LEFT_BOUNDED, BLOCK_M, num_warps
-    )
-    delta_words = _row_words(
-        delta, first, first, end, rotation, total > 0, seqlen_q, 0.0, LEFT_BOUNDED, BLOCK_M, num_warps
-    )
-    mbarrier.wait(k_ready, 0, pred=total > 0)
-    mbarrier.wait(v_ready, 0, pred=total > 0)
-    for g in range(group):  # every query head that reads this key head
-        turns = g * n_blocks - first
+    # first: a loop carries variables in the order of their first assignments
+    lse, delta = memory.lse, memory.delta
+    seqlen_q = call.seqlen_q
+    key = tile.start_n + CONSUMER * KEYS
+    offset = call.seqlen_k - seqlen_q
+    n_blocks = tile.end - tile.first
+    total = tile.group * n_blocks
+    dk_acc = zeros_for(smem.k, KEYS)
+    dv_acc = zeros_for(smem.v, KEYS)
+    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
+    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
+    lse_words = _row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    delta_words = _row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
+    mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
+    for g in range(tile.group):  # every query head that reads this key head
+        turns = g * n_blocks - tile.first
         dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, first, full, turns, total, first, end, rotation, lse, delta, k_smem,
-            v_smem, q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
-            CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, STAGES, True, num_warps,
+            dk_acc, dv_acc, lse_words, delta_words, tile.first, tile.full, turns, total, lse, delta, key, offset, smem,
+            barriers, tile, call, CONSUMER, form, True,
         )  # fmt: skip
         dk_acc, dv_acc, lse_words, delta_words = _keys_over_queries(
-            dk_acc, dv_acc, lse_words, delta_words, full, end, turns, total, first, end, rotation, lse, delta, k_smem,
-            v_smem, q_smem, do_smem, q_ready, q_empty, do_ready, do_empty, key, offset, seqlen_q, seqlen_k, window, qk_scale,
-            CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, STAGES, False, num_warps,
+            dk_acc, dv_acc, lse_words, delta_words, tile.full, tile.end, turns, total, lse, delta, key, offset, smem, barriers,
+            tile, call, CONSUMER, form, False,
         )  # fmt: skip
         lse += seqlen_q
         delta += seqlen_q
-    put_parts(scaled(dk_acc, softmax_scale), dk, b, h_kv, key, k_smem, CONSUMER)  # this group alone reads its keys
-    put_parts(dv_acc, dv, b, h_kv, key, v_smem, CONSUMER)
+    put_parts(
+        scaled(dk_acc, call.softmax_scale), memory.dk, tile.b, tile.h_kv, key, smem.k, CONSUMER
+    )  # this group alone reads its keys
+    put_parts(dv_acc, memory.dv, tile.b, tile.h_kv, key, smem.v, CONSUMER)
     tma_store_wait(0)
 
 
@@ -380,10 +403,11 @@ def bwd_dkdv_hopper_kernel(
     behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
-    tile, head = _tile(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE)
+    # causal: the first tiles are the longest
+    number, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
-    start_n = tile * BLOCK_N
+    start_n = number * BLOCK_N
     window = (window_left, window_right)
     first, full, end, rotation = query_blocks(
         start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
@@ -404,31 +428,17 @@ def bwd_dkdv_hopper_kernel(
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = once.index(0)
     v_ready = once.index(1)
-    done = once.index(2)
+    read = once.index(2)
     mbarrier.init(k_ready, count=1)
     mbarrier.init(v_ready, count=1)
-    mbarrier.init(done, count=2)
+    mbarrier.init(read, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_empty.index(i), count=2)
-    if OWN == "keys":
-        fence_async_shared()
-        gl.warp_specialize([
-            (_consume_keys, (
-                dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
-                softmax_scale, 0, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, STAGES, num_warps)),
-            (_consume_keys, (
-                dk, dv, lse, delta, k_smem, v_smem, q_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k, window, qk_scale,
-                softmax_scale, 1, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, STAGES, num_warps)),
-            (_produce, (
-                q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, group, start_n, first, end, rotation, LEFT_BOUNDED, BLOCK_M, ROWS_N, TILES, STAGES)),
-        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
-    else:
+    p_smem, p_ready, p_empty = (), (), ()
+    if OWN == "products":
         p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         p_smem = gl.allocate_shared_memory(dtype, [P_STAGES, BLOCK_N, BLOCK_M], p_layout)
         p_ready = gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], mbarrier.MBarrierLayout())
@@ -436,21 +446,29 @@ def bwd_dkdv_hopper_kernel(
         for i in gl.static_range(P_STAGES):
             mbarrier.init(p_ready.index(i), count=1)
             mbarrier.init(p_empty.index(i), count=1)
-        fence_async_shared()
+    fence_async_shared()
+    memory = Memory(dk, dv, lse, delta)
+    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem)
+    barriers = Barriers(k_ready, v_ready, q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read)
+    tile = Tile(b, h_kv, heads_q, group, start_n, first, full, end, rotation)
+    call = Call(seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=ROWS_N, TILES=TILES, STAGES=STAGES, P_STAGES=P_STAGES,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, num_warps=num_warps,
+    )  # fmt: skip
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if OWN == "keys":
         gl.warp_specialize([
-            (_consume_dv, (
-                dv, lse, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, seqlen_k,
-                window, qk_scale,
-                HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_N, STAGES, P_STAGES, num_warps)),
-            (_consume_dk, (
-                dk, delta, k_smem, v_smem, q_smem, do_smem, p_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                p_ready, p_empty, done, b, h_kv, heads_q, group, start_n, first, full, end, rotation, seqlen_q, softmax_scale,
-                LEFT_BOUNDED, BLOCK_M, BLOCK_N, STAGES, P_STAGES, num_warps)),
-            (_produce, (
-                q, k, v, do, q_smem, k_smem, v_smem, do_smem, k_ready, v_ready, q_ready, q_empty, do_ready, do_empty,
-                b, h_kv, group, start_n, first, end, rotation, LEFT_BOUNDED, BLOCK_M, ROWS_N, TILES, STAGES)),
-        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+            (_consume_keys, (memory, smem, barriers, tile, call, 0, form)),
+            (_consume_keys, (memory, smem, barriers, tile, call, 1, form)),
+            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume_dv, (memory, smem, barriers, tile, call, form)),
+            (_consume_dk, (memory, smem, barriers, tile, call, form)),
+            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 VARIANT = Variant(

@@ -2,6 +2,8 @@
 feeds Q, dO, K and V by TMA; each group of four warps owns 64 query rows. It also makes delta = rowsum(dO * O) - dlse, which
 the other half reads."""
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,11 +37,92 @@ from fa2tune.spec.variant import Variant
 LOG2E = gl.constexpr(1.4426950408889634)
 #: Query rows of a consumer group: the rows of one wgmma.
 ROWS = gl.constexpr(64)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    GROUPS: gl.constexpr  #: of consumers
+    BLOCK_N: gl.constexpr
+    K_STAGES: gl.constexpr
+    V_STAGES: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    BY_HOOKS: gl.constexpr
+    BLOCKS_BELOW: gl.constexpr
+    CLEAR_BLOCKS: gl.constexpr
+    HIDE: gl.constexpr
+    LEFT_BOUNDED: gl.constexpr
+    RIGHT_BOUNDED: gl.constexpr
+
+
+# Partitions get the fields of these in their order; another one is other machine code.
+class Memory(NamedTuple):
+    """Global memory, but for what the producer loads."""
+
+    dq: tuple  #: descriptors of its parts
+    o: gl.tensor  #: pointers: to rows of one head
+    dlse: gl.tensor
+    lse: gl.tensor  #: to [B, Hq, Sq]
+    delta: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory, of each the parts: [slots, 1, 1, rows, columns]."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    do: tuple
+
+
+class Barriers(NamedTuple):
+    """mbarriers, one a slot; q_ready: of dO, too."""
+
+    q_ready: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+
+
+class Tile(NamedTuple):
+    """Query rows of a program. The key blocks that any of them sees: n_all, counted back from block ``below`` - 1."""
+
+    b: gl.tensor
+    h: gl.tensor
+    heads_q: gl.tensor
+    h_kv: gl.tensor
+    start_m: gl.tensor  #: first row
+    below: gl.tensor
+    n_all: gl.tensor
+
+
+class Call(NamedTuple):
+    stride_om: gl.tensor
+    stride_dlsem: gl.tensor
+    has_dlse: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+    softmax_scale: gl.tensor
+
+
+class Rows(NamedTuple):
+    """Those of a group, [ROWS] each."""
+
+    rows: gl.tensor
+    offset: gl.tensor  #: bottom-right: row i sees keys up to i + offset
+    lse: gl.tensor  #: base 2
+    delta: gl.tensor
 
 
 @gluon.jit
 def _tile(tiles, heads, heads_per_wave, IS_CAUSAL: gl.constexpr):
-    """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py. Causal: the last tiles are the longest."""
+    """(query tile, head) of this program; as tile_and_head of kernels/lib/common.py, which works out the head before it counts
+    tiles from the last one: other PTX. Causal: the last tiles are the longest."""
     pid = gl.program_id(0)
     band = pid // (tiles * heads_per_wave)
     first = band * heads_per_wave
@@ -61,31 +144,28 @@ def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.con
 
 
 @gluon.jit
-def _produce(
-    q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h_kv, start_m, below,
-    n_blocks, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-):  # fmt: skip
-    """One warp: Q and dO once, K and V through a ring each: n_blocks counted back from block ``below`` - 1, the one under the
-    mask."""
-    expect_both(q, do, q_ready.index(0))
-    load_parts(q, b, h, start_m, q_ready.index(0), q_smem, 0)
-    load_parts(do, b, h, start_m, q_ready.index(0), do_smem, 0)
-    for j in range(gl.maximum(n_blocks, 1)):
-        if j < n_blocks:
-            row = (below - 1 - j) * BLOCK_N
-            stage = j % K_STAGES
-            mbarrier.wait(k_empty.index(stage), ((j // K_STAGES) & 1) ^ 1)
-            expect_parts(k, k_ready.index(stage))
-            load_parts(k, b, h_kv, row, k_ready.index(stage), k_smem, stage)
-            stage = j % V_STAGES
-            mbarrier.wait(v_empty.index(stage), ((j // V_STAGES) & 1) ^ 1)
-            expect_parts(v, v_ready.index(stage))
-            load_parts(v, b, h_kv, row, v_ready.index(stage), v_smem, stage)
+def _produce(q, k, v, do, smem, barriers, tile, form):
+    """One warp: Q and dO once, K and V through a ring each, the block under the mask first."""
+    expect_both(q, do, barriers.q_ready.index(0))
+    load_parts(q, tile.b, tile.h, tile.start_m, barriers.q_ready.index(0), smem.q, 0)
+    load_parts(do, tile.b, tile.h, tile.start_m, barriers.q_ready.index(0), smem.do, 0)
+    for j in range(gl.maximum(tile.n_all, 1)):
+        if j < tile.n_all:
+            row = (tile.below - 1 - j) * form.BLOCK_N
+            stage = j % form.K_STAGES
+            mbarrier.wait(barriers.k_empty.index(stage), ((j // form.K_STAGES) & 1) ^ 1)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, tile.b, tile.h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
+            stage = j % form.V_STAGES
+            mbarrier.wait(barriers.v_empty.index(stage), ((j // form.V_STAGES) & 1) ^ 1)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, tile.b, tile.h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         if j == 0:  # what the first group waits for comes before the others' Q and dO
-            for c in gl.static_range(1, GROUPS):
-                expect_both(q, do, q_ready.index(c))
-                load_parts(q, b, h, start_m + c * ROWS, q_ready.index(c), q_smem, c)
-                load_parts(do, b, h, start_m + c * ROWS, q_ready.index(c), do_smem, c)
+            for c in gl.static_range(1, form.GROUPS):
+                expect_both(q, do, barriers.q_ready.index(c))
+                first = tile.start_m + c * ROWS
+                load_parts(q, tile.b, tile.h, first, barriers.q_ready.index(c), smem.q, c)
+                load_parts(do, tile.b, tile.h, first, barriers.q_ready.index(c), smem.do, c)
 
 
 @gluon.jit
@@ -103,143 +183,121 @@ def _o_tile(
 
 
 @gluon.jit
-def _deltas(
-    o, do_tile, ready, dlse, delta, first, stride_om, stride_dlsem, seqlen_q, has_dlse, HEAD_DIM_V: gl.constexpr,
-):  # fmt: skip
-    """rowsum(dO * O) - dlse of rows [first, first + ROWS): written to delta, and returned. Pointers of one head; do_tile in
+def _deltas(memory, delta, do_tile, ready, first, call, HEAD_DIM_V: gl.constexpr):
+    """rowsum(dO * O) - dlse of rows [first, first + ROWS): written to delta, the pointer of one head, and returned. do_tile in
     shared memory, from when ``ready`` completes."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    inside = rows < seqlen_q
+    inside = rows < call.seqlen_q
     BLOCK_DV: gl.constexpr = do_tile[0].shape[-1]
-    o_tile = _o_tile(o, rows, inside, stride_om, 0, BLOCK_DV, HEAD_DIM_V, layout)
+    o_tile = _o_tile(memory.o, rows, inside, call.stride_om, 0, BLOCK_DV, HEAD_DIM_V, layout)
     if len(do_tile) > 1:
-        o_rest = _o_tile(o, rows, inside, stride_om, BLOCK_DV, do_tile[1].shape[-1], HEAD_DIM_V, layout)
+        REST: gl.constexpr = do_tile[1].shape[-1]
+        o_rest = _o_tile(memory.o, rows, inside, call.stride_om, BLOCK_DV, REST, HEAD_DIM_V, layout)
     mbarrier.wait(ready, 0)
     sums = gl.sum(o_tile.to(gl.float32) * do_tile[0].load(layout).to(gl.float32), 1)
     if len(do_tile) > 1:
         sums += gl.sum(o_rest.to(gl.float32) * do_tile[1].load(layout).to(gl.float32), 1)
-    if has_dlse != 0:
-        sums -= gl.load(dlse + rows.to(gl.int64) * stride_dlsem, mask=inside, other=0.0)
+    if call.has_dlse != 0:
+        sums -= gl.load(memory.dlse + rows.to(gl.int64) * call.stride_dlsem, mask=inside, other=0.0)
     gl.store(delta + rows, sums, mask=inside)
     return sums
 
 
 @gluon.jit
-def _over_keys(
-    acc, begin, end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty, lse_row, delta_row,
-    rows, offset, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    BY_HOOKS: gl.constexpr, HIDE: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """Key blocks [begin, end), counted back from block ``below`` - 1, into acc [ROWS, D]. While one group exponentiates, the
-    other multiplies: products of its own beside them only cost registers."""
-    dtype: gl.constexpr = k_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(k_smem[0].shape[-1]), 2)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+def _over_keys(acc, begin, end, own, tile, smem, barriers, call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr):
+    """Key blocks [begin, end) of a tile into acc [ROWS, D]. While one group exponentiates, the other multiplies: products of
+    its own beside them only cost registers."""
+    dtype: gl.constexpr = smem.k[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.k[0].shape[-1]), 2)
+    zero = gl.zeros([ROWS, form.BLOCK_N], gl.float32, s_layout)
     for j in range(begin, end):
         mine = opaque(j * 0 + CONSUMER)
-        q_tile = tiles_in(q_smem, mine)
-        do_tile = tiles_in(do_smem, mine)
-        k_stage = j % K_STAGES
-        k_tile = tiles_in(k_smem, k_stage)
-        mbarrier.wait(k_ready.index(k_stage), (j // K_STAGES) & 1)
+        q_tile = tiles_in(smem.q, mine)
+        do_tile = tiles_in(smem.do, mine)
+        k_stage = j % form.K_STAGES
+        k_tile = tiles_in(smem.k, k_stage)
+        mbarrier.wait(barriers.k_ready.index(k_stage), (j // form.K_STAGES) & 1)
         s_next = product_of_rows(q_tile, k_tile, zero)
-        v_stage = j % V_STAGES
-        v_tile = tiles_in(v_smem, v_stage)
-        mbarrier.wait(v_ready.index(v_stage), (j // V_STAGES) & 1)
+        v_stage = j % form.V_STAGES
+        v_tile = tiles_in(smem.v, v_stage)
+        mbarrier.wait(barriers.v_ready.index(v_stage), (j // form.V_STAGES) & 1)
         dp_next = product_of_rows(do_tile, v_tile, zero)
-        s = warpgroup_mma_wait(len(v_smem), deps=[s_next])
-        p = gl.exp2(gl.fma(s, qk_scale, -lse_row[:, None]))
-        if MASK and BY_HOOKS:  # a score of 0 stays 0 where it is seen
-            seen = HIDE(zero, rows, (below - 1 - j) * BLOCK_N, offset, seqlen_k, window, s_layout) == 0.0
+        s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
+        p = gl.exp2(gl.fma(s, call.qk_scale, -own.lse[:, None]))
+        if MASK and form.BY_HOOKS:  # a score of 0 stays 0 where it is seen
+            column = (tile.below - 1 - j) * form.BLOCK_N
+            seen = form.HIDE(zero, own.rows, column, own.offset, call.seqlen_k, call.window, s_layout) == 0.0
             p = gl.where(seen, p, 0.0)
         elif MASK:
-            columns = (below - 1 - j) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
-            if IS_CAUSAL:  # one comparison a score: the last key that a row sees
-                last = gl.minimum(rows + offset, seqlen_k - 1)
+            column = (tile.below - 1 - j) * form.BLOCK_N
+            columns = column + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, s_layout))
+            if form.IS_CAUSAL:  # one comparison a score: the last key that a row sees
+                last = gl.minimum(own.rows + own.offset, call.seqlen_k - 1)
                 p = gl.where(columns[None, :] <= last[:, None], p, 0.0)
             else:
-                p = gl.where((columns < seqlen_k)[None, :], p, 0.0)
+                p = gl.where((columns < call.seqlen_k)[None, :], p, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
-        ds = gl.convert_layout((p * (dp - delta_row[:, None])).to(dtype), a_layout)
+        mbarrier.arrive(barriers.v_empty.index(v_stage), count=1)
+        ds = gl.convert_layout((p * (dp - own.delta[:, None])).to(dtype), a_layout)
         acc = products_done(add_products(ds, k_tile, acc))
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        mbarrier.arrive(barriers.k_empty.index(k_stage), count=1)
     return acc
 
 
 @gluon.jit
-def _consume(
-    dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty,
-    b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale,
-    softmax_scale,
-    CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_N: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr,
-    BLOCKS_BELOW: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr,
-):  # fmt: skip
+def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
     """One group: rows [start_m + CONSUMER * ROWS, + ROWS) of one head."""
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
-    first = start_m + CONSUMER * ROWS
-    head_row = (b.to(gl.int64) * heads_q + h) * seqlen_q
-    sums = _deltas(
-        o, tiles_in(do_smem, CONSUMER), q_ready.index(CONSUMER), dlse, delta + head_row, first, stride_om, stride_dlsem,
-        seqlen_q, has_dlse, HEAD_DIM_V,
-    )  # fmt: skip
+    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    below, n_all = tile.below, tile.n_all
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    offset = seqlen_k - seqlen_q
+    first = tile.start_m + CONSUMER * ROWS
+    head_row = (tile.b.to(gl.int64) * tile.heads_q + tile.h) * seqlen_q
+    do_tile, ready = tiles_in(smem.do, CONSUMER), barriers.q_ready.index(CONSUMER)
+    sums = _deltas(memory, memory.delta + head_row, do_tile, ready, first, call, form.HEAD_DIM_V)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     delta_row = gl.convert_layout(sums, gl.SliceLayout(1, s_layout))
     # past the end +inf, so that p = exp2(s - inf) = 0
-    lse_row = gl.load(lse + head_row + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
+    lse_row = gl.load(memory.lse + head_row + rows, mask=rows < seqlen_q, other=float("inf")) * LOG2E
     n_blocks = n_all
-    if BY_HOOKS:
-        mine = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    if form.BY_HOOKS:
+        mine = form.BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
         n_blocks = gl.maximum(n_all - (below - mine), 0)
-        clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
-        n_full = seqlen_k // BLOCK_N
-        if RIGHT_BOUNDED:
+        clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
+        n_full = seqlen_k // form.BLOCK_N
+        if form.RIGHT_BOUNDED:
             n_full = gl.minimum(n_full, clear_end)
         n_full = gl.minimum(gl.maximum(n_full - (below - n_all), 0), n_blocks)
         full_end = n_all
-        if LEFT_BOUNDED:
+        if form.LEFT_BOUNDED:
             full_end = gl.minimum(gl.maximum(below - clear_begin, n_all - n_full), n_all)
-    elif IS_CAUSAL:
-        n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, BLOCK_N, IS_CAUSAL)
-    if IS_CAUSAL or BY_HOOKS:
+    elif form.IS_CAUSAL:
+        n_blocks = _blocks(gl.minimum(first + ROWS, seqlen_q), offset, seqlen_k, form.BLOCK_N, form.IS_CAUSAL)
+    if form.IS_CAUSAL or form.BY_HOOKS:
         for j in range(n_all - n_blocks):  # blocks that only later groups see
-            stage = j % K_STAGES
-            mbarrier.wait(k_ready.index(stage), (j // K_STAGES) & 1)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            stage = j % V_STAGES
-            mbarrier.wait(v_ready.index(stage), (j // V_STAGES) & 1)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-    if not BY_HOOKS:
-        n_full = seqlen_k // BLOCK_N
-        if IS_CAUSAL:
-            n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // BLOCK_N
+            stage = j % form.K_STAGES
+            mbarrier.wait(barriers.k_ready.index(stage), (j // form.K_STAGES) & 1)
+            mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+            stage = j % form.V_STAGES
+            mbarrier.wait(barriers.v_ready.index(stage), (j // form.V_STAGES) & 1)
+            mbarrier.arrive(barriers.v_empty.index(stage), count=1)
+    if not form.BY_HOOKS:
+        n_full = seqlen_k // form.BLOCK_N
+        if form.IS_CAUSAL:
+            n_full = gl.minimum(seqlen_k, gl.maximum(first + 1 + offset, 0)) // form.BLOCK_N
         n_full = gl.minimum(n_full, n_blocks)
         full_end = n_all
     masked_end = n_all - n_full
-    acc = zeros_for(q_smem, ROWS)
-    acc = _over_keys(
-        acc, n_all - n_blocks, masked_end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-        lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
-        CONSUMER, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, True,
-    )  # fmt: skip
-    acc = _over_keys(
-        acc, masked_end, full_end, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-        lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
-        CONSUMER, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, False,
-    )  # fmt: skip
-    if BY_HOOKS and LEFT_BOUNDED:
-        acc = _over_keys(
-            acc, full_end, n_all, below, q_smem, do_smem, k_smem, v_smem, k_ready, k_empty, v_ready, v_empty,
-            lse_row, delta_row, rows, offset, seqlen_k, window, qk_scale,
-            CONSUMER, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS, HIDE, True,
-        )  # fmt: skip
-    put_parts(scaled(acc, softmax_scale), dq, b, h, first, q_smem, CONSUMER)  # this group alone reads its Q
+    acc = zeros_for(smem.q, ROWS)
+    own = Rows(rows, offset, lse_row, delta_row)
+    acc = _over_keys(acc, n_all - n_blocks, masked_end, own, tile, smem, barriers, call, CONSUMER, form, True)
+    acc = _over_keys(acc, masked_end, full_end, own, tile, smem, barriers, call, CONSUMER, form, False)
+    if form.BY_HOOKS and form.LEFT_BOUNDED:
+        acc = _over_keys(acc, full_end, n_all, own, tile, smem, barriers, call, CONSUMER, form, True)
+    # this group alone reads its Q
+    put_parts(scaled(acc, call.softmax_scale), memory.dq, tile.b, tile.h, first, smem.q, CONSUMER)
     tma_store_wait(0)
 
 
@@ -261,10 +319,10 @@ def bwd_dq_hopper_kernel(
     BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. BY_HOOKS: the mask is
     neither causal nor none, whose code, which rows were measured with, is compiled in."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    tile, head = _tile(gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
+    number, head = _tile(gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
     b = head // heads_q
     h = head % heads_q
-    start_m = tile * BLOCK_M
+    start_m = number * BLOCK_M
     window = (window_left, window_right)
     if BY_HOOKS:
         below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
@@ -295,61 +353,35 @@ def bwd_dq_hopper_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
+    memory = Memory(dq, o, dlse, lse, delta)
+    smem = Shared(q_smem, k_smem, v_smem, do_smem)
+    barriers = Barriers(q_ready, k_ready, k_empty, v_ready, v_empty)
+    tile = Tile(b, h, heads_q, h // group, start_m, below, n_all)
+    call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
+    form: gl.constexpr = Form(
+        GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, IS_CAUSAL=IS_CAUSAL,
+        BY_HOOKS=BY_HOOKS, BLOCKS_BELOW=BLOCKS_BELOW, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, LEFT_BOUNDED=LEFT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED,
+    )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_produce, (
-                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
-        ], [1], [24])  # fmt: skip
+            (_consume, (memory, smem, barriers, tile, call, 0, form)),
+            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                1, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_produce, (
-                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
-        ], [4, 1], [CONSUMER_REGISTERS, 24])  # fmt: skip
+            (_consume, (memory, smem, barriers, tile, call, 0, form)),
+            (_consume, (memory, smem, barriers, tile, call, 1, form)),
+            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                0, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                1, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_consume, (
-                dq, o, dlse, lse, delta, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready,
-                v_empty, b, h, heads_q, start_m, below, n_all, stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k,
-                window, qk_scale, softmax_scale,
-                2, HEAD_DIM_V, BLOCK_N, K_STAGES, V_STAGES, IS_CAUSAL, BY_HOOKS,
-                BLOCKS_BELOW, CLEAR_BLOCKS, HIDE, LEFT_BOUNDED, RIGHT_BOUNDED)),
-            (_produce, (
-                q, k, v, do, q_smem, k_smem, v_smem, do_smem, q_ready, k_ready, k_empty, v_ready, v_empty, b, h, h // group,
-                start_m, below, n_all, BLOCK_N, GROUPS, K_STAGES, V_STAGES)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24])  # fmt: skip
+            (_consume, (memory, smem, barriers, tile, call, 0, form)),
+            (_consume, (memory, smem, barriers, tile, call, 1, form)),
+            (_consume, (memory, smem, barriers, tile, call, 2, form)),
+            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 VARIANT = Variant(

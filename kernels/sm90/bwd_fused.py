@@ -1,7 +1,6 @@
 """FlashAttention backward for Hopper, all five products in one kernel: a warp feeds Q and dO by TMA, two groups of four warps
-own 64 keys each, apart (num_warps 4: a partition each, here) or joined (8: one, hopper_joined.py). dK and dV stay in
-registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
-# ruff: noqa: RUF059  # tuples of tiles and barriers are unpacked whole, by name
+own 64 keys each, apart (num_warps 4: a partition each, here) or concatenated (8: one, hopper_concatenated.py). dK and dV stay
+in registers; dQ is summed over the key blocks by reductions into a float32 workspace."""
 
 import triton
 from triton.experimental import gluon
@@ -15,31 +14,33 @@ from fa2tune.kernels.lib.hopper import (
     warpgroup_mma_wait,
 )
 from fa2tune.kernels.lib.hopper_blocks import block_at
+from fa2tune.kernels.lib.hopper_concatenated import consume_concatenated
 from fa2tune.kernels.lib.hopper_fused import (
+    ALL_GROUPS,
     BLOCK_N,
     CHUNK,
     DS_READY,
     EMPTY,
+    GROUP_AND_WARP,
     GROUPS,
+    GROUPS_AND_WARP,
     KEYS,
     PIECE_GONE,
     TERM_COLUMNS,
+    Call,
+    Form,
+    Shared,
     add_terms,
     as_block_of,
     come,
     issue_dq,
     make_barriers,
-    make_tiles_told,
     meet,
     probabilities,
     produce,
-    share,
-    taken_for,
-    work,
     zero_pieces,
 )
-from fa2tune.kernels.lib.hopper_joined import consume_joined
-from fa2tune.kernels.lib.hopper_packed import store_packed, told_work
+from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -56,232 +57,206 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
+from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, make_tile_channel, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
+#: Of the warps that load and add.
+WARP_REGISTERS = gl.constexpr(24)
+
 
 @gluon.jit
 def _over_queries(
-    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, blocks, done, base, limit, sums, words, smem, barriers,
-    b, h, heads_q, rows_padded, own_row, key, offset, seqlen_k, window, qk_scale,
-    CONSUMER: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DS_STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr,
-    EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr, MASK: gl.constexpr,
+    dk_acc, dv_acc, s, h_dq, row_dq, begin, end, tile, done, base, limit, sums, words, smem, barriers, h, key, offset,
+    seqlen_k, call, CONSUMER: gl.constexpr, form, MASK: gl.constexpr,
 ):  # fmt: skip
-    """Places [begin, end) of the query blocks (first, end, rotation) of one head, see block_at, whose first row of sums is
-    own_row. Turns of the rings: done before place 0 of this head, base before this tile, limit with it. SCORES_AHEAD: s holds
-    S^T of place begin, terms added, and that of the next is computed beside this block's reduction."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    dtype: gl.constexpr = q_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    DQ_COLUMNS: gl.constexpr = BLOCK_M * BLOCK_D // 128
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(q_smem[0].shape[-1]), 2)
-    OF_ROWS: gl.constexpr = len(q_smem)  # products that make S^T, dP^T or dK
-    zero_s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-    zero_dq = zero_pieces(k_smem, CONSUMER, BLOCK_M, BLOCK_D)
+    """Places [begin, end) of the tile's query blocks of one head, see block_at. Turns of the rings: done before place 0 of this
+    head, base before this tile, limit with it. SCORES_AHEAD: s holds S^T of place begin, terms added, and that of the next is
+    computed beside this block's reduction."""
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    DQ_COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
+    OF_ROWS: gl.constexpr = len(smem.q)  # products that make S^T, dP^T or dK
+    zero_s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
+    zero_dq = zero_pieces(smem.k, CONSUMER, form)
     for j in range(begin, end):
         turn = done + j
-        block = block_at(j, blocks[0], blocks[1], blocks[2], LEFT_BOUNDED)
+        block = block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
         mine = opaque(turn * 0 + CONSUMER)
-        k_tile = tiles_in(k_smem, mine)
-        v_tile = tiles_in(v_smem, mine)
-        stage = turn % STAGES
-        phase = (turn // STAGES) & 1
-        buffer = turn % DS_STAGES
-        q_tile = tiles_in(q_smem, stage)
-        do_tile = tiles_in(do_smem, stage)
-        if not SCORES_AHEAD:
-            mbarrier.wait(q_ready.index(stage), phase)
+        k_tile = tiles_in(smem.k, mine)
+        v_tile = tiles_in(smem.v, mine)
+        stage = turn % form.STAGES
+        phase = (turn // form.STAGES) & 1
+        buffer = turn % form.DS_STAGES
+        q_tile = tiles_in(smem.q, stage)
+        do_tile = tiles_in(smem.do, stage)
+        if not form.SCORES_AHEAD:
+            mbarrier.wait(barriers.q_ready.index(stage), phase)
             s_next = product_of_rows(k_tile, q_tile, zero_s)
-            s_next = add_terms(s_next, lse_smem, stage, KEYS, BLOCK_M, s_layout)
-        mbarrier.wait(do_ready.index(stage), phase)
+            s_next = add_terms(s_next, smem.lse, stage, KEYS, form.BLOCK_M, s_layout)
+        mbarrier.wait(barriers.do_ready.index(stage), phase)
         dp_next = product_of_rows(v_tile, do_tile, zero_s)
-        dp_next = add_terms(dp_next, delta_smem, stage, KEYS, BLOCK_M, s_layout)
-        if not SCORES_AHEAD:
+        dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
+        if not form.SCORES_AHEAD:
             s = warpgroup_mma_wait(OF_ROWS + 1, deps=[s_next])  # dP and its terms
-        p = probabilities(
-            s, block * BLOCK_M, key, offset, seqlen_k, window, qk_scale, KEYS, HIDE_QUERIES, MASK, s_layout
-        )
+        p = probabilities(s, block * form.BLOCK_M, key, offset, seqlen_k, call, KEYS, MASK, s_layout, form)
         p_operand = gl.convert_layout(p.to(dtype), a_layout)
-        if EXPONENTIALS_FIRST:
+        if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
-            mbarrier.wait(do_ready.index(stage), phase)
+            mbarrier.wait(barriers.do_ready.index(stage), phase)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-        if DQ_BEHIND:
+        if form.DQ_BEHIND:
             dv_next = add_products(p_operand, do_tile, dv_acc)
         ds = (p * dp).to(dtype)
         ds_operand = gl.convert_layout(ds, a_layout)
-        if SCORES_AHEAD:
+        if form.SCORES_AHEAD:
             dk_next = add_products(ds_operand, q_tile, dk_acc)
-        if DQ_BEHIND:
+        if form.DQ_BEHIND:
             # the buffer held dS of three blocks ago, which both groups read two blocks ago
             before = gl.maximum(turn - 2, 0)
-            mbarrier.wait(empty.index(before % STAGES), (before // STAGES) & 1, pred=turn >= 2)
-        ds_smem.index(buffer * GROUPS + CONSUMER).store(ds)
-        if not DQ_BEHIND:
+            mbarrier.wait(barriers.empty.index(before % form.STAGES), (before // form.STAGES) & 1, pred=turn >= 2)
+        smem.ds.index(buffer * GROUPS + CONSUMER).store(ds)
+        if not form.DQ_BEHIND:
             # not before dS: ptxas would pack P between the steps of dS, and the product wait for it
             dv_next = add_products(p_operand, do_tile, dv_acc)
         fence_async_shared()
-        if DQ_BEHIND:
-            mbarrier.arrive(ds_ready.index(buffer), count=1)
+        if form.DQ_BEHIND:
+            mbarrier.arrive(barriers.ds_ready.index(buffer), count=1)
             # the first block multiplies whatever lies in the buffer; its reduction is aimed past the end
             before = gl.maximum(turn - 1, 0)
-            mbarrier.wait(ds_ready.index(before % DS_STAGES), (before // DS_STAGES) & 1, pred=turn >= 1)
-            dq_next = issue_dq(ds_smem, k_smem, (turn + DS_STAGES - 1) % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            mbarrier.wait(
+                barriers.ds_ready.index(before % form.DS_STAGES), (before // form.DS_STAGES) & 1, pred=turn >= 1
+            )
+            dq_next = issue_dq(smem, (turn + form.DS_STAGES - 1) % form.DS_STAGES, zero_dq, CONSUMER, form)
         else:
-            meet(DS_READY, 256)
-            dq_next = issue_dq(ds_smem, k_smem, buffer, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
+            meet(DS_READY, ALL_GROUPS)
+            dq_next = issue_dq(smem, buffer, zero_dq, CONSUMER, form)
             h_dq = h
-            row_dq = block * BLOCK_M + own_row
-        if SCORES_AHEAD:
+            row_dq = block * form.BLOCK_M + tile.own_row
+        if form.SCORES_AHEAD:
             # with dV still in flight ptxas would serialise every product (C7512)
             dv_acc, p_operand = products_done_with(dv_next, p_operand, OF_ROWS + GROUPS * len(zero_dq))
             # the last block multiplies whatever lies in the ring, a product that is not read
             following = turn + 1
-            mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < limit)
-            ahead = tiles_in(q_smem, following % STAGES)
+            mbarrier.wait(
+                barriers.q_ready.index(following % form.STAGES), (following // form.STAGES) & 1, pred=following < limit
+            )
+            ahead = tiles_in(smem.q, following % form.STAGES)
             s_next = product_of_rows(k_tile, ahead, zero_s)
-            s_next = add_terms(s_next, lse_smem, following % STAGES, KEYS, BLOCK_M, s_layout)
+            s_next = add_terms(s_next, smem.lse, following % form.STAGES, KEYS, form.BLOCK_M, s_layout)
             dk_acc, ds_operand, pieces = products_and_pieces_done(dk_next, ds_operand, dq_next, OF_ROWS + 1)
-            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(barriers.empty.index(stage), count=1)
         else:
             dk_next = add_products(ds_operand, q_tile, dk_acc)
             dv_acc, p_operand, pieces = products_and_pieces_done(dv_next, p_operand, dq_next, OF_ROWS)
-        if REDUCE == "tma" and not DQ_BEHIND:
-            hand_over(pieces[0], dq_smem, turn == base, CONSUMER, 64, DQ_COLUMNS, 160)
-        elif DQ_BEHIND and REDUCE != "tma":
+        if form.REDUCE == "tma" and not form.DQ_BEHIND:
+            hand_over(pieces[0], smem.dq, turn == base, CONSUMER, 64, DQ_COLUMNS, GROUP_AND_WARP)
+        elif form.DQ_BEHIND and form.REDUCE != "tma":
             if turn > base:
-                reduce_dq(
-                    sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
-                )  # fmt: skip
+                reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
         else:
-            reduce_dq(
-                sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
-            )  # fmt: skip
+            reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
         h_dq = h
-        row_dq = block * BLOCK_M + own_row
-        if SCORES_AHEAD:
+        row_dq = block * form.BLOCK_M + tile.own_row
+        if form.SCORES_AHEAD:
             s = warpgroup_mma_wait(0, deps=[s_next])
         else:
             dk_acc, ds_operand = products_done_with(dk_next, ds_operand, 0)
-            if DQ_BEHIND:
-                mbarrier.arrive(empty.index(stage), count=1)
+            if form.DQ_BEHIND:
+                mbarrier.arrive(barriers.empty.index(stage), count=1)
             else:
-                come(EMPTY + stage, 288)
+                come(EMPTY + stage, GROUPS_AND_WARP)
     return dk_acc, dv_acc, s, h_dq, row_dq
 
 
 @gluon.jit
-def _consume(
-    sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-    batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, heads_per_wave, window, qk_scale, softmax_scale,
-    CONSUMER: gl.constexpr, QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    RIGHT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr, DS_STAGES: gl.constexpr, OUT_STAGES: gl.constexpr,
-    REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr, DQ_BEHIND: gl.constexpr,
-    PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, TELLS: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
+def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CONSUMER: gl.constexpr, form):
     """Four warps: dK and dV of KEYS keys of each tile, and their piece of every dQ."""
-    q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = smem
-    k_ready, v_ready, k_empty, q_ready, empty, do_ready, ds_ready = barriers
-    s_layout: gl.constexpr = product_layout(BLOCK_M)
-    offset = seqlen_k - seqlen_q
-    tiles, together, shares, laps = share(batch, heads_kv, seqlen_k, PAIRS, DYNAMIC)
-    k_tile = tiles_in(k_smem, CONSUMER)
+    seqlen_k = call.seqlen_k
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    offset = seqlen_k - call.seqlen_q
+    laps = laps_of(call, form)
+    k_tile = tiles_in(smem.k, CONSUMER)
     taken = gl.program_id(0)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
     while lap < laps:
-        if RAGGED:
-            alive, h_kv, start_n, queries, seqlen_k, first_k, own_row, first, full, end, rotation = told_work(
-                lap, tiles_told, window, BLOCK_M, QUERY_BLOCKS, LEFT_BOUNDED, 4
-            )
-            laps = gl.where(alive, lap + 2, 0)
-            offset = seqlen_k - queries
-            b = 0
-        else:
-            alive, b, h_kv, start_n, first, full, end, rotation = work(
-                lap, taken, batch, heads_kv, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M, QUERY_BLOCKS,
-                LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC,
-            )  # fmt: skip
-            own_row = 0
-        if alive:
-            key = start_n + CONSUMER * KEYS
-            n_blocks = end - first
-            total = group * n_blocks
-            dk_acc = zeros_for(k_smem, KEYS)
-            dv_acc = zeros_for(v_smem, KEYS)
-            s = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-            mbarrier.wait(k_ready.index(0), filled & 1, pred=total > 0)
-            if SCORES_AHEAD:
-                mbarrier.wait(q_ready.index(base % STAGES), (base // STAGES) & 1, pred=total > 0)
-                s_next = product_of_rows(k_tile, tiles_in(q_smem, base % STAGES), s)
-                s_next = add_terms(s_next, lse_smem, base % STAGES, KEYS, BLOCK_M, s_layout)
+        tile = next_tile(lap, taken, channel, call, 4, form)
+        if form.RAGGED:
+            laps = laps_behind(lap, tile)
+            seqlen_k = tile.keys
+            offset = seqlen_k - tile.queries
+        if tile.alive:
+            key = tile.start_n + CONSUMER * KEYS
+            n_blocks = tile.end - tile.first
+            total = call.group * n_blocks
+            dk_acc = zeros_for(smem.k, KEYS)
+            dv_acc = zeros_for(smem.v, KEYS)
+            s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
+            mbarrier.wait(barriers.k_ready.index(0), filled & 1, pred=total > 0)
+            if form.SCORES_AHEAD:
+                mbarrier.wait(barriers.q_ready.index(base % form.STAGES), (base // form.STAGES) & 1, pred=total > 0)
+                s_next = product_of_rows(k_tile, tiles_in(smem.q, base % form.STAGES), s)
+                s_next = add_terms(s_next, smem.lse, base % form.STAGES, KEYS, form.BLOCK_M, s_layout)
                 s = warpgroup_mma_wait(0, deps=[s_next])
-            mbarrier.wait(v_ready, filled & 1, pred=total > 0)
-            h_dq = h_kv * group
-            row_dq = rows_padded
-            for g in range(group):  # every query head that reads this key head
-                h = h_kv * group + g
-                done = base + g * n_blocks - first
+            mbarrier.wait(barriers.v_ready, filled & 1, pred=total > 0)
+            h_dq = tile.h_kv * call.group
+            row_dq = call.rows_padded
+            for g in range(call.group):  # every query head that reads this key head
+                h = tile.h_kv * call.group + g
+                done = base + g * n_blocks - tile.first
                 for part in gl.static_range(2):  # queries under the mask, then those that see every key
                     dk_acc, dv_acc, s, h_dq, row_dq = _over_queries(
-                        dk_acc, dv_acc, s, h_dq, row_dq, full if part else first, end if part else full,
-                        (first, end, rotation), done, base, base + total, sums, words, smem, barriers,
-                        b, h, heads_q, rows_padded, own_row, key, offset, seqlen_k, window, qk_scale,
-                        CONSUMER, HIDE_QUERIES, LEFT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, REDUCE, SCORES_AHEAD,
-                        EXPONENTIALS_FIRST, DQ_BEHIND, part == 0,
+                        dk_acc, dv_acc, s, h_dq, row_dq, tile.full if part else tile.first, tile.end if part else tile.full,
+                        tile, done, base, base + total, sums, words, smem, barriers, h, key, offset, seqlen_k, call, CONSUMER,
+                        form, part == 0,
                     )  # fmt: skip
-            if DQ_BEHIND:
+            if form.DQ_BEHIND:
                 final = gl.maximum(base + total - 1, 0)
-                mbarrier.wait(ds_ready.index(final % DS_STAGES), (final // DS_STAGES) & 1, pred=total > 0)
-                zero_dq = zero_pieces(k_smem, CONSUMER, BLOCK_M, BLOCK_D)
-                pieces = products_done(
-                    issue_dq(ds_smem, k_smem, final % DS_STAGES, zero_dq, CONSUMER, BLOCK_M, BLOCK_D)
-                )
+                ready = barriers.ds_ready.index(final % form.DS_STAGES)
+                mbarrier.wait(ready, (final // form.DS_STAGES) & 1, pred=total > 0)
+                zero_dq = zero_pieces(smem.k, CONSUMER, form)
+                pieces = products_done(issue_dq(smem, final % form.DS_STAGES, zero_dq, CONSUMER, form))
                 if total > 0:
-                    reduce_dq(
-                        sums, pieces, dq_smem, words, b, h_dq, row_dq, heads_q, rows_padded, CONSUMER, BLOCK_M, BLOCK_D, REDUCE,
-                    )  # fmt: skip
-            mbarrier.arrive(k_empty.index(0), count=1, pred=total > 0)
-            if TELLS:
+                    reduce_dq(sums, words, pieces, smem, tile.b, h_dq, row_dq, call, CONSUMER, form)
+            mbarrier.arrive(barriers.k_empty.index(0), count=1, pred=total > 0)
+            if form.TELLS:
                 mbarrier.arrive(tiles_done.index(lap % DONE), count=1)
-            if REDUCE == "tma" and not DQ_BEHIND:
+            if form.REDUCE == "tma" and not form.DQ_BEHIND:
                 if total > 0:  # the last piece has left this memory
-                    meet(PIECE_GONE + CONSUMER, 160)
+                    meet(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
             tma_store_wait(0)
-            if RAGGED:  # in one part
-                stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES), dk[0])
-                stage.reshape([KEYS, BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
+            if form.RAGGED:  # in one part
+                stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES), dk[0])
+                stage.reshape([KEYS, form.BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
                 fence_async_shared()
-                store_packed(dv[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
-                if OUT_STAGES == 1:
+                store_packed(dv[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
+                if form.OUT_STAGES == 1:
                     tma_store_wait(0)
                 else:
-                    stage = as_block_of(out_smem[0].index(CONSUMER * OUT_STAGES + 1), dk[0])
-                stage.reshape([KEYS, BLOCK_D]).store((dk_acc[0] * softmax_scale).to(dk[0].dtype))
+                    stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES + 1), dk[0])
+                stage.reshape([KEYS, form.BLOCK_D]).store((dk_acc[0] * call.softmax_scale).to(dk[0].dtype))
                 fence_async_shared()
-                store_packed(dk[0], first_k + seqlen_k, h_kv, key - seqlen_k, stage)
-            elif REDUCE == "tma":  # what stages dQ is large enough
-                stage = (as_block_of(out_smem[0].index(CONSUMER), dk[0]),)
-                put_in(dv_acc, dv, b, h_kv, key, stage)
+                store_packed(dk[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
+            elif form.REDUCE == "tma":  # what stages dQ is large enough
+                stage = (as_block_of(smem.out[0].index(CONSUMER), dk[0]),)
+                put_in(dv_acc, dv, tile.b, tile.h_kv, key, stage)
                 tma_store_wait(0)
-                put_in(scaled(dk_acc, softmax_scale), dk, b, h_kv, key, stage)
+                put_in(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, stage)
             else:
-                put_parts(dv_acc, dv, b, h_kv, key, out_smem, CONSUMER * OUT_STAGES)
-                if OUT_STAGES == 1:
+                put_parts(dv_acc, dv, tile.b, tile.h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
+                if form.OUT_STAGES == 1:
                     tma_store_wait(0)
-                put_parts(
-                    scaled(dk_acc, softmax_scale), dk, b, h_kv, key, out_smem, CONSUMER * OUT_STAGES + (OUT_STAGES - 1)
-                )
+                last = CONSUMER * form.OUT_STAGES + (form.OUT_STAGES - 1)
+                put_parts(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, smem.out, last)
             base += total
             filled += gl.where(total > 0, 1, 0)
-        if DYNAMIC and not RAGGED:
-            taken, laps = taken_for(lap, tiles_told, batch, heads_kv, seqlen_k, 4)
+        if form.DYNAMIC and not form.RAGGED:
+            taken, laps = received_number(lap, channel, call, 4)
         lap += 1
     tma_store_wait(0)
 
@@ -311,7 +286,7 @@ def bwd_fused_hopper_kernel(
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     window = (window_left, window_right)
-    JOINED: gl.constexpr = TILE_ROWS == BLOCK_N
+    CONCATENATED: gl.constexpr = TILE_ROWS == BLOCK_N
     PARTS: gl.constexpr = BLOCK_N // TILE_ROWS
     q, do = descriptors_of(q, q_rest), descriptors_of(do, do_rest)
     k, v = descriptors_of(k, k_rest), descriptors_of(v, v_rest)
@@ -325,11 +300,11 @@ def bwd_fused_hopper_kernel(
     delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     DS_STAGES: gl.constexpr = 3 if DQ_BEHIND else 2
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    if JOINED:
+    if CONCATENATED:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_M, BLOCK_N], ds_layout)
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BLOCK_M], ds_layout)
-    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or JOINED else 2
+    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or CONCATENATED else 2
     if REDUCE == "tma":
         piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
         dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
@@ -339,56 +314,39 @@ def bwd_fused_hopper_kernel(
         out_smem = shared_for(k, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
-    tiles_told = make_tiles_told(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
+    channel = make_tile_channel(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
     TELLS: gl.constexpr = FINISH_BESIDE and not ADDS
     tiles_done = make_tiles_done(PARTS, TELLS)
     heads = heads_q if RAGGED else batch * heads_q
     counts = flags + heads * (rows_padded // CHUNK)
     fence_async_shared()
-    smem = (q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    call = Call(
+        batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
+    )  # fmt: skip
     offsets = (cu_seqlens_q, cu_seqlens_k)
-    if JOINED:  # in one part
-        whole = (
-            q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0],
-        )  # fmt: skip
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
+        DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
+        EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
+        CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, QUERY_BLOCKS=QUERY_BLOCKS,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
+    )  # fmt: skip
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if CONCATENATED:  # in one part
+        whole = Shared(q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0])
         gl.warp_specialize([
-            (consume_joined, (
-                words, dk[0], dv[0], whole, barriers, tiles_told, tiles_done, batch, heads_q, heads_kv, group, seqlen_q,
-                seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
-                QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, REDUCE, EXPONENTIALS_FIRST,
-                PAIRS, DYNAMIC, TELLS, K_STAGES, RAGGED)),
-            (produce, (
-                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
-                DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
-            (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
-                ADDS, FINISH_BESIDE, RAGGED)),
-        ], [1, 1], [24, 24])  # fmt: skip
+            (consume_concatenated, (words, dk[0], dv[0], whole, barriers, channel, tiles_done, call, form)),
+            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),
+            (add, (sums, counts, smem, channel, tiles_done, call, form)),
+        ], [1, 1], [WARP_REGISTERS, WARP_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (
-                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
-                qk_scale, softmax_scale,
-                0, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS, RAGGED)),
-            (_consume, (
-                sums, words, dk, dv, smem, barriers, tiles_told, tiles_done,
-                batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window,
-                qk_scale, softmax_scale,
-                1, QUERY_BLOCKS, HIDE_QUERIES, LEFT_BOUNDED, RIGHT_BOUNDED, BLOCK_M, BLOCK_D, STAGES, DS_STAGES, OUT_STAGES,
-                REDUCE, SCORES_AHEAD, EXPONENTIALS_FIRST, DQ_BEHIND, PAIRS, DYNAMIC, TELLS, RAGGED)),
-            (produce, (
-                q, k, v, do, terms, flags, counter, smem, barriers, tiles_told, batch, heads_kv, group, seqlen_q, seqlen_k,
-                rows_padded, HEADS_PER_WAVE, window, offsets, BLOCK_M, STAGES, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS,
-                DYNAMIC, BESIDE, DQ_BEHIND, TILE_ROWS, K_STAGES, RAGGED)),
-            (add, (
-                sums, counts, smem, tiles_told, tiles_done, batch, heads_kv, group, seqlen_q, seqlen_k, rows_padded,
-                HEADS_PER_WAVE, window, BLOCK_M, BLOCK_D, QUERY_BLOCKS, LEFT_BOUNDED, RIGHT_BOUNDED, PAIRS, DYNAMIC, JOINED,
-                ADDS, FINISH_BESIDE, RAGGED)),
-        ], [4, 1, 1], [CONSUMER_REGISTERS, 24, 24])  # fmt: skip
+            (_consume, (sums, words, dk, dv, smem, barriers, channel, tiles_done, call, 0, form)),
+            (_consume, (sums, words, dk, dv, smem, barriers, channel, tiles_done, call, 1, form)),
+            (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),
+            (add, (sums, counts, smem, channel, tiles_done, call, form)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, WARP_REGISTERS, WARP_REGISTERS])  # fmt: skip
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:

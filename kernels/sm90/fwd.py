@@ -1,5 +1,7 @@
 """FlashAttention forward for Hopper: one warp feeds K and V by TMA, groups of four warps multiply and exponentiate."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -8,6 +10,10 @@ from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
     V_EMPTY,
+    Barriers,
+    Call,
+    Form,
+    Shared,
     await_turn,
     bound_of,
     hand_back,
@@ -25,7 +31,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     where_seen,
     words_suit,
 )
-from fa2tune.kernels.lib.hopper_keys import issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -39,7 +45,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, tile_told
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -59,83 +65,97 @@ HEADROOM_FP16 = gl.constexpr(space.HEADROOM_FP16)
 LARGEST_BOUND = gl.constexpr(space.LARGEST_BOUND)
 
 
+class Outputs(NamedTuple):
+    """Global memory, but for what the producer loads."""
+
+    o: tuple  #: descriptors of its parts
+    lse: gl.tensor  #: pointer to [B, Hq, Sq]
+    norms: gl.tensor  #: pointer, of bound_of
+
+
+class Share(NamedTuple):
+    """A program's tiles in a dense call."""
+
+    tiles: gl.tensor  #: of a head
+    heads: gl.tensor  #: of all batch entries
+    turns: gl.tensor  #: tiles of this program
+    offset: gl.tensor
+
+
+@gluon.jit
+def _tile_of(turn, share, call, form):
+    return tile_of(turn, share.tiles, share.heads, call.heads_per_wave, form.BLOCK_M, form.LONGEST_LAST)
+
+
 @gluon.jit
 def _one_tile(
-    ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
-    batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
-    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    ahead, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
+    CONSUMER: gl.constexpr, form,
 ):  # fmt: skip
     """This group's rows of a program's turn-th tile. ahead: its first block's scores, if Q_STAGES is 2. Returns what the next
     tile is called with: (ahead, done, start_m, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which
     ends at row end_q of all."""
-    q_smem, k_smem, v_smem, o_smem = smem
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
     # A tile is worked out beside its own first exponentials: where the one before ends, the divisions would hold up products.
     # With one Q tile nothing could run meanwhile, and a causal mask has to know the next tile there.
-    AT_FIRST: gl.constexpr = Q_STAGES > 1 and not RIGHT_BOUNDED and not RAGGED
-    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
-    OWN_ADDRESSES: gl.constexpr = Q_STAGES > 1 and not Q_IN_REGISTERS
-    OFTEN: gl.constexpr = "lazy" if RESCALE == "never" else RESCALE  # where scores are not known to be bounded
-    dtype: gl.constexpr = q_smem[0].dtype
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(v_smem[0].shape[-1]), 2)
-    AS_WORDS: gl.constexpr = words_suit(WIDEST, RIGHT_BOUNDED)
+    AT_FIRST: gl.constexpr = form.Q_STAGES > 1 and not form.RIGHT_BOUNDED and not form.RAGGED
+    OWN_ADDRESSES: gl.constexpr = form.Q_STAGES > 1 and not form.Q_IN_REGISTERS
+    # where scores are not known to be bounded
+    OFTEN: gl.constexpr = "lazy" if form.RESCALE == "never" else form.RESCALE
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    if Q_STAGES > 1:
+    window = call.window
+    if form.Q_STAGES > 1:
         s = ahead
     if AT_FIRST:
-        start_m, head = tile_of(turn, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-        b, h = head // heads_q, head % heads_q
-    if RAGGED:
+        start_m, head = _tile_of(turn, share, call, form)
+        b, h = head // call.heads_q, head % call.heads_q
+    offset = share.offset
+    if form.RAGGED:
         offset = seqlen_k - seqlen_q
     first = start_m + CONSUMER * ROWS
     rows = first + gl.arange(0, ROWS, layout=row_s)
-    below = BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
-    if RAGGED and not RIGHT_BOUNDED:  # a sequence may have no keys; what is known to be 1 or more is none for q_again
+    below = form.BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    if form.RAGGED and not form.RIGHT_BOUNDED:
+        # a sequence may have no keys; what is known to be 1 or more is none for q_again
         below = gl.maximum(below, 1)
-    n_blocks = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
-    clear_begin, clear_end = CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, BLOCK_N)
+    n_blocks = below - form.FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
     n_masked = 1
-    if RIGHT_BOUNDED:
+    if form.RIGHT_BOUNDED:
         n_masked = gl.maximum(below - clear_end, 1)
     n_clear = n_blocks  # from there on blocks lie under the mask's left side
-    if LEFT_BOUNDED:
+    if form.LEFT_BOUNDED:
         n_masked = gl.minimum(n_masked, n_blocks)
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
-    q_slot = (turn % Q_STAGES) * GROUPS + CONSUMER
-    q_shared = tiles_in(q_smem, q_slot)
-    if Q_STAGES == 1:
-        if RIGHT_BOUNDED:
-            done = pass_by(
-                start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
-                NUMBERED, BLOCKS_BELOW,
-            )  # fmt: skip
-        mbarrier.wait(q_ready.index(q_slot), turn & 1)
+    q_slot = (turn % form.Q_STAGES) * form.GROUPS + CONSUMER
+    q_shared = tiles_in(smem.q, q_slot)
+    if form.Q_STAGES == 1:
+        if form.RIGHT_BOUNDED:
+            done = pass_by(start_m, done, True, seqlen_q, seqlen_k, window, barriers, CONSUMER, form)
+        mbarrier.wait(barriers.q_ready.index(q_slot), turn & 1)
     q_tile = q_shared
-    if Q_IN_REGISTERS:
+    if form.Q_IN_REGISTERS:
         q_tile = loaded(q_shared, gl.DotOperandLayout(0, s_layout, 2))
-    if Q_STAGES == 1:
-        s = issue_scores(q_tile, k_smem, k_ready, done, True, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout)
-        if PINGPONG:
-            pass_turn_on(CONSUMER, GROUPS)
-    if RESCALE == "never":
-        bound = bound_of(q_shared, norms, head // group, qk_scale, s_layout)
-    if Q_STAGES == 1:
+    if form.Q_STAGES == 1:
+        s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
+        if form.PINGPONG:
+            pass_turn_on(CONSUMER, form.GROUPS)
+    if form.RESCALE == "never":
+        bound = bound_of(q_shared, out.norms, head // call.group, qk_scale, s_layout)
+    if form.Q_STAGES == 1:
         s = warpgroup_mma_wait(0, deps=[s])
-        hand_back(k_empty, done, True, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        hand_back(barriers.k_empty, done, True, K_EMPTY, form)
 
     # ---- the last block, which may be ragged
-    if NEGATE:
+    if form.NEGATE:
         s = -s
-    s = HIDE(s, rows, (below - 1) * BLOCK_N, offset, seqlen_k, window, s_layout)
+    s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
     peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
     bounded = False
-    if RESCALE == "never":
+    if form.RESCALE == "never":
         HEADROOM: gl.constexpr = HEADROOM_FP16 if dtype == gl.float16 else 0.0
         MOST: gl.constexpr = LOOSEST_FP16 if dtype == gl.float16 else LOOSEST
         # rows that see none of these keys have scores above -bound; of a NaN nothing is known
@@ -146,180 +166,148 @@ def _one_tile(
     weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
     total = sum_parts(weights)
     p = to_carry(weights, dtype, p_layout, AS_WORDS)
-    acc = zeros_for(v_smem, ROWS)
-    if RIGHT_BOUNDED:
+    acc = zeros_for(smem.v, ROWS)
+    seen = Seen(rows, offset, seqlen_k, window, below, done)
+    if form.RIGHT_BOUNDED:
         acc, total, peak, p = over_keys(
-            acc, total, peak, p, 1, n_masked, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-            CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
-            RIGHT_BOUNDED, True,
-        )  # fmt: skip
+            acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
+        )
     p = repack(p)
     exact = n_masked
-    if RESCALE == "never":
+    if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
-        if OWN_ADDRESSES and RIGHT_BOUNDED:
-            q_tile = q_again(q_smem, q_slot, seqlen_q)
+        if OWN_ADDRESSES and form.RIGHT_BOUNDED:
+            q_tile = q_again(smem.q, q_slot, seqlen_q)
         acc, total, peak, p = over_keys(
-            acc, total, peak, p, n_masked, exact, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-            qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, "never", NUMBERED, NEGATE, HIDE,
-            RIGHT_BOUNDED, False,
-        )  # fmt: skip
+            acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
+        )
         p = repack(p)
-    if OWN_ADDRESSES and (RIGHT_BOUNDED or RESCALE == "never"):
-        q_tile = q_again(q_smem, q_slot, n_blocks)
+    if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
+        q_tile = q_again(smem.q, q_slot, n_blocks)
     acc, total, peak, p = over_keys(
-        acc, total, peak, p, exact, n_clear, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window, qk_scale,
-        CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE, RIGHT_BOUNDED,
-        False,
-    )  # fmt: skip
-    if LEFT_BOUNDED:
+        acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
+    )
+    if form.LEFT_BOUNDED:
         p = repack(p)
         if OWN_ADDRESSES:
-            q_tile = q_again(q_smem, q_slot, heads_q if RAGGED else batch)
+            q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
         acc, total, peak, p = over_keys(
-            acc, total, peak, p, n_clear, n_blocks, done, below, q_tile, smem, barriers, rows, offset, seqlen_k, window,
-            qk_scale, CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, PINGPONG, OFTEN, NUMBERED, NEGATE, HIDE,
-            RIGHT_BOUNDED, True,
-        )  # fmt: skip
-    if O_THROUGH != "q":
-        mbarrier.arrive(q_empty.index(q_slot), count=1)
+            acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
+        )
+    if form.O_THROUGH != "q":
+        mbarrier.arrive(barriers.q_empty.index(q_slot), count=1)
 
     # ---- the last P V, and Q K^T of the next tile's first block
     done += n_blocks
     v_entry = done - 1
-    if Q_STAGES > 1:
-        if RAGGED:
-            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+    if form.Q_STAGES > 1:
+        if form.RAGGED:
+            next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
             more = next_head >= 0
         else:
-            more = turn + 1 < turns
+            more = turn + 1 < share.turns
             next_q, next_k = seqlen_q, seqlen_k
-            if RIGHT_BOUNDED:
-                next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
-        if RIGHT_BOUNDED:
-            done = pass_by(
-                next_m, done, more, next_q, next_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
-                NUMBERED, BLOCKS_BELOW,
-            )  # fmt: skip
-        q_slot = ((turn + 1) % Q_STAGES) * GROUPS + CONSUMER
-        mbarrier.wait(q_ready.index(q_slot), ((turn + 1) // Q_STAGES) & 1, pred=more)
-        s_next = issue_scores(
-            tiles_in(q_smem, q_slot), k_smem, k_ready, done, more, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
-        )  # fmt: skip
-    mbarrier.wait(v_ready.index(v_entry % STAGES), (v_entry // STAGES) & 1)
-    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(v_smem, v_entry % STAGES), acc)
-    if Q_STAGES == 1:  # the divisions run beside P V
-        if RAGGED:
-            next_head, next_m, next_end, next_q, _end_k, next_k = tile_told(queue, turn + 1, 4)
+            if form.RIGHT_BOUNDED:
+                next_m, next_head = _tile_of(turn + 1, share, call, form)
+        if form.RIGHT_BOUNDED:
+            done = pass_by(next_m, done, more, next_q, next_k, window, barriers, CONSUMER, form)
+        q_slot = ((turn + 1) % form.Q_STAGES) * form.GROUPS + CONSUMER
+        mbarrier.wait(barriers.q_ready.index(q_slot), ((turn + 1) // form.Q_STAGES) & 1, pred=more)
+        s_next = issue_scores(tiles_in(smem.q, q_slot), smem, barriers, done, more, CONSUMER, form)
+    mbarrier.wait(barriers.v_ready.index(v_entry % form.STAGES), (v_entry // form.STAGES) & 1)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_entry % form.STAGES), acc)
+    if form.Q_STAGES == 1:  # the divisions run beside P V
+        if form.RAGGED:
+            next_head, next_m, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
         else:
-            next_m, next_head = tile_of(turn + 1, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+            next_m, next_head = _tile_of(turn + 1, share, call, form)
     else:
-        if PINGPONG:
-            pass_turn_on(CONSUMER, GROUPS)
+        if form.PINGPONG:
+            pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(len(acc), deps=[s_next])
-        hand_back(k_empty, done, more, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        hand_back(barriers.k_empty, done, more, K_EMPTY, form)
     acc = products_done(acc)
-    hand_back(v_empty, v_entry, True, V_EMPTY, STAGES, GROUPS, NUMBERED)
+    hand_back(barriers.v_empty, v_entry, True, V_EMPTY, form)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
     row_total = gl.sum(total, 1)
     word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
-    out = quotients(acc, row_total)
-    if LEFT_BOUNDED or RIGHT_BOUNDED or RAGGED:
-        sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
-        if RAGGED:
+    o = quotients(acc, row_total)
+    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED or form.RAGGED:
+        sees_a_key = form.SEES_A_KEY(rows, offset, seqlen_k, window)
+        if form.RAGGED:
             sees_a_key = sees_a_key & (seqlen_k > 0)
         word = gl.where(sees_a_key, word, float("-inf"))
-        out = where_seen(out, first, offset, seqlen_k, window, SEES_A_KEY, RAGGED)
-    if RAGGED:  # the coordinates are such that the tile ends where its sequence does
+        o = where_seen(o, first, offset, seqlen_k, window, form.SEES_A_KEY, form.RAGGED)
+    if form.RAGGED:  # the coordinates are such that the tile ends where its sequence does
         b, h, row = end_q, head, PACKED_ROWS - seqlen_q + first
-        gl.store(lse + head.to(gl.int64) * all_rows + (end_q - seqlen_q) + rows, word, mask=rows < seqlen_q)
+        gl.store(out.lse + head.to(gl.int64) * call.seqlen_q + (end_q - seqlen_q) + rows, word, mask=rows < seqlen_q)
     else:
-        gl.store(lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
+        gl.store(out.lse + head.to(gl.int64) * seqlen_q + rows, word, mask=rows < seqlen_q)
         row = first
         if not AT_FIRST:
-            b, h = head // heads_q, head % heads_q
-    if O_THROUGH == "halves":
-        store_in_halves(out, o, b, h, row, o_smem, CONSUMER)
+            b, h = head // call.heads_q, head % call.heads_q
+    if form.O_THROUGH == "halves":
+        store_in_halves(o, out.o, b, h, row, smem.o, CONSUMER)
     else:
-        store_parts(out, o, b, h, row, o_smem, CONSUMER)
-    if O_THROUGH == "q":
+        store_parts(o, out.o, b, h, row, smem.o, CONSUMER)
+    if form.O_THROUGH == "q":
         tma_store_wait(0)
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
     if not AT_FIRST:
         start_m, head = next_m, next_head
-    if RAGGED:
+    if form.RAGGED:
         end_q, seqlen_q, seqlen_k = next_end, next_q, next_k
-    if Q_STAGES > 1:
+    if form.Q_STAGES > 1:
         ahead = s
     return ahead, done, start_m, head, end_q, seqlen_q, seqlen_k
 
 
 @gluon.jit
-def _consume(
-    o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window,
-    CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WIDEST: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, PINGPONG: gl.constexpr, RESCALE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, NEGATE: gl.constexpr,
-    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
-):  # fmt: skip
+def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
-    q_smem, k_smem, _, _ = smem
-    q_ready, _, k_ready, k_empty, _, _ = barriers
-    GROUPS: gl.constexpr = BLOCK_M // ROWS
-    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
-    s_layout: gl.constexpr = product_layout(BLOCK_N)
-    all_rows = seqlen_q
-    tiles = gl.cdiv(seqlen_q, BLOCK_M)
-    heads = batch * heads_q
+    seqlen_q, seqlen_k = call.seqlen_q, call.seqlen_k
+    tiles = gl.cdiv(seqlen_q, form.BLOCK_M)
+    heads = call.batch * call.heads_q
     offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
     turns = turns_of(tiles * heads)
+    share = Share(tiles, heads, turns, offset)
     done = 0  # key blocks of earlier tiles
-    if RAGGED:
-        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = tile_told(queue, 0, 4)
+    if form.RAGGED:
+        head, start_m, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
         alive = head >= 0
     else:
-        start_m, head = tile_of(0, tiles, heads, heads_per_wave, BLOCK_M, LONGEST_LAST)
+        start_m, head = _tile_of(0, share, call, form)
         end_q = 0
         alive = True
-    if PINGPONG and CONSUMER == GROUPS - 1:
-        pass_turn_on(CONSUMER, GROUPS)  # the first turn is group 0's
-    if Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
-        if RIGHT_BOUNDED:
-            done = pass_by(
-                start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER, BLOCK_M, BLOCK_N, STAGES, PINGPONG,
-                NUMBERED, BLOCKS_BELOW,
-            )  # fmt: skip
-        mbarrier.wait(q_ready.index(CONSUMER), 0, pred=alive)
-        s = issue_scores(
-            tiles_in(q_smem, CONSUMER), k_smem, k_ready, done, alive, CONSUMER, BLOCK_N, STAGES, PINGPONG, s_layout
-        )  # fmt: skip
-        if PINGPONG:
-            pass_turn_on(CONSUMER, GROUPS)
+    if form.PINGPONG and CONSUMER == form.GROUPS - 1:
+        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+    if form.Q_STAGES > 1:  # the scores of a tile's first block are computed while the tile before it ends
+        if form.RIGHT_BOUNDED:
+            done = pass_by(start_m, done, alive, seqlen_q, seqlen_k, call.window, barriers, CONSUMER, form)
+        mbarrier.wait(barriers.q_ready.index(CONSUMER), 0, pred=alive)
+        s = issue_scores(tiles_in(smem.q, CONSUMER), smem, barriers, done, alive, CONSUMER, form)
+        if form.PINGPONG:
+            pass_turn_on(CONSUMER, form.GROUPS)
         s = warpgroup_mma_wait(0, deps=[s])
-        hand_back(k_empty, done, alive, K_EMPTY, STAGES, GROUPS, NUMBERED)
+        hand_back(barriers.k_empty, done, alive, K_EMPTY, form)
     else:
         s = 0
-    if RAGGED:
+    if form.RAGGED:
         turn = 0
         while head >= 0:
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
-                batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
-                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY, LEFT_BOUNDED, RIGHT_BOUNDED, True,
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
+                CONSUMER, form,
             )  # fmt: skip
             turn += 1
     else:
         for turn in range(turns):
             s, done, start_m, head, end_q, seqlen_q, seqlen_k = _one_tile(
-                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, turns, o, lse, norms, smem, barriers, queue, qk_scale,
-                batch, heads_q, group, all_rows, tiles, heads, offset, heads_per_wave, window,
-                CONSUMER, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE, Q_IN_REGISTERS, O_THROUGH, NUMBERED,
-                NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY, LEFT_BOUNDED, RIGHT_BOUNDED, False,
+                s, done, start_m, head, end_q, seqlen_q, seqlen_k, turn, share, out, smem, barriers, queue, qk_scale, call,
+                CONSUMER, form,
             )  # fmt: skip
-    if PINGPONG and CONSUMER == 0:
+    if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)
 
@@ -377,56 +365,34 @@ def fwd_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=GROUPS)
     queue = make_queue(order, RAGGED)
     fence_async_shared()
-    smem = (q_smem, k_smem, v_smem, o_smem)
-    barriers = (q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    out = Outputs(o, lse, norms)
+    smem = Shared(q_smem, k_smem, v_smem, o_smem)
+    barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window)
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=Q_STAGES, PINGPONG=PINGPONG, RESCALE=RESCALE,
+        Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS, WIDEST=WIDEST, NEGATE=NEGATE,
+        RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW, FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE,
+        SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
+    )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (produce_tiles, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
-                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 0, form)),
+            (produce_tiles, (q, k, v, smem, barriers, queue, call, form)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (produce_tiles, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
-                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 0, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 1, form)),
+            (produce_tiles, (q, k, v, smem, barriers, queue, call, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 0, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 1, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (_consume, (
-                o, lse, norms, smem, barriers, queue, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave,
-                window, 2, BLOCK_M, BLOCK_N, WIDEST, STAGES, Q_STAGES, PINGPONG, RESCALE,
-                Q_IN_REGISTERS, O_THROUGH, NUMBERED, NEGATE, BLOCKS_BELOW, FIRST_BLOCK, CLEAR_BLOCKS, HIDE, SEES_A_KEY,
-                LEFT_BOUNDED, RIGHT_BOUNDED, RAGGED)),
-            (produce_tiles, (
-                q, k, v, smem, barriers, queue, batch, heads_q, group, seqlen_q, seqlen_k, heads_per_wave, window, BLOCK_M,
-                BLOCK_N, STAGES, Q_STAGES, NUMBERED, BLOCKS_BELOW, FIRST_BLOCK, LONGEST_LAST, COLUMNS, RAGGED)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 0, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 1, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 2, form)),
+            (produce_tiles, (q, k, v, smem, barriers, queue, call, form)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     if NUMBERED:
         # No warp waits at these. Without a use behind the partitions Triton would give their memory to what it hands these,
