@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from fa2tune.calling import arguments, dispatch, ops, used_lengths
+from fa2tune.calling import arguments, dispatch, distributed, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
@@ -207,7 +207,7 @@ def checked(
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    q, k, v = ops.as_cast(q, k, v)
+    q, k, v = ops.as_cast(*distributed.parts(q, k, v, "packed"))
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
@@ -219,6 +219,12 @@ def _general(
     softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
+    cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
+    cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
+    if distributed.given(q, k, v):
+        rest = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
+        call = (causal, softmax_scale, deterministic, window, mask, softcap)
+        return distributed.by_parts(lambda *local: _general(*local, *rest, *call), q, k, v, "packed")
     if not ops.compiling():
         ops.refuse_transforms(q, k, v)
     q, k, v = ops.autocast(q, k, v)
