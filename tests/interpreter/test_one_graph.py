@@ -1,5 +1,4 @@
-"""torch.compile(fullgraph=True, dynamic=True): one graph for all lengths. The operators of packed calls, autocast and activation
-checkpointing."""
+"""torch.compile(fullgraph=True, dynamic=True): one graph for all lengths. Packed calls' operators; autocast."""
 
 from __future__ import annotations
 
