@@ -76,11 +76,11 @@ def _ranks(q: Any, allowed: Mapping[int, tuple[str, int]]) -> dict[int, int]:
     return ranks
 
 
-def by_parts(call: Callable[..., Called], q: Any, k: Any, v: Any, layout: str) -> Called:
-    """``call(q, k, v)`` of this rank's part, as DTensors placed as q. Errors: as ``parts``."""
+def by_parts(call: Callable[..., Called], q: Any, k: Any, v: Any, layout: str, rest: tuple[Any, ...]) -> Called:
+    """``call(q, k, v, *rest)`` of this rank's part, as DTensors placed as q. Errors: as ``parts``."""
     from torch.distributed.tensor import DTensor, Shard
 
-    result = call(*parts(q, k, v, layout))
+    result = call(*parts(q, k, v, layout), *rest)
     mesh, placements = q.device_mesh, q.placements
     if isinstance(result, torch.Tensor):
         return DTensor.from_local(result, mesh, placements, run_check=False)

@@ -219,8 +219,8 @@ def _general(
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     if distributed.given(q, k, v):
-        rest = causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap
-        return distributed.by_parts(lambda *parts: _general(*parts, *rest), q, k, v, layout)
+        call = (causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
+        return distributed.by_parts(_general, q, k, v, layout, call)
     if not compiling():
         refuse_transforms(q, k, v)
     q, k, v = autocast(q, k, v)

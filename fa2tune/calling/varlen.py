@@ -222,9 +222,9 @@ def _general(
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
     if distributed.given(q, k, v):
-        rest = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
+        sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
         call = (causal, softmax_scale, deterministic, window, mask, softcap)
-        return distributed.by_parts(lambda *local: _general(*local, *rest, *call), q, k, v, "packed")
+        return distributed.by_parts(_general, q, k, v, "packed", sides + call)
     if not ops.compiling():
         ops.refuse_transforms(q, k, v)
     q, k, v = ops.autocast(q, k, v)
