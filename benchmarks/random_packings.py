@@ -334,13 +334,7 @@ def main(seed: str, count: int, peers: str | None, seconds: float, out: Path | N
         for name, packing in packings.items():
             click.echo(f"{name}: {packing.operations('fwd') / 1e9:.1f} GFLOP forward")
         return
-    asked = list(PEERS) if peers is None else [side_by_side.SUBJECT, *peers.split(",")]
-    for name in asked:
-        if name not in PEERS or (peers is not None and not PEERS[name].here()):
-            raise click.BadParameter(
-                f"got {name!r}, known are {', '.join(PEERS)}, of what is installed", param_hint="--peers"
-            )
-    here = {name: PEERS[name] for name in PEERS if name in asked and PEERS[name].here()}
+    here = side_by_side.asked(peers, PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": seed})
 
     def one(packing: Packing) -> dict[str, Any]:

@@ -50,6 +50,18 @@ def fa4_is_here() -> bool:
         return False
 
 
+def asked(peers: str | None, known: Mapping[str, Peer]) -> dict[str, Peer]:
+    """fa2tune and the peers of ``--peers`` (names with commas); None: those that are here. BadParameter: there is no such peer,
+    or it is not installed here."""
+    names = list(known) if peers is None else [SUBJECT, *peers.split(",")]
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"got {name!r}, known are {', '.join(known)}", param_hint="--peers")
+        if peers is not None and not known[name].here():
+            raise click.BadParameter(f"{name} is not installed here", param_hint="--peers")
+    return {name: peer for name, peer in known.items() if name in names and peer.here()}
+
+
 def graphed(call: Callable[[], object], stream: Any) -> tuple[Callable[[], None], int]:
     """(replay of a graph of several calls, how many)."""
     import torch
@@ -107,17 +119,26 @@ def verdict(samples: Mapping[str, list[float]], done: float) -> dict[str, Any]:
     return found
 
 
-def beside(
+@dataclass(frozen=True)
+class Graphs:
+    """What was captured of one call."""
+
+    of: Mapping[str, Mapping[str, tuple[Callable[[], None], int]]]  #: pass -> peer -> as ``graphed`` has it
+    missing: Mapping[str, str]  #: peer -> why it is not among them
+    kept: tuple[Any, ...]  #: what a graph reads must outlive it: a peer's offsets, too
+
+
+def captured(
     problem: Any, peers: Mapping[str, Peer], inputs: tuple[Any, Any, Any], do: Any,
     check: Callable[[dict[str, Any]], str | None], done: Mapping[str, float],
-) -> dict[str, Any]:  # fmt: skip
-    """``measure`` of inputs (q, k, v) of any kind. ``problem``: what peers make their call of; ``check``: what is wrong with
-    results by name, or None; ``done``: operations of the passes to time, "fwd" and maybe "bwd"."""
+) -> Graphs:  # fmt: skip
+    """Graphs of every peer whose results are right. ``problem``: what peers make their call of; ``inputs``: q, k and v;
+    ``check``: what is wrong with results by name, or None; ``done``: operations of the passes, "fwd" and maybe "bwd"."""
     import torch
 
     stream, missing = torch.cuda.Stream(), dict[str, str]()
     graphs: dict[str, dict[str, Any]] = {"fwd": {}, "bwd": {}}
-    kept: list[Any] = []  # what a graph reads must outlive it: a peer's offsets, too
+    kept: list[Any] = []
     for name, peer in peers.items():
         try:
             attention = peer.make(problem)
@@ -143,9 +164,17 @@ def beside(
             )
         if problem_with_it is not None:
             missing[name] = problem_with_it
-    return {
-        **{name: verdict(raced(graphs[name]), done[name]) for name in done if graphs[name]}, "missing": missing,
-    }  # fmt: skip
+    return Graphs(graphs, missing, tuple(kept))
+
+
+def beside(
+    problem: Any, peers: Mapping[str, Peer], inputs: tuple[Any, Any, Any], do: Any,
+    check: Callable[[dict[str, Any]], str | None], done: Mapping[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Pass -> its ``verdict``, and "missing". Arguments as ``captured`` has them."""
+    found = captured(problem, peers, inputs, do, check, done)
+    timed = {name: verdict(raced(found.of[name]), done[name]) for name in done if found.of[name]}
+    return {**timed, "missing": dict(found.missing)}
 
 
 def environment() -> dict[str, str]:
@@ -174,11 +203,15 @@ def begun(out: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
+def _said(call: Mapping[str, Any]) -> str:
+    return "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
+
+
 def fill(
     record: dict[str, Any], problems: Mapping[str, Any], one: Callable[[Any], dict[str, Any]], seconds: float,
-    out: Path | None,
+    out: Path | None, said: Callable[[Mapping[str, Any]], str] = _said,
 ) -> None:  # fmt: skip
-    """Measure what the record lacks, and write it after each; begin none after so many seconds."""
+    """Measure what the record lacks, and write it after each; begin none after so many seconds. ``said``: of one, a line."""
     import torch
 
     begin = time.monotonic()
@@ -190,8 +223,7 @@ def fill(
             click.echo(f"not reached: {name}")
             continue
         record["calls"][name] = call = one(problem)
-        said = "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
-        click.echo(f"{name:44} {said}  {call['missing'] or ''}")
+        click.echo(f"{name:44} {said(call)}  {call['missing'] or ''}")
         if out is not None:
             whole.publish(out, lambda path: path.write_text(json.dumps(record, indent=1), "utf-8"))
         torch.cuda.empty_cache()

@@ -1,7 +1,6 @@
-"""Attention calls of real models, and random ones, beside the best peer of each: one GPU, one process, interleaved.
+"""Attention calls of real models beside the best peer of each: one GPU, one process, interleaved.
 
     python benchmarks/workloads.py --out w.json                                   # the named calls; resumes from the file
-    python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls drawn after the code was frozen
     python benchmarks/workloads.py --table w.json [--page docs/benchmarks.md]     # what is in a file, as Markdown
 
 Timed as benchmarks/side_by_side.py has it: replays of CUDA graphs, 7 rounds of bursts of 12 ms; ratios above 1: fa2tune is
@@ -21,7 +20,6 @@ import functools
 import json
 import math
 import os
-import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -34,11 +32,9 @@ import side_by_side
 
 from fa2tune.bench.comparison import reference, tile_error
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import ITEMSIZE, Problem
+from fa2tune.spec.problem import Problem
 
 TOLERANCE = 0.02  #: of ``tile_error``, bf16
-#: Random calls: bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
-MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
 FEW_QUERIES = 16  #: calls of at most so many queries are reported apart: decoding
 
 #: name: batch, query heads, key heads, queries, keys, head dim, V head dim, mask
@@ -101,50 +97,20 @@ def named() -> dict[str, Problem]:
     return {name: Problem("bf16", *shape) for name, shape in MODELS.items()}
 
 
-def drawn(seed: str, count: int = 100) -> dict[str, Problem]:
-    """Random calls: batch 1 to 64, heads 1 to 96 and lengths 64 to 32k log-uniform, head dims 16 to 256 in steps of 8, both
-    masks. A fifth have unequal lengths, three in ten grouped heads, a tenth another head dim for V, at least."""
-    source = random.Random(seed)
-    kinds = ["unequal"] * (count // 5) + ["grouped"] * (3 * count // 10) + ["V apart"] * (count // 10)
-    kinds += ["any"] * (count - len(kinds))
-    source.shuffle(kinds)
-    return {f"{place} {kind}": _draw(source, kind) for place, kind in enumerate(kinds)}
-
-
-def _draw(source: random.Random, kind: str) -> Problem:
-    def logarithmic(low: int, high: int) -> int:
-        return round(math.exp(source.uniform(math.log(low), math.log(high))))
-
-    def head_dim() -> int:
-        return 8 * source.randint(2, 32)
-
-    while True:
-        heads_kv, seqlen, dim = logarithmic(1, 96), logarithmic(64, 32768), head_dim()
-        group = source.randint(2, 96) if kind == "grouped" else 1
-        problem = Problem(
-            "bf16", logarithmic(1, 64), heads_kv * group, heads_kv, seqlen,
-            logarithmic(64, 32768) if kind == "unequal" else seqlen, dim, head_dim() if kind == "V apart" else dim,
-            source.choice((FULL, CAUSAL)),
-        )  # fmt: skip
-        if (kind == "unequal" and problem.seqlen_k == seqlen) or (kind == "V apart" and problem.head_dim_v == dim):
-            continue
-        fits = problem.heads_q <= 96 and bytes_of(problem) <= MOST_BYTES
-        if fits and (operations(problem, "fwd") + operations(problem, "bwd")) / ASSUMED_TFLOPS / 1e9 <= MOST_MS:
-            return problem
-
-
-def bytes_of(problem: Problem) -> int:
-    """Of all tensors of a backward: q, dq; k, dk; v, dv; o, do."""
-    queries = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
-    keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return 2 * problem.batch * (queries + keys) * ITEMSIZE[problem.dtype]
-
-
 def operations(problem: Problem, pass_: str) -> float:
     """Floating-point operations of the pairs that the mask lets see; of a backward five products."""
     pairs = problem.batch * problem.heads_q * problem.mask.pairs(problem.seqlen_q, problem.seqlen_k)
     dim, dim_v = problem.head_dim, problem.head_dim_v
     return 2.0 * pairs * (dim + dim_v if pass_ == "fwd" else 3 * dim + 2 * dim_v)
+
+
+def told(problem: Problem) -> str:
+    """A call in one line."""
+    dims = f"{problem.head_dim}" + ("" if problem.head_dim == problem.head_dim_v else f"/{problem.head_dim_v}")
+    return (
+        f"{problem.batch} x {problem.heads_q}/{problem.heads_kv} heads, {problem.seqlen_q} queries, {problem.seqlen_k} keys, "
+        f"head dim {dims}, {problem.mask}"
+    )
 
 
 # ---- the peers: (q, k, v) of (batch, seqlen, heads, dim) -> o
@@ -245,8 +211,8 @@ def wrong(results: Mapping[str, Any], want: Mapping[str, Any], group: int) -> st
     return None
 
 
-def measure(problem: Problem, peers: Mapping[str, side_by_side.Peer], device: str = "cuda") -> dict[str, Any]:
-    """{"fwd": ``verdict``, "bwd": the same, "missing": name of a peer -> why it is not among them}."""
+def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
+    """Inputs of a call, the check of its results and the operations of its passes, as ``side_by_side.captured`` takes them."""
     import torch
 
     def new(length: int, heads: int, dim: int) -> Any:
@@ -260,7 +226,20 @@ def measure(problem: Problem, peers: Mapping[str, side_by_side.Peer], device: st
     done = {pass_: operations(problem, pass_) for pass_ in ("fwd", "bwd")}
     if problem.seqlen_q <= FEW_QUERIES:
         del done["bwd"]
-    return side_by_side.beside(problem, peers, (q, k, v), do, lambda results: wrong(results, want, problem.group), done)
+    return (q, k, v), do, lambda results: wrong(results, want, problem.group), done
+
+
+def measure(problem: Problem, peers: Mapping[str, side_by_side.Peer], device: str = "cuda") -> dict[str, Any]:
+    """{"fwd": ``verdict``, "bwd": the same, "missing": name of a peer -> why it is not among them}."""
+    return side_by_side.beside(problem, peers, *posed(problem, device))
+
+
+def recorded(
+    measured: Callable[[Problem, Mapping[str, side_by_side.Peer]], dict[str, Any]], peers: Mapping[str, side_by_side.Peer],
+    problem: Problem,
+) -> dict[str, Any]:  # fmt: skip
+    """A call, and what was measured of it."""
+    return {**asdict(problem), "mask": str(problem.mask), **measured(problem, peers)}
 
 
 # ---- the record and the table
@@ -302,6 +281,11 @@ def lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {line}" for line in summary(record["calls"]))
 
 
+def report(record: Mapping[str, Any]) -> Iterator[str]:
+    """A record as Markdown."""
+    yield from (*setting(record), "", *table(record), "", *lines(record))
+
+
 def table(record: Mapping[str, Any]) -> Iterator[str]:
     yield "| call | forward, x best peer | TFLOP/s | backward, x best peer | TFLOP/s |"
     yield "|---|---|---|---|---|"
@@ -318,7 +302,6 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
 
 @click.command(help=__doc__.partition("\n\n")[0])
 @click.option("--peers", help=f"{', '.join(PEERS)}.  [default: those that are here]")
-@click.option("--random", "seed", help="100 random calls with this seed instead of the named ones: a commit's hash.")
 @click.option("--only", default="", help="Calls whose name has this text.")
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
@@ -326,27 +309,16 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
+def main(peers: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
          page: Path | None) -> None:  # fmt: skip
     if shown is not None:
-        record = json.loads(shown.read_text("utf-8"))
-        part = "workloads_random" if record["seed"] else "workloads"
-        marked.publish(page, part, "workloads", "\n".join([*setting(record), "", *table(record), "", *lines(record)]))
+        marked.publish(page, "workloads", "workloads", "\n".join(report(json.loads(shown.read_text("utf-8")))))
         return
-    asked = list(PEERS) if peers is None else [side_by_side.SUBJECT, *peers.split(",")]
-    for name in asked:
-        if name not in PEERS:
-            raise click.BadParameter(f"got {name!r}, known are {', '.join(PEERS)}", param_hint="--peers")
-        if peers is not None and not PEERS[name].here():
-            raise click.BadParameter(f"{name} is not installed here", param_hint="--peers")
-    here = {name: PEERS[name] for name in PEERS if name in asked and PEERS[name].here()}
-    problems = drawn(seed) if seed else named()
-    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": seed})
+    here = side_by_side.asked(peers, PEERS)
+    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": None})
 
-    def one(problem: Problem) -> dict[str, Any]:
-        return {**asdict(problem), "mask": str(problem.mask), **measure(problem, here)}
-
-    side_by_side.fill(record, {name: problem for name, problem in problems.items() if only in name}, one, seconds, out)
+    problems = {name: problem for name, problem in named().items() if only in name}
+    side_by_side.fill(record, problems, functools.partial(recorded, measure, here), seconds, out)
     click.echo("\n".join(summary(record["calls"])))
 
 

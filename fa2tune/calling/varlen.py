@@ -15,7 +15,7 @@ from fa2tune.calling import arguments, dispatch, distributed, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
-from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
@@ -126,10 +126,10 @@ def attention_varlen(
         plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap), extent)
     offsets = cu_seqlens_q.contiguous(), keys.contiguous()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o, lse = _Varlen.apply(*_views(q, k, v), *offsets, plan, deterministic, return_lse)  # type: ignore[no-untyped-call]
+        o, lse = _recorded(q, k, v, *offsets, plan, deterministic, return_lse)
     else:
-        o, lse = plan(*_views(q, k, v), *offsets)
-    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+        o, lse = plan(q, k, v, *offsets)
+    return (o, lse_of(lse)[0]) if return_lse else o
 
 
 def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, Any]) -> NoReturn:
@@ -152,6 +152,8 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 
 def _longest(*given: Any) -> int:
     """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
+    if all(type(value) is int and value >= 0 for value in given):
+        return bucket_of(*given)
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
         if not number and not isinstance(value, (torch.Tensor, type(None))):
@@ -164,12 +166,7 @@ def _longest(*given: Any) -> int:
 
 def _views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors3:
     """(total, heads, dim) as (1, heads, total, dim)."""
-    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-
-
-def _packed(view: torch.Tensor) -> torch.Tensor:
-    """(1, heads, total, dim) as (total, heads, dim)."""
-    return view.squeeze(0).transpose(0, 1)
+    return in_one_batch(q), in_one_batch(k), in_one_batch(v)
 
 
 def _check(
@@ -234,7 +231,7 @@ def _general(
     views = _views(q, k, v)
     rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap)
     o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest, parts)
-    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+    return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 
 class _Varlen(torch.autograd.Function):
@@ -254,9 +251,20 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors, plan = ctx.saved_tensors, ctx.plan
-        call = (ctx.deterministic, plan.mask, plan.softmax_scale, plan.score, plan.extent)
-        return (*_VarlenGradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
+        q, k, v, o, lse, *offsets = ctx.saved_tensors
+        plan, do = ctx.plan, None if do is None else in_one_batch(do)
+        tensors = (do, dlse, *_views(q, k, v), in_one_batch(o), lse)
+        call = (plan.mask, plan.softmax_scale, ctx.deterministic, plan.score, plan.extent, tuple(offsets))
+        if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
+            found: Tensors3 = _VarlenGradients.apply(*tensors, *call)  # type: ignore[no-untyped-call]
+        else:
+            found = dispatch.backward(*tensors, *call)
+        dq, dk, dv = found
+        return without_batch(dq), without_batch(dk), without_batch(dv), None, None, None, None, None
+
+
+#: As that of ``ops.attention``.
+_recorded: Any = super(torch.autograd.Function, _Varlen).apply
 
 
 class _VarlenGradients(torch.autograd.Function):
@@ -264,9 +272,7 @@ class _VarlenGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensors3:
-        do, dlse, q, k, v, o, lse, queries, keys, *call = arguments
-        deterministic, mask, scale, score, extent = call
-        return dispatch.backward(do, dlse, q, k, v, o, lse, mask, scale, deterministic, score, extent, (queries, keys))
+        return dispatch.backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -311,7 +317,7 @@ def _op(
     plan = dispatch.FORWARD_PLANS.get(key)
     plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, score_of(softcap), extent)
     o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-    return o, lse
+    return in_one_batch(o), lse
 
 
 def _backward_op(

@@ -1,9 +1,8 @@
-"""benchmarks/workloads.py without a GPU: which calls it draws, what it accepts as right, what it reports."""
+"""benchmarks/workloads.py without a GPU: what it accepts as right, what it reports."""
 
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,13 @@ import pytest
 import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
+from peer_fakes import right, without_gpu
 
 from fa2tune.measuring import reference
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
 workloads, side_by_side = script("workloads"), script("side_by_side")
-
-
-def test_random_calls_keep_the_stated_bounds_and_shares() -> None:
-    for seed in map(str, range(12)):
-        calls = list(workloads.drawn(seed).values())
-        assert calls == list(workloads.drawn(seed).values()) and len(calls) == 100
-        assert sum(p.seqlen_q != p.seqlen_k for p in calls) >= 20
-        assert sum(p.group > 1 for p in calls) >= 30
-        assert sum(p.head_dim != p.head_dim_v for p in calls) >= 10
-        assert {p.mask for p in calls} == {FULL, CAUSAL}
-        for p in calls:
-            assert 1 <= p.batch <= 64 and 1 <= p.heads_q <= 96 and p.heads_q % p.heads_kv == 0
-            assert 64 <= p.seqlen_q <= 32768 and 64 <= p.seqlen_k <= 32768
-            assert p.head_dim % 8 == p.head_dim_v % 8 == 0 and min(p.head_dim, p.head_dim_v) >= 16
-            assert max(p.head_dim, p.head_dim_v) <= 256 and workloads.bytes_of(p) <= workloads.MOST_BYTES
-    assert list(workloads.drawn("0").values()) != calls
 
 
 def test_operations_count_what_the_mask_lets_see() -> None:
@@ -75,24 +59,10 @@ def test_the_ratio_is_that_of_the_fastest_peer_by_rounds() -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run on the CPU; a peer's time is what its name says."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(side_by_side, "graphed", lambda call, stream: (call, 1))
-    times = {"fa2tune": 1.0, "good": 2.0, "forward-only": 0.5}
-    monkeypatch.setattr(side_by_side, "raced", lambda graphs: {name: [times[name]] for name in graphs})
+    without_gpu(monkeypatch, {"fa2tune": 1.0, "good": 2.0, "forward-only": 0.5})
 
 
 def peers() -> dict[str, Any]:
-    def right(problem: Problem) -> Any:
-        def attention(q: Any, k: Any, v: Any) -> Any:
-            tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            return reference.attention(*tensors, mask=problem.mask, softmax_scale=problem.head_dim**-0.5)[0].transpose(
-                1, 2
-            )
-
-        return attention
-
     def unable(problem: Problem) -> Any:
         raise side_by_side.Unfit("not this one")
 
