@@ -142,7 +142,10 @@ def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, An
 
 
 def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int) -> Extent:
-    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest, parts)
+    """``longest``: as ``_longest`` has it, or a number of rows, which a graph does not round, as it would then hang on them."""
+    if longest < 0:
+        raise ValueError(f"max_seqlen_q, max_seqlen_k: got {longest}, must be 0 or more")
+    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, bucket_of(longest, 0) if longest else 0, parts)
 
 
 def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
@@ -151,13 +154,16 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _longest(*given: Any) -> int:
-    """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
-    if all(type(value) is int and value >= 0 for value in given):
+    """The bucket of the longest sequence, in a graph its rows; 0: a tensor or nothing says so, which are not read."""
+    if not ops.compiling() and all(type(value) is int and value >= 0 for value in given):
         return bucket_of(*given)
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
         if not number and not isinstance(value, (torch.Tensor, type(None))):
             raise TypeError(f"{name}: got {value!r:.80}, must be an integer, a tensor or None")
+    if ops.compiling():
+        symbolic = [value for value in given if not isinstance(value, (torch.Tensor, type(None)))]
+        return max(symbolic) if symbolic else 0
     known = [int(value) for value in given if isinstance(value, numbers.Integral)]
     if any(value < 0 for value in known):
         raise ValueError(f"max_seqlen_q, max_seqlen_k: got {min(known)}, must be 0 or more")
@@ -279,7 +285,7 @@ class _VarlenGradients(torch.autograd.Function):
         raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
 
 
-# The operators: as those of ops.py, with (1, heads, total, dim) views, the bucket of the longest sequence (0: not known)
+# The operators: as those of ops.py, with (1, heads, total, dim) views, the rows of the longest sequence (0: not known)
 # and ``Extent.parts``.
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
