@@ -1,9 +1,9 @@
 """fa2tune: tuned FlashAttention-2 kernels from an on-disk config cache.
 
-``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences; ``fa2tune.explain``
-says which cache row serves such a call and ``fa2tune.is_supported`` whether it is taken here;
-``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a mask with its values. These names load on
-first use, so that ``import fa2tune`` costs nothing.
+``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences, whose offsets
+``fa2tune.cu_seqlens`` makes of position ids or document ids. ``fa2tune.explain`` says which cache row serves such a call and
+``fa2tune.is_supported`` whether it is taken here. ``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a
+mask with its values. These names load on first use, so that ``import fa2tune`` costs nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fa2tune.calling.ops import attention as attention
+    from fa2tune.calling.packing import cu_seqlens as cu_seqlens
     from fa2tune.calling.serving import explain as explain
     from fa2tune.calling.serving import is_supported as is_supported
     from fa2tune.calling.varlen import attention_varlen as attention_varlen
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from fa2tune.spec.mask import Mask as Mask
 
 __version__ = "0.2.0"
-__all__ = ["Mask", "attention", "attention_varlen", "explain", "is_supported", "manifest"]
+__all__ = ["Mask", "attention", "attention_varlen", "cu_seqlens", "explain", "is_supported", "manifest"]
 
 #: name -> module, never of the same name: the module would hide what it holds
 _LAZY = {
     "Mask": "fa2tune.spec.mask",
     "attention": "fa2tune.calling.ops",
     "attention_varlen": "fa2tune.calling.varlen",
+    "cu_seqlens": "fa2tune.calling.packing",
     "explain": "fa2tune.calling.serving",
     "is_supported": "fa2tune.calling.serving",
     "manifest": "fa2tune.fleet.manifests",

@@ -93,7 +93,8 @@ def _alignment(q: Any, k: Any, layout: Any) -> str:
         return ""
     return (
         f" (with {seqlen_q} queries and {seqlen_k} keys the two differ: is_causal= aligns the mask at the top left, query i "
-        f"sees keys 0 to i; causal= aligns it at the bottom right, query i sees keys 0 to i + {seqlen_k} - {seqlen_q})"
+        'sees keys 0 to i, as mask="causal_top_left" does; causal= aligns it at the bottom right, query i sees keys '
+        f"0 to i + {seqlen_k} - {seqlen_q})"
     )
 
 

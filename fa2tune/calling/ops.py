@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.autograd import forward_ad
 
-from fa2tune.calling import arguments, dispatch
+from fa2tune.calling import arguments, dispatch, distributed
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
@@ -185,7 +185,7 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
     have the shape and dtype that a launch gets, not the values."""
-    q, k, v = as_cast(q, k, v)
+    q, k, v = as_cast(*distributed.parts(q, k, v, layout))
     check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
     return _bhsd(q, k, v, layout)
 
@@ -218,6 +218,9 @@ def _general(
     softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
+    if distributed.given(q, k, v):
+        call = (causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
+        return distributed.by_parts(_general, q, k, v, layout, call)
     if not compiling():
         refuse_transforms(q, k, v)
     q, k, v = autocast(q, k, v)

@@ -181,7 +181,7 @@ def _foreign(q: Any, packing: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _checked(
-    q: Any, k: Any, v: Any, packing: tuple[Any, ...], causal: Any, softmax_scale: Any, layout: Any,
+    q: Any, k: Any, v: Any, packing: tuple[Any, Any, Any, Any, Any, Any], causal: Any, softmax_scale: Any, layout: Any,
     deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""

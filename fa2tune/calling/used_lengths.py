@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from fa2tune.calling.distributed import whole
+
 OffsetPair = tuple[torch.Tensor, torch.Tensor]
 PARTS = 3  #: sequences that one becomes
 
@@ -19,7 +21,10 @@ def divided(
     """``offsets``, and how many sequences each became; without used lengths what is given, and 1."""
     if seqused_q is None and seqused_k is None:
         return cu_seqlens_q, cu_seqlens_k, 1
-    return *offsets(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), PARTS
+    given = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+    }  # fmt: skip
+    return *offsets(**{name: whole(name, tensor) for name, tensor in given.items()}), PARTS
 
 
 def offsets(

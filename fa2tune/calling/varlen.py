@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import torch
 
-from fa2tune.calling import arguments, dispatch, ops, used_lengths
+from fa2tune.calling import arguments, dispatch, distributed, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
@@ -142,7 +142,10 @@ def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, An
 
 
 def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int) -> Extent:
-    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest, parts)
+    """``longest``: as ``_longest`` has it, or a number of rows, which a graph does not round, as it would then hang on them."""
+    if longest < 0:
+        raise ValueError(f"max_seqlen_q, max_seqlen_k: got {longest}, must be 0 or more")
+    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, bucket_of(longest, 0) if longest else 0, parts)
 
 
 def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
@@ -151,13 +154,16 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _longest(*given: Any) -> int:
-    """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
-    if all(type(value) is int and value >= 0 for value in given):
+    """The bucket of the longest sequence, in a graph its rows; 0: a tensor or nothing says so, which are not read."""
+    if not ops.compiling() and all(type(value) is int and value >= 0 for value in given):
         return bucket_of(*given)
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
         if not number and not isinstance(value, (torch.Tensor, type(None))):
             raise TypeError(f"{name}: got {value!r:.80}, must be an integer, a tensor or None")
+    if ops.compiling():
+        symbolic = [value for value in given if not isinstance(value, (torch.Tensor, type(None)))]
+        return max(symbolic) if symbolic else 0
     known = [int(value) for value in given if isinstance(value, numbers.Integral)]
     if any(value < 0 for value in known):
         raise ValueError(f"max_seqlen_q, max_seqlen_k: got {min(known)}, must be 0 or more")
@@ -204,7 +210,7 @@ def checked(
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    q, k, v = ops.as_cast(q, k, v)
+    q, k, v = ops.as_cast(*distributed.parts(q, k, v, "packed"))
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
@@ -216,6 +222,12 @@ def _general(
     softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
+    cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
+    cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
+    if distributed.given(q, k, v):
+        sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
+        call = (causal, softmax_scale, deterministic, window, mask, softcap)
+        return distributed.by_parts(_general, q, k, v, "packed", sides + call)
     if not ops.compiling():
         ops.refuse_transforms(q, k, v)
     q, k, v = ops.autocast(q, k, v)
@@ -273,7 +285,7 @@ class _VarlenGradients(torch.autograd.Function):
         raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
 
 
-# The operators: as those of ops.py, with (1, heads, total, dim) views, the bucket of the longest sequence (0: not known)
+# The operators: as those of ops.py, with (1, heads, total, dim) views, the rows of the longest sequence (0: not known)
 # and ``Extent.parts``.
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fa2tune.calling.packing import cu_seqlens
 from fa2tune.compat import terms
 from fa2tune.spec.combinations import why
 
@@ -22,30 +23,6 @@ _KNOWN: Any = WeakIdKeyDictionary()
 
 def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-_LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
-_LIBRARY.define("document_offsets(Tensor numbers) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _document_offsets(numbers: torch.Tensor) -> torch.Tensor:
-    """Where each document starts in the tokens of all rows, and where the last one ends; int32. The end is repeated up to a
-    power of two of documents, so that few numbers of documents are met: each is a plan of its own."""
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    starts = begins.flatten().nonzero().squeeze(1)
-    documents = 1 << max(0, len(starts) - 1).bit_length()
-    spare = documents + 1 - len(starts)
-    return torch.nn.functional.pad(starts, (0, spare), value=numbers.numel()).to(torch.int32)
-
-
-def _document_offsets_fake(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
-
-
-for _key in ("CUDA", "CPU"):
-    _LIBRARY.impl("document_offsets", _document_offsets, _key)
-torch.library.register_fake("fa2tune::document_offsets", _document_offsets_fake, lib=_LIBRARY)
 
 
 class _Permuted(torch.autograd.Function):
@@ -141,7 +118,7 @@ def by_numbers(
             raise ValueError(
                 f"{call}: attention_mask: got documents of {length} keys for {rows} queries, must be as many"
             )
-        offsets = _remembered(numbers, "offsets", lambda: torch.ops.fa2tune.document_offsets(numbers))
+        offsets = _remembered(numbers, "offsets", lambda: cu_seqlens(document_ids=numbers))
         return by_offsets(call, q, k, v, offsets, offsets, None, None, **options)
     _refuse_holes(call, numbers, options)
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))

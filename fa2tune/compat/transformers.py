@@ -91,6 +91,13 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         yield function
 
 
+def _counts_in_documents(function: Callable[..., Any]) -> bool:
+    """Whether positions are those in a document."""
+    made_by = _made_by(function)
+    inner = _captured(function, "mask_functions") if made_by == _AND else ()
+    return made_by == _REMAPPED or any(map(_counts_in_documents, inner))
+
+
 def _captured(function: Callable[..., Any], name: str) -> Any:
     return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
 
@@ -149,6 +156,9 @@ def mask(
         packed = _traced(mask_function, batch_size, length, device, rest)
     elif mask_function is not None:
         packed = _packed(mask_function, chunk is not None)
+    whole = chunk is not None and packed is not None and q_length == kv_length
+    if whole and mask_function is not None and _counts_in_documents(mask_function):
+        chunk = None  # each document has chunks of its own, as ``forward`` asks for
     if chunk is not None:
         return _chunked(
             chunk, packed, batch_size, q_length, kv_length, int(q_offset), kv_offset, attention_mask, device

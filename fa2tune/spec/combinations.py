@@ -45,7 +45,7 @@ CONFLICTS = (
 IN_TRANSFORMERS = (
     Clash("a window", "padding between the tokens of a row", _PADDING),
     Clash("chunks", "padding between the tokens of a row", _PADDING),
-    Clash("chunks", "packed sequences", "chunks count from a row's first token"),
+    Clash("chunks", "packed sequences", "allowed are position_ids that restart, from Transformers 5.23 on"),
     Clash("chunks", "several queries behind a cache that has dropped keys", "allowed is one query behind a cache"),
     Clash("chunks", "torch.compile or a CUDA graph", "the mask's size is not known there"),
 )

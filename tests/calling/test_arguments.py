@@ -189,6 +189,7 @@ def test_dir_shows_the_public_names_before_and_after_they_are_used() -> None:
         "__version__",
         "attention",
         "attention_varlen",
+        "cu_seqlens",
         "explain",
         "is_supported",
         "manifest",

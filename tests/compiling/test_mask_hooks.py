@@ -57,7 +57,7 @@ def test_the_hooks_are_those_that_kernels_in_gluon_call() -> None:
     gluon = {name for name, hook in standins.run("masks.full").items()
              if isinstance(hook, standins.Kernel) and hook.is_gluon()}  # fmt: skip
     assert gluon == HOOKS_OF_GLUON
-    assert {mask.name for mask in MASKS} >= {"full", "causal", "band", "chunked"}
+    assert {mask.name for mask in MASKS} >= {"full", "causal", "causal_top_left", "band", "chunked"}
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

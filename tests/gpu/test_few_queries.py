@@ -34,7 +34,7 @@ def checked(asked, splits, rows=16, loads=None, softcap=None):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask("chunked", 512)], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask("chunked", 512), Mask("causal_top_left")], ids=str)
 @pytest.mark.parametrize(
     ("heads", "lengths"),
     [((32, 8), (1, 4097)), ((12, 4), (7, 1000)), ((6, 1), (40, 17)), ((4, 4), (130, 1500)), ((71, 1), (1, 640))],

@@ -84,7 +84,7 @@ def test_head_dims(head_dim):
     compared("bf16", "unequal", dims=(head_dim, head_dim), deterministic=True)
 
 
-@pytest.mark.parametrize("mask", [band(128, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+@pytest.mark.parametrize("mask", [band(128, 0), band(65, 300), Mask("chunked", 200), Mask("causal_top_left")], ids=str)
 def test_windows_and_chunks(mask):
     compared("bf16", "odd", mask, dims=(64, 64))
 

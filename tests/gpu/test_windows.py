@@ -66,6 +66,12 @@ def test_chunks_through_the_public_call(head_dim, chunk):
         compared(problem("bf16", seqlen_q, seqlen_k, head_dim), whole_call, {"mask": Mask("chunked", chunk)})
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 80, 192])
+def test_causal_from_the_top_left(head_dim):
+    for lengths in ((900, 1100), (1300, 1000), (513, 513)):
+        compared(problem("bf16", *lengths, head_dim), whole_call, {"mask": Mask("causal_top_left")})
+
+
 def test_chunks_in_fp32_and_fp16():
     for dtype in ("fp32", "fp16"):
         compared(problem(dtype, 900, 1100, 64), whole_call, {"mask": Mask("chunked", 200)})

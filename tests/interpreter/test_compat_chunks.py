@@ -114,3 +114,17 @@ def test_what_there_is_not_is_refused_by_name():
         compat.forward(layer, q, k, k, holes.bool())
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q: got chunks with packed sequences"):
         compat.forward(layer, q, k, k, None, cu_seq_lens_q=torch.tensor([0, 8], dtype=torch.int32))
+
+
+@pytest.mark.skipif(
+    not hasattr(masks, "remap_positions_for_packed_sequence"), reason="Transformers counts rows' chunks"
+)
+def test_packed_documents_have_chunks_of_their_own():
+    positions = torch.tensor([[0, 1, 2, *range(TOKENS - 3)]])
+    found = []
+    for implementation in ("fa2tune", "eager"):
+        one = model(implementation)
+        logits = one(ids()[:1], position_ids=positions, use_cache=False).logits
+        found.append((logits, *torch.autograd.grad(logits.square().mean(), [*one.parameters()][:3])))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils as masks  # noqa: E402
 
+import fa2tune  # noqa: E402
 import fa2tune.compat.transformers as compat  # noqa: E402
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -104,8 +105,8 @@ def test_packed_by_positions_that_restart(name):
 
 def test_offsets_of_documents_are_few_sizes():
     numbers = torch.tensor([[1, 1, 2, 2, 2, 0], [2, 2, 2, 2, 2, 3]], dtype=torch.int32)
-    assert torch.ops.fa2tune.document_offsets(numbers).tolist() == [0, 2, 5, 6, 11, 12, 12, 12, 12]
-    assert torch.ops.fa2tune.document_offsets(numbers[:1, :2]).tolist() == [0, 2]
+    assert fa2tune.cu_seqlens(document_ids=numbers).tolist() == [0, 2, 5, 6, 11, 12, 12, 12, 12]
+    assert fa2tune.cu_seqlens(document_ids=numbers[:1, :2]).tolist() == [0, 2]
 
 
 def test_packed_by_offsets_is_packed_by_positions():

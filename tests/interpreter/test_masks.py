@@ -39,6 +39,24 @@ def test_chunks_in_other_dtypes(dtype):
     check_options(problem(dtype, 100, 130, 64), Mask("chunked", 40), mask=Mask("chunked", 40))
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 90), (90, 70), (64, 64), (5, 50), (130, 33)])
+def test_causal_from_the_top_left_is_that_of_sdpa(seqlen_q, seqlen_k):
+    mask = Mask("causal_top_left")
+    check_options(problem("fp16", seqlen_q, seqlen_k, heads=(4, 2)), mask, mask=mask)
+    q, k = torch.randn(1, 2, seqlen_q, 16), torch.randn(1, 2, seqlen_k, 16)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+    torch.testing.assert_close(fa2tune.attention(q, k, k, mask="causal_top_left"), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_causal_from_the_top_left_of_packed_sequences():
+    q, k = torch.randn(12, 1, 16), torch.randn(12, 1, 16)  # as many in all, not in each
+    starts = [torch.tensor(side, dtype=torch.int32) for side in ([0, 9, 9, 12], [0, 4, 7, 12])]
+    o = fa2tune.attention_varlen(q, k, k, *starts, mask="causal_top_left")
+    parts = ((q[:9], k[:4]), (q[9:], k[7:]))
+    right = [fa2tune.attention(*(t.transpose(0, 1)[None] for t in (a, b, b)), mask="causal_top_left") for a, b in parts]
+    torch.testing.assert_close(o, torch.cat([one[0].transpose(0, 1) for one in right]))
+
+
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_a_name_is_a_mask(name):
     check_options(problem("fp16", 70, 90), Mask(name), mask=name)
@@ -53,13 +71,14 @@ def configs(kernel, spec):
         yield {name: value for name, value in config.items() if name in space}
 
 
-@pytest.mark.parametrize("chunk", [24, 64, 150])
+@pytest.mark.parametrize("chunk", [24, 64, 150, None])
 def test_every_place_of_the_masked_tiles(chunk):
     asked = problem("fp16", 150, 190, 32)
     inputs = reference.make_inputs(asked, "cpu")
-    options = {"mask": Mask("chunked", chunk), "softmax_scale": 32**-0.5}
+    mask = Mask("chunked", chunk) if chunk else Mask("causal_top_left")
+    options = {"mask": mask, "softmax_scale": 32**-0.5}
     oracle, same = reference.oracle_and_reference(inputs, **options)
-    spec = replace(asked.specialization, mask="chunked")
+    spec = replace(asked.specialization, mask=mask.name)
     for config in configs("fwd", spec):
         o, lse = passes.forward(inputs.q, inputs.k, inputs.v, **options, config=config)
         verify.compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same)

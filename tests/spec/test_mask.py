@@ -31,6 +31,7 @@ from fa2tune.spec.mask import (
 SIDES = (None, 0, 1, 2, 5, 9)
 LENGTHS = (1, 2, 3, 7)
 CHUNKS = tuple(Mask("chunked", chunk) for chunk in (1, 2, 3, 5, 9))
+TOP_LEFT = Mask("causal_top_left")
 NAMES = ", ".join(maskfile.names())
 BANDS = tuple(band(left, right) for left, right in itertools.product(SIDES, SIDES))
 
@@ -42,7 +43,7 @@ def sees(mask: Mask, i: int, j: int, offset: int) -> bool:
         return (left < 0 or j >= i + offset - left) and (right < 0 or j <= i + offset + right)
     if mask.name == "chunked":
         return j <= i + offset and j // mask.values[0] == (i + offset) // mask.values[0]
-    return mask == FULL or j <= i + offset
+    return mask == FULL or j <= i + (0 if mask == TOP_LEFT else offset)
 
 
 def visible(mask: Mask, seqlen_q: int, seqlen_k: int) -> set[tuple[int, int]]:
@@ -50,7 +51,7 @@ def visible(mask: Mask, seqlen_q: int, seqlen_k: int) -> set[tuple[int, int]]:
     return {(i, j) for i, j in pairs if sees(mask, i, j, seqlen_k - seqlen_q)}
 
 
-@pytest.mark.parametrize("mask", BANDS + CHUNKS, ids=repr)
+@pytest.mark.parametrize("mask", (*BANDS, *CHUNKS, TOP_LEFT), ids=repr)
 def test_what_a_mask_says_of_itself(mask: Mask) -> None:
     for seqlen_q, seqlen_k in itertools.product(LENGTHS, LENGTHS):
         seen = visible(mask, seqlen_q, seqlen_k)
@@ -100,6 +101,7 @@ def test_what_a_call_asks_for() -> None:
         (band(None, 3), "band", "full", "window unbounded, 3", ("band", -1, 3), (None, 3)),
         (band(4, None), "band", "full", "window 4, unbounded", ("band", 4, -1), (4, None)),
         (Mask("chunked", 8192), "chunked", "causal", "chunked 8192", ("chunked", 8192, ABSENT), None),
+        (TOP_LEFT, "causal_top_left", "causal", "causal_top_left", ("causal_top_left", ABSENT, ABSENT), None),
     ],
     ids=str,
 )

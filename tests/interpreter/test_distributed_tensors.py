@@ -1,0 +1,118 @@
+"""DTensors: each rank computes its heads and batches, gradients included; other placements are refused by name. Two ranks of a
+process group that sends nothing: the results are this rank's part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fa2tune
+from fa2tune.compat import flash_attn
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def tensors(*lead, heads=(4, 2), dim=16):
+    """(*lead, heads, dim)"""
+    torch.manual_seed(0)
+    return [torch.randn(*lead, count, dim) for count in (heads[0], heads[1], heads[1])]
+
+
+def half(tensor, place):
+    return tensor if place.is_replicate() else tensor.chunk(2, place.dim)[0]
+
+
+def spread(tensor, mesh, place):
+    here = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(half(tensor, place).clone(), mesh, [place], run_check=False, **here)
+
+
+def placed(given, mesh, place):
+    return [spread(tensor, mesh, place).requires_grad_() for tensor in given]
+
+
+def loss(o, lse):
+    return o.square().sum() + lse[lse.isfinite()].sum()
+
+
+def compared(call, given, mesh, place, lse_place):
+    inputs = placed(given, mesh, place)
+    local = [half(tensor, place).detach().requires_grad_() for tensor in given]
+    (o, lse), (want, want_lse) = call(*inputs), call(*local)
+    assert isinstance(o, DTensor) and o.placements == (place,) and lse.placements == (lse_place,)
+    torch.testing.assert_close(o.to_local(), want)
+    torch.testing.assert_close(lse.to_local(), want_lse)
+    assert o.shape[:-1] == given[0].shape[:-1]
+    gradients = torch.autograd.grad(loss(o.to_local(), lse.to_local()), inputs)
+    for ours, theirs in zip(gradients, torch.autograd.grad(loss(want, want_lse), local), strict=True):
+        assert ours.placements == (place,)
+        torch.testing.assert_close(ours.to_local(), theirs)
+
+
+@pytest.mark.parametrize(("place", "of_lse"), [(Shard(2), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Replicate())])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention(mesh, place, of_lse, compiled):
+    def call(q, k, v):
+        return fa2tune.attention(q, k, v, causal=True, layout="bshd", return_lse=True)
+
+    torch._dynamo.reset()
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    compared(run, tensors(2, 9), mesh, place, of_lse)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_packed_sequences(mesh, used):
+    """Offsets are plain tensors or replicated ones."""
+    starts, some = (torch.tensor(side, dtype=torch.int32) for side in ([0, 4, 9], [3, 5]))
+    options = {"seqused_k": some} if used else {}
+    for offsets in (starts, spread(starts, mesh, Replicate())):
+
+        def call(q, k, v, offsets=offsets):
+            return fa2tune.attention_varlen(q, k, v, offsets, causal=True, return_lse=True, **options)
+
+        if isinstance(offsets, DTensor):
+            o, _ = call(*placed(tensors(9), mesh, Shard(1)))
+            whole, _ = call(*tensors(9), offsets=starts)
+            torch.testing.assert_close(o.to_local(), whole[:, :2])
+        else:
+            compared(call, tensors(9), mesh, Shard(1), Shard(0))
+
+
+def test_heads_first_drop_ins_and_explain(mesh):
+    given = [tensor.transpose(1, 2).contiguous() for tensor in tensors(2, 9)]
+    o = fa2tune.attention(*placed(given, mesh, Shard(1)))
+    torch.testing.assert_close(o.to_local(), fa2tune.attention(*given)[:, :2])
+    o = flash_attn.flash_attn_func(*placed(tensors(2, 9, dim=24), mesh, Shard(2)), causal=True)
+    torch.testing.assert_close(o.to_local(), flash_attn.flash_attn_func(*tensors(2, 9, dim=24), causal=True)[:, :, :2])
+    assert fa2tune.explain(*placed(given, mesh, Shard(1))).problem.heads_q == 2
+    assert fa2tune.is_supported(*placed(given, mesh, Shard(1)))
+    assert not fa2tune.is_supported(*placed(given, mesh, Shard(2)))
+
+
+def test_what_cannot_be_divided_is_named(mesh):
+    q, k, v = placed(tensors(2, 10), mesh, Shard(1))
+    with pytest.raises(
+        ValueError, match=r"q: got placements \(Shard\(dim=1\),\), allowed are .*\(heads\).* \.to_local\(\)"
+    ):
+        fa2tune.attention(q, k, v, layout="bshd")
+    with pytest.raises(TypeError, match=r"k: got Tensor with a DTensor: .*\.to_local\(\)"):
+        fa2tune.attention(q, torch.randn(2, 10, 2, 16), v)
+    q, k, v = placed(tensors(2, 9, heads=(4, 1)), mesh, Shard(2))
+    with pytest.raises(ValueError, match="k: got 1 heads on 2 ranks, must be a multiple"):
+        fa2tune.attention(q, k, v, layout="bshd")
+    with pytest.raises(ValueError, match=r"k: got placements \(Replicate\(\),\) on .*, q has \(Shard\(dim=2\),\)"):
+        fa2tune.attention(q, *placed(tensors(2, 9)[1:], mesh, Replicate()), layout="bshd")
+    packed = placed(tensors(10), mesh, Shard(0))
+    starts = torch.tensor([0, 10], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"allowed are Replicate\(\), Shard\(1\) \(heads\)"):
+        fa2tune.attention_varlen(*packed, starts)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got placements .* must be Replicate\(\) or a plain tensor"):
+        fa2tune.attention_varlen(*placed(tensors(10), mesh, Shard(1)), spread(starts, mesh, Shard(0)))
