@@ -256,7 +256,8 @@ class Chooser:
         served, *able = (one.row for one in rows.values())
         if by_schedule:
             row, config = schedule.best(problem, served, able, self.gpu.sm_count)
-            return Choice(variant, config, rows[id(row)].given, answer)
+            few = schedule.is_for_few_tiles(problem, config, row, self.gpu.arch)
+            return Choice(variant, config, rows[id(row)].given, answer, few)
         found = rows[id(schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         return Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)

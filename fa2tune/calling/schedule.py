@@ -214,6 +214,11 @@ def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
     return few if measured and SPACE.broken(few, spec, arch) is None else None
 
 
+def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
+    """Whether a config that ``best`` gives is that of ``for_few_tiles`` and not the row's."""
+    return config == for_few_tiles(problem.specialization, arch) != suited(problem, row.config)
+
+
 def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:
     """Microseconds that the config for calls of few tiles is expected to take, and it itself; None: there is none. ``row``,
     ``config``: that would serve otherwise, whose measured time a block gives that of the other."""
