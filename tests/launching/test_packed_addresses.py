@@ -167,7 +167,7 @@ def words_of(shape: Any, dtype: torch.dtype) -> Any:
 def planned(
     world: World, kernel: str, tensors: Mapping[str, torch.Tensor], mask: Mask, settings: Any, **more: Any
 ) -> Any:
-    """(the plan, an address for each tensor), behind them that of the workspaces, which are placed apart."""
+    """(the plan, an address for each tensor and behind them that of the workspaces, which lie apart; the config)."""
     q, k, v = (tensors[name] for name in "qkv")
     backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
     extent = Extent(RAGGED, len(world.starts[0]) - 1)
@@ -195,7 +195,7 @@ def planned(
             one.dtype.itemsize,
             words_of(one.shape, one.dtype),
         )
-    return plan, [*addresses, block]
+    return plan, [*addresses, block], config
 
 
 @pytest.fixture
@@ -236,7 +236,8 @@ def forward(world: World, mask: Mask, settings: Any, heads: Any, dims: Any, orde
     o = passes.empty_ordered(q, dims[1])
     lse = torch.empty(heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **offsets(world)}
-    world.run(*planned(world, "fwd", tensors, mask, settings))
+    plan, addresses, _ = planned(world, "fwd", tensors, mask, settings)
+    world.run(plan, addresses)
     if world.right:
         assert (written(world, "o") == 1).all() and (written(world, "lse") == 1).all()
 
@@ -249,11 +250,12 @@ def backward(
     o, dq, dk, dv = (passes.empty_ordered(one, dim) for one in (q, q, k, v))
     lse = torch.empty(1, heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **offsets(world)}
-    world.run(*planned(world, "bwd_fused", tensors, mask, settings, parts={"bwd_fused": parts}))
+    plan, addresses, config = planned(world, "bwd_fused", tensors, mask, settings, parts={"bwd_fused": parts})
+    world.run(plan, addresses)
     if world.right:
         for name in ("dq", "dk", "dv"):
             assert (written(world, name) == 1).all(), name
-        if settings.get("FINISH_BESIDE"):
+        if config["FINISH_BESIDE"]:
             check_counts(world, heads)
 
 
