@@ -176,7 +176,7 @@ def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:
     """The row and config for a problem: those of ``served``, the row that the ladder names, unless another tile order, or
-    another of the rows, is predicted to be faster by more than MARGIN.
+    another of the rows, is predicted to be faster by more than MARGIN or ROW_MARGIN.
 
     ``others``: rows of the same kernel, head dims, dtype and mask as ``served`` that could serve. Nothing is predicted of rows
     without a measured time; where ``served`` has none it stays.
@@ -193,13 +193,13 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     for row in (served, *others):
         most = now * (1 - (MARGIN if row is served else ROW_MARGIN))
         for order in ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
-            config = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
-            time = predicted_us(problem, row, config, sm_count)
+            ordered = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
+            time = predicted_us(problem, row, ordered, sm_count)
             if time is not None and time < most:
-                faster.append((time, row, config))
-    least, *chosen = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
-    few = few_tiles_us(problem, *chosen, sm_count)
-    return (chosen[0], chosen[1]) if few is None or few[0] >= least else (chosen[0], few[1])
+                faster.append((time, row, ordered))
+    least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
+    few = few_tiles_us(problem, row, config, sm_count)
+    return row, config if few is None or few[0] >= least else few[1]
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:
