@@ -69,7 +69,8 @@ class _Fresh(passes.Fresh):
 
 @contextmanager
 def null_gpu() -> Iterator[None]:
-    """Within it tensors of the CPU pass for an H200's."""
+    """Within it tensors of the CPU pass for an H200's, and nothing is said of kernels that are not there."""
+    log = logging.getLogger("fa2tune")
     driver, gpu = NullDriver(), gpus.named(GPU)
     allocate = torch._C._dynamo.guards._empty_strided_cpu
     changed: list[tuple[Any, str, Any]] = [
@@ -82,6 +83,10 @@ def null_gpu() -> Iterator[None]:
         (key_splits, "Fresh", _Fresh),
     ]  # fmt: skip
     with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
         for of, name, value in changed:
             stack.enter_context(mock.patch.object(of, name, value))
         for name, value in (("_cuda_getDevice", int), ("_cuda_getCurrentRawStream", abs)):
@@ -186,8 +191,6 @@ def new_length_us(make: Callable[[int], Callable[[], object]], count: int = LENG
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--only", default="", help="Calls whose name has this text.")
 def main(only: str) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("fa2tune").setLevel(logging.ERROR)
     with null_gpu():
         measured: Mapping[str, Mapping[str, float]] = {
             "warm": {name: warm_us(call) for name, call in calls().items() if only in name},
