@@ -53,6 +53,11 @@ CALLS = {
     "16 queries, 1 x 8k": (1, 32, 8, 16, 8192, 128, CAUSAL),
     "64 queries, 1 x 16k": (1, 32, 8, 64, 16384, 128, CAUSAL),
     "256 queries, 1 x 32k": (1, 32, 8, 256, 32768, 128, CAUSAL),
+    **{
+        f"{queries} queries, {b} x {k}k": (b, 32, 8, queries, 1024 * k, 128, CAUSAL)
+        for queries, b, k in ((128, 1, 32), (256, 1, 8), (256, 2, 16), (512, 1, 32))
+    },
+    "256 queries, 1 x 32k, head dim 64": (1, 32, 8, 256, 32768, 64, CAUSAL),
     "prompt of 128": (1, 32, 8, 128, 128, 128, CAUSAL),
     "prompt of 256": (1, 32, 8, 256, 256, 128, CAUSAL),
     "prompt of 512": (1, 32, 8, 512, 512, 128, CAUSAL),

@@ -15,7 +15,7 @@ TREES = {
 }
 #: Two limits of files that happen to be as large, constants that each schedule model has of its own, and an exit status that
 #: ``fa2tune --help`` must not import.
-SAME_BY_CHANCE = {"MAX_FILE", "LAUNCH_US", "MARGIN", "INTERRUPTED"}
+SAME_BY_CHANCE = {"MAX_FILE", "LAUNCH_US", "MARGIN", "TIE", "INTERRUPTED"}
 
 
 def defined(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:

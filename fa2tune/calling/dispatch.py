@@ -34,6 +34,7 @@ from fa2tune.launching.passes import (
     BackwardPlan,
     empty_ordered,
     float32_precision,
+    in_one_batch,
     lse_of,
 )
 from fa2tune.spec.extent import WHOLE, Extent
@@ -220,7 +221,7 @@ def backward(
     extent: Extent = WHOLE, offsets: tuple[torch.Tensor, ...] = (),
 ) -> Tensors3:  # fmt: skip
     """(dq, dk, dv). do has o's shape, dlse lse's, either may be None, and their strides are free. ``offsets``: cu_seqlens_q and
-    cu_seqlens_k, if the extent is ragged."""
+    cu_seqlens_k, if the extent is ragged; then do, q, k, v and o may be (total, heads, dim)."""
     if dlse is not None:
         dlse = lse_of(dlse)
         if max(dlse.stride()) >= 1 << 31:  # its strides are 32-bit arguments of the kernels
@@ -228,7 +229,7 @@ def backward(
     if do is None:
         do = torch.zeros_like(o)
     steps, dtype = do.stride(), q.dtype
-    if steps[3] != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
+    if steps[-1] != 1:  # an expanded gradient, as .sum().backward() sends: the kernels read rows
         do = do.contiguous()
         steps = do.stride()
     key = (  # nothing of it is taken from the forward: hooks on saved tensors may change all of it
@@ -244,6 +245,8 @@ def backward(
         arguments.check_among(
             "deterministic", deterministic, (True, False)
         )  # a forward from the memo has not checked it
+        if extent.ragged and q.dim() == 3:
+            do, q, k, v, o = (in_one_batch(tensor) for tensor in (do, q, k, v, o))
         if dlse is not None:
             dlse.data_ptr()  # raises for one that batches others, as do's above
         check_saved(q, k, v, o, lse, do, extent, offsets)

@@ -25,9 +25,9 @@ START_ROWS = 128
 TILE_KEYS = 128
 #: Share of the peak rate that the kernels reach, and of the memory's bandwidth that copies do. Rough: they are only to say
 #: what a byte costs in query rows.
-HOPPER_RATE, PORTABLE_RATE, COPY_RATE = 0.6, 0.35, 0.7
+HOPPER_RATE, PORTABLE_RATE, COPY_RATE = 0.6, 0.35, 0.85
 #: Microseconds of each launch that a split adds.
-LAUNCH_US = 3.0
+LAUNCH_US = 2.0
 #: A split must be predicted to be faster by this share.
 MARGIN = 0.03
 #: Predictions this near to the least count as equal: of these the most parts, as shorter tiles even out what is not counted.

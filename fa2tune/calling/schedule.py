@@ -28,17 +28,21 @@ from fa2tune.spec.variant import Variant
 ORDERS = (0, 1, 4, 22, 64)
 #: Bytes of K and V that ``heads_in_band`` in kernels/lib/hopper_forward.py lets a band have.
 L2_BYTES = 32 << 20
-#: Start and end of a tile (Q in, O out, divisions), in key blocks.
-START = 1.0
+#: Start and end of a tile (Q in, O out, divisions), in key blocks, by Q_STAGES: with two the next tile's Q is there already.
+START = {1: 2.0, 2: 1.0}
 #: Microseconds of a launch, and of one more where RESCALE is "never": fwd_norms then reads K, so many bytes a microsecond.
 LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
-#: Share of the rate of two programs on a multiprocessor that one alone has, and time for as many query rows and keys that a
-#: config of ``few_tiles`` takes, over that of a row's config: fitted to benchmarks/calls/launch_choices_small.json.
-ALONE, SHARED = 1 / 1.4, 1.1
-#: Its tiles for each multiprocessor up to which it was measured, and the head dim of Q, K and V.
-FEW_TILES, FEW_TILES_DIM = 5, 128
-#: Another config or order must be predicted to be faster by this share: a measured choice stands against a guess.
-MARGIN = 0.02
+#: Share of the rate of two programs on a multiprocessor that one alone has: fitted to
+#: benchmarks/calls/launch_choices_small.json, as is that a config of ``few_tiles`` takes as long for as many pairs of a query
+#: and a key as a row's config.
+ALONE = 1 / 1.4
+#: Tiles for each multiprocessor up to which ``few_tiles`` was measured, and the head dim of Q, K and V.
+FEW_TILES, FEW_TILES_DIM = 7, 128
+#: Another order, and another row, must be predicted to be faster by this share: a measured choice stands against a guess, and
+#: times of rows were taken at clocks that differ.
+MARGIN, ROW_MARGIN = 0.02, 0.03
+#: Predictions this near to the least count as equal: of these order 0 is taken, which loses least on other workloads.
+TIE = 0.01
 #: Tiles played through at most; of more heads than that a part stands for the whole.
 MOST_TILES = 8192
 
@@ -69,15 +73,17 @@ def _busiest(
     band: int,
     sm_count: int,
     shared: int,
+    start: float,
 ) -> float:
-    """Key blocks, START included, that the busiest multiprocessor works through, over the programs that it holds at once.
+    """Key blocks that the busiest multiprocessor works through, over the programs that it holds at once.
 
-    ``rows``, ``columns``: BLOCK_M and BLOCK_N. ``shared``: programs that one multiprocessor holds at once.
+    ``rows``, ``columns``: BLOCK_M and BLOCK_N. ``shared``: programs that one multiprocessor holds at once. ``start``: of a
+    tile, one of START.
     """
     tiles = -(-seqlen_q // rows)
     played = min(heads, max(1, MOST_TILES // tiles))
     if mask != "causal" and shared == 1:
-        return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + START))
+        return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + start))
     count = tiles * played
     programs = min(count, sm_count * shared)
     index = np.arange(count)
@@ -86,7 +92,7 @@ def _busiest(
     ends = np.full(tiles, seqlen_k)  # [tiles]
     if mask == "causal":
         ends = (np.arange(tiles) + 1) * rows + (seqlen_k - seqlen_q)
-    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + START
+    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + start
     nth = index // (tiles * band)
     width = np.minimum(played - nth * band, band)
     tile = (index - nth * tiles * band) // width
@@ -115,7 +121,7 @@ def busiest(problem: Problem, config: Config, sm_count: int) -> float:
         band = min(heads, _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name))
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
-        PROGRAMS[config["maxnreg"]],
+        PROGRAMS[config["maxnreg"]], START[config["Q_STAGES"]],
     )  # fmt: skip
 
 
@@ -170,7 +176,7 @@ def of_like_work(problem: Problem, served: Row, others: Iterable[Row]) -> Row:
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:
     """The row and config for a problem: those of ``served``, the row that the ladder names, unless another tile order, or
-    another of the rows, is predicted to be faster by more than MARGIN.
+    another of the rows, is predicted to be faster by more than MARGIN or ROW_MARGIN.
 
     ``others``: rows of the same kernel, head dims, dtype and mask as ``served`` that could serve. Nothing is predicted of rows
     without a measured time; where ``served`` has none it stays.
@@ -183,15 +189,23 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     now = predicted_us(problem, served, own, sm_count)
     if now is None:
         return served, own
-    chosen, least = (served, own), now * (1 - MARGIN)
+    faster: list[tuple[float, Row, Config]] = []
     for row in (served, *others):
+        most = now * (1 - (MARGIN if row is served else ROW_MARGIN))
         for order in ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
-            config = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
-            time = predicted_us(problem, row, config, sm_count)
-            if time is not None and time < least:
-                chosen, least = (row, config), time
-    few = few_tiles_us(problem, *chosen, sm_count)
-    return chosen if few is None or few[0] >= least else (chosen[0], few[1])
+            ordered = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
+            time = predicted_us(problem, row, ordered, sm_count)
+            if time is not None and time < most:
+                faster.append((time, row, ordered))
+    least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
+    few = few_tiles_us(problem, row, config, sm_count)
+    return row, config if few is None or few[0] >= least else few[1]
+
+
+def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:
+    found = list(found)
+    most = (1 + TIE) * min(time for time, _, _ in found)
+    return min((one for one in found if one[0] <= most), key=lambda one: (one[2]["HEADS_PER_WAVE"] != 0, one[0]))
 
 
 def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
@@ -212,4 +226,4 @@ def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> t
     if few is None or block is None or problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
         return None
     size = few["BLOCK_M"] * few["BLOCK_N"] * PROGRAMS[few["maxnreg"]] / (config["BLOCK_M"] * config["BLOCK_N"])
-    return _fixed_us(problem, few) + block * size * SHARED * busiest(problem, few, sm_count), few
+    return _fixed_us(problem, few) + block * size * busiest(problem, few, sm_count), few

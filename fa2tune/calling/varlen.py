@@ -258,13 +258,13 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse, *offsets = ctx.saved_tensors
-        plan, do = ctx.plan, None if do is None else in_one_batch(do)
-        tensors = (do, dlse, *_views(q, k, v), in_one_batch(o), lse)
-        call = (plan.mask, plan.softmax_scale, ctx.deterministic, plan.score, plan.extent, tuple(offsets))
+        plan = ctx.plan
+        call = (do, dlse, q, k, v, o, lse, plan.mask, plan.softmax_scale, ctx.deterministic, plan.score, plan.extent,
+                tuple(offsets))  # fmt: skip
         if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
-            found: Tensors3 = _VarlenGradients.apply(*tensors, *call)  # type: ignore[no-untyped-call]
+            found: Tensors3 = _VarlenGradients.apply(*call)  # type: ignore[no-untyped-call]
         else:
-            found = dispatch.backward(*tensors, *call)
+            found = dispatch.backward(*call)
         dq, dk, dv = found
         return without_batch(dq), without_batch(dk), without_batch(dv), None, None, None, None, None
 

@@ -86,12 +86,16 @@ def test_full_cards_and_equal_head_counts_are_not(shape):
     assert chosen(posed(*shape))[0] == {}
 
 
-@pytest.mark.parametrize("case", RECORD["parts"], ids=lambda one: f"{one['shape']} {one['deterministic']}")
-def test_the_choice_is_near_the_best_that_was_measured(case):
-    found, configs = chosen(posed(*case["shape"]), case["deterministic"])
-    kernel = next(name for name in configs if name in group_parts.SPLIT_KERNELS)
-    us = case["us"]
-    assert us[str(found.get(kernel, 1))] <= 1.05 * min(us.values())
+def test_the_choice_is_within_3_percent_of_the_best_that_was_measured():
+    """But for one call, whose time without a split is underestimated: of 28 query and 4 key heads."""
+    lost = {}
+    for case in RECORD["parts"]:
+        found, configs = chosen(posed(*case["shape"]), case["deterministic"])
+        kernel = next(name for name in configs if name in group_parts.SPLIT_KERNELS)
+        us = case["us"]
+        lost[*case["shape"], case["deterministic"]] = us[str(found.get(kernel, 1))] / min(us.values())
+    assert {call for call, loss in lost.items() if loss > 1.03} == {(2, 28, 4, 4096, 128, False)}
+    assert max(lost.values()) < 1.05
 
 
 def test_of_equal_predictions_the_most_parts_are_chosen(monkeypatch):

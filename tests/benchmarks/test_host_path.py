@@ -1,0 +1,72 @@
+"""What a warm call runs on the host, counted: frames of Python, not microseconds, which depend on what else the host does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_scripts import script
+from click.testing import CliRunner
+
+import fa2tune
+from fa2tune.calling import dispatch
+
+host_path = script("host_path")
+PACKAGE = str(Path(fa2tune.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with host_path.null_gpu():
+        yield
+
+
+def frames(call: Callable[[], object]) -> int:
+    """Python functions of fa2tune that a call enters."""
+    seen = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+#: Kind of call -> frames, a few more than there are.
+MOST = {
+    "MHA, forward": 9, "GQA, forward": 9, "decode": 17, "varlen, forward": 18, "MHA, forward + backward": 38,
+    "GQA, forward + backward": 40, "window, forward + backward": 38, "varlen, forward + backward": 48, "flash_attn_func": 30,
+    "flash_attn_varlen_func": 42,
+}  # fmt: skip
+
+
+def test_a_warm_call_makes_no_plan_and_enters_few_functions() -> None:
+    calls = host_path.calls()
+    assert set(calls) == set(MOST)
+    for name, call in calls.items():
+        for _ in range(30):  # arguments are packed once for addresses, which come again and again
+            call()
+        plans = len(dispatch.FORWARD_PLANS), len(dispatch.BACKWARD_PLANS)
+        found = min(frames(call) for _ in range(30))
+        assert 4 < found <= MOST[name], name
+        assert (len(dispatch.FORWARD_PLANS), len(dispatch.BACKWARD_PLANS)) == plans
+
+
+def test_a_new_length_costs_less_than_a_new_kind_of_call() -> None:
+    """The bound is on what a length changes: schedules, splits, and the arguments of launches."""
+    for name, make in host_path.lengths().items():
+        first, *rest = (frames(make(length)) for length in (1200, 1201, 1202, 1203))
+        assert max(rest) < 1000 and max(rest) < 0.8 * first, name
+
+
+def test_the_script_prints_a_line_for_each() -> None:
+    done = CliRunner().invoke(host_path.main, ["--only", "decode"], catch_exceptions=False)
+    assert [line.split()[0] for line in done.output.splitlines()] == ["warm", "new"]
