@@ -37,16 +37,17 @@ ABSENT: Mapping[str, Absent] = {
     "s_aux": Absent("attention sinks"),
     "position_bias": Absent("a bias on the scores"),
     "score_mod": Absent("functions of the scores"),
+    "score_mod_bwd": Absent("functions of the scores"),
     "mask_mod": Absent("functions as masks", (None,), "write a file of kernels/masks/"),
     "aux_tensors": Absent("functions of the scores"),
+    "aux_scalars": Absent("functions of the scores"),
     "block_sparse_tensors": Absent("block masks"),
-    "full_block_cnt": Absent("block masks"),
-    "full_block_idx": Absent("block masks"),
-    "mask_block_cnt": Absent("block masks"),
-    "mask_block_idx": Absent("block masks"),
-    "block_size": Absent("block masks"),
-    "cu_total_m_blocks": Absent("schedules from outside"),
-    "cu_total_n_blocks": Absent("schedules from outside"),
+    "block_sparse_tensors_bwd": Absent("block masks"),
+    "qv": Absent("a second product in the scores (absorbed latent attention)"),
+    "gather_kv_indices": Absent("keys chosen by a list"),
+    "gather_bwd_recompute_p": Absent("keys chosen by a list", (None, False)),
+    "gather_bwd_token_chunk": Absent("keys chosen by a list"),
+    "seqlen_k_per_split": Absent("a number of splits"),
     "num_splits": Absent("a number of splits", (None, 0, 1)),
     "output_attentions": Absent("attention probabilities", (None, False), 'attn_implementation="eager" has them'),
 }
@@ -102,7 +103,7 @@ def fitting(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
+def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
@@ -129,7 +130,7 @@ def dense(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
-    _check(call, {"q": q, "k": k, "v": v}, 4)
+    check(call, {"q": q, "k": k, "v": v}, 4)
     common = _asked(q, softmax_scale, deterministic)
     result = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=return_lse, **common, **options)
     return _result(result, v.shape[-1], return_lse)
@@ -141,7 +142,7 @@ def packed(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
-    _check(call, {"q": q, "k": k, "v": v}, 3)
+    check(call, {"q": q, "k": k, "v": v}, 3)
     common = _asked(q, softmax_scale, deterministic)
     result = attention_varlen(
         fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -150,29 +151,36 @@ def packed(
     return _result(result, v.shape[-1], return_lse)
 
 
-def used(
-    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None, *, return_lse: bool, **options: Any,
+def lengths(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any, *, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
-    _check(call, {"q": q, "k": k, "v": v}, 4)
-    batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
-    if k.shape[0] != batch:
-        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {batch}")
-    if v.shape[:2] != k.shape[:2]:
+    """``packed`` where either side may have no cu_seqlens: its tensors are (batch, length, heads, any head dim) then, and so is
+    the output of such a q, with lse (batch, heads, length)."""
+    check(call, {"q": q}, 4 if cu_seqlens_q is None else 3)
+    check(call, {"k": k, "v": v}, 4 if cu_seqlens_k is None else 3)
+    if cu_seqlens_q is None and cu_seqlens_k is None and k.shape[0] != q.shape[0]:
+        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {q.shape[0]}")
+    if cu_seqlens_k is None and v.shape[:2] != k.shape[:2]:
         raise ValueError(f"{call}: v: got batch and length {tuple(v.shape[:2])}, k has {tuple(k.shape[:2])}")
-    starts_q, starts_k = (
-        torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        if length
-        else torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
-        for length in (rows, keys)
-    )
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out, lse = packed(call, q, k, v, starts_q, starts_k, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
-                      seqused_k=seqused_k, **options)  # fmt: skip
-    # (heads, batch * rows) as (batch, heads, rows)
-    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous() if return_lse else None
-    return out.unflatten(0, (batch, rows)), lse
+    apart = None
+    if cu_seqlens_q is None:
+        apart = q.shape[:2]
+        cu_seqlens_q, max_seqlen_q, q = _starts(q), apart[1], q.flatten(0, 1)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k, k, v = _starts(k), k.shape[1], k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse,
+                      **options)  # fmt: skip
+    if apart is None:
+        return out, lse
+    # (heads, batch * length) as (batch, heads, length)
+    lse = lse.unflatten(1, apart).transpose(0, 1).contiguous() if return_lse else None
+    return out.unflatten(0, apart), lse
+
+
+def _starts(tensor: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of (batch, length, ...)."""
+    return torch.arange(tensor.shape[0] + 1, dtype=torch.int32, device=tensor.device) * tensor.shape[1]
 
 
 def length(value: Any) -> int | None:

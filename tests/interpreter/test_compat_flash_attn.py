@@ -104,7 +104,7 @@ def test_varlen_in_all_three_libraries():
     out, lse, _ = flash_attn.flash_attn_varlen_func(*common, 5, 6, causal=True, return_attn_probs=True)
     close(out, right)
     assert lse.shape == (2, 9) and (lse == torch.inf).sum() == 4
-    out, lse = flash_attn_4.flash_attn_varlen_func(*common, causal=True)
+    out, lse = flash_attn_4.flash_attn_varlen_func(*common[:3], None, *common[3:], causal=True)
     close(out, right)
     assert (lse == -torch.inf).sum() == 4
     close(torch_varlen.varlen_attn(*common, 5, 6, window_size=(-1, 0)), right)
@@ -112,7 +112,7 @@ def test_varlen_in_all_three_libraries():
     assert lse.shape == (2, 9) and (lse == -torch.inf).sum() == 4
 
 
-def test_flash_attention_4_returns_a_pair_and_has_no_shifted_bands():
+def test_flash_attention_4_returns_a_pair():
     q, k, v = tensors()
     out, lse = flash_attn_4.flash_attn_func(q, k, v, causal=True, window_size=(3, None))
     right, right_lse = expected(q, k, v, True, (3, None))
@@ -120,10 +120,6 @@ def test_flash_attention_4_returns_a_pair_and_has_no_shifted_bands():
     close(lse, right_lse)
     out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v)  # without cu_seqlens: as flash_attn_func
     close(out, expected(q, k, v)[0])
-    with pytest.raises(NotImplementedError, match=r"window_size: got \(-1, -1\), allowed are integers from 0"):
-        flash_attn_4.flash_attn_func(q, k, v, window_size=(-1, -1))
-    with pytest.raises(ValueError, match="cu_seqlens_k: got None"):
-        flash_attn_4.flash_attn_varlen_func(q, k, v, torch.zeros(2, dtype=torch.int32))
 
 
 CALLS = (
