@@ -111,6 +111,8 @@ def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
             raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must have {dimensions} dimensions")
         if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(f"{call}: {name}: got head dim {tensor.shape[-1]}, must be from 1 to {MAX_HEAD_DIM}")
+    if "q" in tensors and "k" in tensors and tensors["k"].shape[-1] != tensors["q"].shape[-1]:  # padding could hide it
+        raise ValueError(f"{call}: k: got head dim {tensors['k'].shape[-1]}, q has {tensors['q'].shape[-1]}")
 
 
 def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | None) -> dict[str, Any]:

@@ -144,12 +144,25 @@ def test_what_there_is_not_is_refused_by_name(call):
             call(q, k, v, **required, **{name: asked})
 
 
+def test_a_cache_that_a_call_appends_to_is_refused():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: k_cache: fa2tune does not support"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, causal=True)
+
+
 def test_wrong_tensors_are_named():
     q, k, v = tensors(dim=16)
     with pytest.raises(ValueError, match="flash_attn_func: q: got head dim 300, must be from 1 to 256"):
         flash_attn.flash_attn_func(F.pad(q, (0, 284)), k, v)
     with pytest.raises(ValueError, match=r"flash_attn_func: k: got shape .* must have 4 dimensions"):
         flash_attn.flash_attn_func(q, k[0], v)
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    for call in (
+        flash_attn.flash_attn_func,
+        lambda *t: torch_varlen.varlen_attn(*(x[0] for x in t), starts, starts, 9, 9),
+    ):
+        with pytest.raises(ValueError, match="k: got head dim 14, q has 13"):  # both would be padded to 16
+            call(q[..., :13], k[..., :14], v)
     with pytest.raises(TypeError, match="flash_attn_func: v: got list"):
         flash_attn.flash_attn_func(q, k, [])
 
