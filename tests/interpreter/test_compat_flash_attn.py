@@ -176,6 +176,22 @@ def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
     assert asked == [True, None]
 
 
+def test_varlen_attn_into_a_tensor_that_is_there():
+    q, k, v = (t[0].requires_grad_() for t in tensors(9, 12))
+    starts = [torch.tensor([0, len(t)], dtype=torch.int32) for t in (q, k)]
+    sequences = q, k, v, *starts, 9, 12
+    aux, out = SimpleNamespace(lse=True), torch.empty(9, 2, 16, dtype=torch.float16)
+    want, want_lse = torch_varlen.varlen_attn(*sequences, return_aux=aux)
+    found, lse = torch_varlen.varlen_attn_out(out, *sequences, return_aux=aux)
+    assert found is out and not out.requires_grad and torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert torch_varlen.varlen_attn_out(out, *sequences) is out
+    for wrong, what in ((out[:5], "shape"), (out.float(), "dtype")):
+        with pytest.raises(ValueError, match=f"varlen_attn_out: out: got {what} .* must be"):
+            torch_varlen.varlen_attn_out(wrong, *sequences)
+    with pytest.raises(ValueError, match="varlen_attn: cu_seq_k: got None, must be a tensor"):
+        torch_varlen.varlen_attn(q, k, v, starts[0], None, 9, 12)
+
+
 @pytest.mark.parametrize("dim", [16, 12])
 def test_lse_is_asked_for_where_it_is_returned_and_only_padded_outputs_are_cut(monkeypatch, dim):
     asked, outputs = [], []
