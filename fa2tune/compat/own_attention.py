@@ -16,7 +16,7 @@ MODELS = "transformers.models."
 LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _attends_by_itself(module: str, name: str) -> bool:
     """Whether no loaded file of a model, whose configuration is this class, looks implementations up. Strings, since
     torch.compile takes no other arguments of what it does not trace."""
