@@ -3,7 +3,7 @@
 
 ``window_size``: (left, right), None for an unbounded side; a negative side shifts the band off the diagonal, two of them are
 no window. ``pack_gqa``, ``return_lse``, ``min_seqlen_k``, ``scheduler_metadata`` and ``disable_scheduler_metadata`` change
-nothing. What is not supported raises NotImplementedError (``ABSENT`` in fa2tune/compat/terms.py).
+nothing. What is not supported raises NotImplementedError (``LACKING`` in fa2tune/spec/combinations.py).
 """
 
 from __future__ import annotations
