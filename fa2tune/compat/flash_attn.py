@@ -8,7 +8,7 @@ there without dropout. What is not supported raises NotImplementedError (``LACKI
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -149,3 +149,17 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _parts(call, "kv", kv, 4, 2)
     return _packed(call, (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), dropout_p, softmax_scale,
                    causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any, **options: Any
+) -> NoReturn:
+    """Not there yet; programs that import it with the others can be imported.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "flash_attn_with_kvcache: k_cache: fa2tune does not support key/value caches that a call appends to, in pages or not. "
+        "fa2tune.attention_varlen takes the used length of each cache as seqused_k"
+    )

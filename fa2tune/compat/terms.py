@@ -66,7 +66,7 @@ def fitting(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
+def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
@@ -74,6 +74,8 @@ def _check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
             raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must have {dimensions} dimensions")
         if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
             raise ValueError(f"{call}: {name}: got head dim {tensor.shape[-1]}, must be from 1 to {MAX_HEAD_DIM}")
+    if "q" in tensors and "k" in tensors and tensors["k"].shape[-1] != tensors["q"].shape[-1]:  # padding could hide it
+        raise ValueError(f"{call}: k: got head dim {tensors['k'].shape[-1]}, q has {tensors['q'].shape[-1]}")
 
 
 def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | None) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def dense(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
-    _check(call, {"q": q, "k": k, "v": v}, 4)
+    check(call, {"q": q, "k": k, "v": v}, 4)
     common = _asked(q, softmax_scale, deterministic)
     result = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=return_lse, **common, **options)
     return _result(result, v.shape[-1], return_lse)
@@ -105,7 +107,7 @@ def packed(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
-    _check(call, {"q": q, "k": k, "v": v}, 3)
+    check(call, {"q": q, "k": k, "v": v}, 3)
     common = _asked(q, softmax_scale, deterministic)
     result = attention_varlen(
         fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -114,29 +116,36 @@ def packed(
     return _result(result, v.shape[-1], return_lse)
 
 
-def used(
-    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None, *, return_lse: bool, **options: Any,
+def lengths(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any, *, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """``dense`` of the first rows of each batch alone: seqused (batch,) int32, None: all rows."""
-    _check(call, {"q": q, "k": k, "v": v}, 4)
-    batch, rows, keys = q.shape[0], q.shape[1], k.shape[1]
-    if k.shape[0] != batch:
-        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {batch}")
-    if v.shape[:2] != k.shape[:2]:
+    """``packed`` where either side may have no cu_seqlens: its tensors are (batch, length, heads, any head dim) then, and so is
+    the output of such a q, with lse (batch, heads, length)."""
+    check(call, {"q": q}, 4 if cu_seqlens_q is None else 3)
+    check(call, {"k": k, "v": v}, 4 if cu_seqlens_k is None else 3)
+    if cu_seqlens_q is None and cu_seqlens_k is None and k.shape[0] != q.shape[0]:
+        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {q.shape[0]}")
+    if cu_seqlens_k is None and v.shape[:2] != k.shape[:2]:
         raise ValueError(f"{call}: v: got batch and length {tuple(v.shape[:2])}, k has {tuple(k.shape[:2])}")
-    starts_q, starts_k = (
-        torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=q.device)
-        if length
-        else torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
-        for length in (rows, keys)
-    )
-    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-    out, lse = packed(call, q, k, v, starts_q, starts_k, rows, keys, return_lse=return_lse, seqused_q=seqused_q,
-                      seqused_k=seqused_k, **options)  # fmt: skip
-    # (heads, batch * rows) as (batch, heads, rows)
-    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous() if return_lse else None
-    return out.unflatten(0, (batch, rows)), lse
+    apart = None
+    if cu_seqlens_q is None:
+        apart = q.shape[:2]
+        cu_seqlens_q, max_seqlen_q, q = _starts(q), apart[1], q.flatten(0, 1)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k, k, v = _starts(k), k.shape[1], k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse,
+                      **options)  # fmt: skip
+    if apart is None:
+        return out, lse
+    # (heads, batch * length) as (batch, heads, length)
+    lse = lse.unflatten(1, apart).transpose(0, 1).contiguous() if return_lse else None
+    return out.unflatten(0, apart), lse
+
+
+def _starts(tensor: torch.Tensor) -> torch.Tensor:
+    """cu_seqlens of (batch, length, ...)."""
+    return torch.arange(tensor.shape[0] + 1, dtype=torch.int32, device=tensor.device) * tensor.shape[1]
 
 
 def length(value: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""``varlen_attn`` of ``torch.nn.attention.varlen``, with its arguments and results.
+"""``varlen_attn`` and ``varlen_attn_out`` of ``torch.nn.attention.varlen``, with their arguments and results.
 
 lse is (heads, total_q) float32, -inf in rows that see no key. What is not supported raises NotImplementedError (``LACKING`` in
 fa2tune/spec/combinations.py).
@@ -14,7 +14,7 @@ from fa2tune.compat import terms
 
 
 def varlen_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor | None,
     max_q: int | torch.Tensor | None, max_k: int | torch.Tensor | None, is_causal: bool = False, *,
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False, seqused_k: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
@@ -27,10 +27,12 @@ def varlen_attn(
 
     Raises:
         NotImplementedError: block_table or num_splits above 1.
-        TypeError, ValueError: as ``fa2tune.attention_varlen``.
+        TypeError, ValueError: as ``fa2tune.attention_varlen``; cu_seq_k is None, which goes with a block_table.
     """
     call = "varlen_attn"
     terms.refuse_absent(call, block_table=block_table, num_splits=num_splits)
+    if cu_seq_k is None:
+        raise ValueError(f"{call}: cu_seq_k: got None, must be a tensor, (sequences + 1,) int32")
     return_lse = return_aux is not None and bool(return_aux.lse)
     out, lse = terms.packed(
         call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
@@ -38,3 +40,31 @@ def varlen_attn(
         seqused_k=seqused_k,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def varlen_attn_out(
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None, max_q: int | torch.Tensor | None, max_k: int | torch.Tensor | None, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``varlen_attn`` whose output is copied into ``out``, (total_q, heads, dim of value), which is returned. No gradients.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: as ``varlen_attn``; and for an ``out`` of another shape, dtype or device.
+    """
+    with torch.no_grad():
+        result = varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
+            window_size=window_size, enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table,
+            num_splits=num_splits,
+        )  # fmt: skip
+        found, *lse = result if isinstance(result, tuple) else (result,)
+        for name in ("shape", "dtype", "device"):
+            if getattr(out, name) != getattr(found, name):
+                raise ValueError(
+                    f"varlen_attn_out: out: got {name} {getattr(out, name)}, must be {getattr(found, name)}"
+                )
+        out.copy_(found)
+    return (out, lse[0]) if lse else out

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fa2tune.compat import chunks, documents, terms
+from fa2tune.compat import chunks, documents, own_attention, terms
 from fa2tune.spec.combinations import why
 from fa2tune.spec.mask import Mask
 
@@ -54,6 +54,7 @@ def _codes() -> tuple[tuple[Any, str], ...]:
 
 
 _AND, _PACKED, _CHUNKED = "and_masks", "packed_sequence_mask_function", "chunked_overlay"
+_BIDIRECTIONAL = "allow_is_bidirectional_skip"  #: what Transformers passes with masks that are not causal
 _REMAPPED = "remap_positions_for_packed_sequence"  #: from Transformers 5.23 on
 _CODES = _codes()
 
@@ -143,8 +144,9 @@ def mask(
 
     Raises:
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
-            an attention_mask, or with one as long as the cache, while a graph is made.
+            an attention_mask, or with one as long as the cache, while a graph is made; a model that attends by itself.
     """
+    own_attention.refuse(NAME, rest.get("config"))
     packed = None
     chunk = chunks.asked(rest)
     if chunk is not None and (torch.compiler.is_compiling() or documents.capturing()):
@@ -167,6 +169,8 @@ def mask(
         return packed.to(torch.int32)
     blind = torch.compiler.is_compiling() or documents.capturing()
     tokens = attention_mask
+    if _BIDIRECTIONAL in rest:  # every key is there: those of an encoder may be more than the queries
+        return None if tokens is None else _seen(tokens[:, kv_offset : kv_offset + kv_length], kv_length, blind)
     if not isinstance(q_offset, int):  # of a cache of a fixed size
         if not blind:
             q_offset = int(q_offset)
@@ -180,7 +184,11 @@ def mask(
         seen = q_offset + q_length - kv_offset
         return None if seen >= kv_length else torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     seen = q_offset + q_length if isinstance(q_offset, int) else tokens.shape[-1]
-    tokens = tokens[:, kv_offset : min(seen, kv_offset + kv_length)]
+    return _seen(tokens[:, kv_offset : min(seen, kv_offset + kv_length)], kv_length, blind)
+
+
+def _seen(tokens: torch.Tensor, kv_length: int, blind: bool) -> torch.Tensor | None:
+    """``tokens``, or None where they are all of ``kv_length`` keys, which is not read while a graph is made."""
     if not blind and tokens.shape[1] == kv_length and bool(tokens.all()):
         return None
     return tokens.to(torch.bool)
@@ -205,9 +213,15 @@ def _chunked(
     return None if seen - kv_offset >= kv_length and bool(tokens.all()) else tokens
 
 
-def _window(sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
-    """Transformers counts the query itself."""
-    return None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+def _window(sliding_window: int | None, causal: bool, config: Any) -> tuple[int, int] | None:
+    """Transformers counts the query itself. Its masks that look both ways do not: models add 1 to the config's window for
+    their layers (ModernBERT), but for those that pass it as it is (T5Gemma, a Mistral made an encoder)."""
+    if sliding_window is None:
+        return None
+    if causal:
+        return sliding_window - 1, 0
+    side = sliding_window if sliding_window == getattr(config, "sliding_window", None) else sliding_window - 1
+    return side, side
 
 
 def forward(
@@ -246,7 +260,7 @@ def forward(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {
         "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
-        "window": _window(sliding_window, causal),
+        "window": _window(sliding_window, causal, getattr(module, "config", None)),
     }  # fmt: skip
     chunk = chunks.of_layer(module)
     if chunk is not None and query.shape[2] > 1:

@@ -5,7 +5,6 @@ Pure data: importable without torch or triton.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -54,7 +53,11 @@ def head_dim_parts(head_dim: int) -> tuple[int, int]:
 
 def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
     """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
-    return BUCKETS[min(bisect_left(BUCKETS, max(seqlen_q, seqlen_k)), len(BUCKETS) - 1)]
+    length = max(seqlen_q, seqlen_k)
+    for bucket in BUCKETS:  # torch.compile traces this, and no bisect
+        if length <= bucket:
+            return bucket
+    return BUCKETS[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def test_varlen_in_all_three_libraries():
     out, lse, _ = flash_attn.flash_attn_varlen_func(*common, 5, 6, causal=True, return_attn_probs=True)
     close(out, right)
     assert lse.shape == (2, 9) and (lse == torch.inf).sum() == 4
-    out, lse = flash_attn_4.flash_attn_varlen_func(*common, causal=True)
+    out, lse = flash_attn_4.flash_attn_varlen_func(*common[:3], None, *common[3:], causal=True)
     close(out, right)
     assert (lse == -torch.inf).sum() == 4
     close(torch_varlen.varlen_attn(*common, 5, 6, window_size=(-1, 0)), right)
@@ -113,7 +113,7 @@ def test_varlen_in_all_three_libraries():
     assert lse.shape == (2, 9) and (lse == -torch.inf).sum() == 4
 
 
-def test_flash_attention_4_returns_a_pair_and_has_no_shifted_bands():
+def test_flash_attention_4_returns_a_pair():
     q, k, v = tensors()
     out, lse = flash_attn_4.flash_attn_func(q, k, v, causal=True, window_size=(3, None))
     right, right_lse = expected(q, k, v, True, (3, None))
@@ -121,10 +121,6 @@ def test_flash_attention_4_returns_a_pair_and_has_no_shifted_bands():
     close(lse, right_lse)
     out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v)  # without cu_seqlens: as flash_attn_func
     close(out, expected(q, k, v)[0])
-    with pytest.raises(NotImplementedError, match=r"window_size: got \(-1, -1\), allowed are integers from 0"):
-        flash_attn_4.flash_attn_func(q, k, v, window_size=(-1, -1))
-    with pytest.raises(ValueError, match="cu_seqlens_k: got None"):
-        flash_attn_4.flash_attn_varlen_func(q, k, v, torch.zeros(2, dtype=torch.int32))
 
 
 CALLS = (
@@ -149,12 +145,25 @@ def test_what_there_is_not_is_refused_by_name(call):
             call(q, k, v, **required, **{name: asked})
 
 
+def test_a_cache_that_a_call_appends_to_is_refused():
+    q, k, v = tensors()
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache: k_cache: fa2tune does not support"):
+        flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4, causal=True)
+
+
 def test_wrong_tensors_are_named():
     q, k, v = tensors(dim=16)
     with pytest.raises(ValueError, match="flash_attn_func: q: got head dim 300, must be from 1 to 256"):
         flash_attn.flash_attn_func(F.pad(q, (0, 284)), k, v)
     with pytest.raises(ValueError, match=r"flash_attn_func: k: got shape .* must have 4 dimensions"):
         flash_attn.flash_attn_func(q, k[0], v)
+    starts = torch.tensor([0, 9], dtype=torch.int32)
+    for call in (
+        flash_attn.flash_attn_func,
+        lambda *t: torch_varlen.varlen_attn(*(x[0] for x in t), starts, starts, 9, 9),
+    ):
+        with pytest.raises(ValueError, match="k: got head dim 14, q has 13"):  # both would be padded to 16
+            call(q[..., :13], k[..., :14], v)
     with pytest.raises(TypeError, match="flash_attn_func: v: got list"):
         flash_attn.flash_attn_func(q, k, [])
 
@@ -166,6 +175,22 @@ def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
     flash_attn.flash_attn_func(q, k, v, deterministic=True)
     flash_attn.flash_attn_func(q, k, v)
     assert asked == [True, None]
+
+
+def test_varlen_attn_into_a_tensor_that_is_there():
+    q, k, v = (t[0].requires_grad_() for t in tensors(9, 12))
+    starts = [torch.tensor([0, len(t)], dtype=torch.int32) for t in (q, k)]
+    sequences = q, k, v, *starts, 9, 12
+    aux, out = SimpleNamespace(lse=True), torch.empty(9, 2, 16, dtype=torch.float16)
+    want, want_lse = torch_varlen.varlen_attn(*sequences, return_aux=aux)
+    found, lse = torch_varlen.varlen_attn_out(out, *sequences, return_aux=aux)
+    assert found is out and not out.requires_grad and torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert torch_varlen.varlen_attn_out(out, *sequences) is out
+    for wrong, what in ((out[:5], "shape"), (out.float(), "dtype")):
+        with pytest.raises(ValueError, match=f"varlen_attn_out: out: got {what} .* must be"):
+            torch_varlen.varlen_attn_out(wrong, *sequences)
+    with pytest.raises(ValueError, match="varlen_attn: cu_seq_k: got None, must be a tensor"):
+        torch_varlen.varlen_attn(q, k, v, starts[0], None, 9, 12)
 
 
 @pytest.mark.parametrize("dim", [16, 12])

@@ -207,6 +207,55 @@ def test_a_cross_attention_attends_from_every_query():
     torch.testing.assert_close(out, right.transpose(1, 2))
 
 
+SIDE = {"d_model": 32, "vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PARTS = {f"{side}_{what}": value for side in ("encoder", "decoder")
+         for what, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
+
+
+def sequences(implementation, config, **inputs):
+    """Logits and gradients of a model with an encoder and a decoder."""
+    torch.manual_seed(0)
+    one = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=implementation).eval()
+    logits = one(**inputs).logits
+    logits.sin().sum().backward()
+    return logits, {name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["bart", "t5gemma"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decoder_sees_every_key_of_its_encoder(name, padded):
+    """Fewer queries than keys; T5Gemma's encoder has a window that looks both ways."""
+    if name == "bart":
+        config = transformers.BartConfig(**SIDE, **PARTS, dropout=0.0, max_position_embeddings=64)
+    else:
+        side = {**SMALL, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 4}
+        config = transformers.T5GemmaConfig(encoder=side, decoder=side, vocab_size=61)
+    inputs = {
+        "input_ids": ids(),
+        "decoder_input_ids": ids()[:, :5],
+        "attention_mask": padding("right") if padded else None,
+    }
+    (found, gradients), (right, others) = (sequences(which, config, **inputs) for which in ("fa2tune", "eager"))
+    torch.testing.assert_close(found, right, atol=2e-6, rtol=1e-5)
+    assert gradients.keys() == others.keys()
+    for weight, gradient in others.items():
+        torch.testing.assert_close(gradients[weight], gradient, atol=1e-5, rtol=1e-3, msg=weight)
+
+
+def test_models_that_attend_by_themselves_are_refused_by_name():
+    """They do not look up fa2tune, and its mask would mean something else to them."""
+    for config in (
+        transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=2),
+        transformers.MptConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=2, max_seq_len=64),  # has a sub-config
+    ):
+        one = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="fa2tune")
+        refusal = rf"attn_implementation: got 'fa2tune' for a model of type '{config.model_type}', allowed is 'eager'"
+        with pytest.raises(NotImplementedError, match=refusal):
+            one(input_ids=ids())
+        with pytest.raises((NotImplementedError, RuntimeError), match=refusal):
+            torch.compile(one, fullgraph=True, backend="eager")(input_ids=ids(), use_cache=False)
+
+
 def test_masks_that_there_are_not_are_refused_by_name():
     left = torch.zeros(1, dtype=torch.long)
     for function, what in (

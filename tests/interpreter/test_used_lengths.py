@@ -109,7 +109,9 @@ def test_rows_of_the_cache_are_chosen_by_the_callers_sequences(call, monkeypatch
 def test_the_drop_ins_take_them(call):
     (q, k, v), (of_q, of_k), (used_q, used_k), *_ = call
     want = fa2tune.attention_varlen(q, k, v, of_q, of_k, seqused_q=used_q, seqused_k=used_k, causal=True)
-    out, _ = flash_attn_4.flash_attn_varlen_func(q, k, v, of_q, of_k, seqused_q=used_q, seqused_k=used_k, causal=True)
+    out, _ = flash_attn_4.flash_attn_varlen_func(
+        q, k, v, None, of_q, of_k, seqused_q=used_q, seqused_k=used_k, causal=True
+    )
     torch.testing.assert_close(out, want)
     k, v = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
     out = torch_varlen.varlen_attn(q.nan_to_num(), k, v, of_q, of_k, 33, 70, seqused_k=used_k)

@@ -1,4 +1,4 @@
-"""What Transformers looks up in ``kernels-community/flash-attn2``. There is no ``flash_attn_with_kvcache``."""
+"""What Transformers looks up in ``kernels-community/flash-attn2``. Without ``flash_attn_with_kvcache``, which only refuses."""
 
 from fa2tune.compat.flash_attn import (
     flash_attn_func,

@@ -1,0 +1,101 @@
+"""Windows as FlashAttention-4 writes them: None is unbounded, and a negative side shifts the band off the diagonal.
+
+Kernels have no such band, and need none. Shifted by n to the right (left = -n), the last n queries see no key, and without them
+the mask, which is aligned at the last query, is a plain window. Shifted by n to the left (right = -n), the last n keys are seen
+by no query, and without them it is one, too.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from fa2tune.compat import terms
+
+Side = int | None
+
+
+class Band(NamedTuple):
+    """What a call asks for as ``window``, without the last ``queries`` and the last ``keys`` of each sequence."""
+
+    window: tuple[Side, Side]
+    queries: int = 0
+    keys: int = 0
+
+
+#: Of a mask in which no query sees a key: more than any length, and no overflow of int32 where lengths are subtracted.
+_ALL = 1 << 30
+
+
+def asked(call: str, window_size: Any, causal: Any) -> Band:
+    """Two negative sides are no window, as in FlashAttention-4. With ``causal`` the right side is 0 after that.
+
+    TypeError: not two sides, each an integer or None."""
+    allowed = "must be two, each an integer or None"
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    for side in window_size:
+        if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
+            raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
+    left, right = window_size
+    before, behind = left is not None and left < 0, right is not None and right < 0
+    if before and behind:
+        return Band((None, None))
+    if not before and not (behind and not causal):
+        return Band((left, right))  # ``attention`` knows what causal does to it
+    if causal:
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        return Band((0, 0), _ALL)
+    if before:
+        return Band((0, None if right is None else right + left), -left)
+    return Band((None if left is None else left + right, 0), 0, -right)
+
+
+def dense(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``terms.dense`` with its lse, of a band."""
+    if not band.queries and not band.keys:
+        return terms.dense(call, q, k, v, window=band.window, return_lse=True, **options)
+    terms.check(call, {"q": q, "k": k, "v": v}, 4)
+    queries, keys = max(0, q.shape[1] - band.queries), max(0, k.shape[1] - band.keys)
+    unseeing = q.shape[1] - queries
+    q, k, v = q[:, :queries], k[:, :keys], v[:, :keys]
+    out, lse = terms.dense(call, q, k, v, window=band.window, return_lse=True, **_without_causal(options))
+    return functional.pad(out, (0, 0, 0, 0, 0, unseeing)), functional.pad(lse, (0, unseeing), value=-torch.inf)
+
+
+def lengths(
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any, band: Band, *,
+    seqused_q: torch.Tensor | None, seqused_k: torch.Tensor | None, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``terms.lengths`` with its lse, of a band."""
+    if band.queries:
+        seqused_q = _fewer(q, cu_seqlens_q, seqused_q, band.queries)
+    if band.keys:
+        seqused_k = _fewer(k, cu_seqlens_k, seqused_k, band.keys)
+    if band.queries or band.keys:
+        options = _without_causal(options)
+    return terms.lengths(
+        call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window=band.window, return_lse=True,
+        seqused_q=seqused_q, seqused_k=seqused_k, **options,
+    )  # fmt: skip
+
+
+def _without_causal(options: dict[str, Any]) -> dict[str, Any]:
+    """Causal is in the window of a shifted band."""
+    return options | {"causal": False}
+
+
+def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
+    """Used lengths without the last ``fewer`` rows."""
+    if used is None and cu_seqlens is None:
+        return torch.full((len(tensor),), max(0, tensor.shape[1] - fewer), dtype=torch.int32, device=tensor.device)
+    if used is None and isinstance(cu_seqlens, torch.Tensor):
+        used = cu_seqlens[1:] - cu_seqlens[:-1]
+    return (used - fewer).clamp(min=0) if isinstance(used, torch.Tensor) else used

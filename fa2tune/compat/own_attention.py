@@ -1,0 +1,39 @@
+"""Models of Transformers that attend by themselves, whatever ``attn_implementation`` says (Bloom, MPT, CodeGen, RoFormer).
+
+They still ask the named implementation for a mask, and would read ``mask``'s (batch, length) as one of scores, or None as one
+that hides nothing: their results would be wrong, silently.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+MODELS = "transformers.models."
+#: What a file of a model imports to look an implementation up.
+LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"
+
+
+@torch.compiler.assume_constant_result
+def _attends_by_itself(module: str, name: str) -> bool:
+    """Whether no loaded file of a model, whose configuration is this class, looks implementations up. Strings, since
+    torch.compile takes no other arguments of what it does not trace."""
+    package = module.rpartition(".")[0]
+    parts = getattr(getattr(sys.modules.get(module), name, None), "sub_configs", {})
+    # one of several models says nothing of each
+    if not package.startswith(MODELS) or any(part.__module__ != module for part in parts.values()):
+        return False
+    files = [file for path, file in list(sys.modules.items()) if path.startswith(f"{package}.modeling_")]
+    return bool(files) and not any(hasattr(file, LOOKED_UP) for file in files)
+
+
+def refuse(name: str, config: Any) -> None:
+    """NotImplementedError: the model of this configuration attends by itself."""
+    if config is None or not _attends_by_itself(type(config).__module__, type(config).__name__):
+        return
+    raise NotImplementedError(
+        f"{name}: attn_implementation: got {name!r} for a model of type {getattr(config, 'model_type', None)!r}, allowed is "
+        "'eager': this model attends by itself, and does not look up attn_implementation"
+    )
