@@ -31,7 +31,6 @@ BOTH = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_
 SERVED = ("a100", "a10", "orin-agx-64gb", "l4", "rtx-4090", "rtx-5090", "rtx-pro-6000")
 
 
-
 def spec_of(dim: int, mask: str = "full", **more: Any) -> Specialization:
     return replace(Specialization("bf16", dim, dim, mask), **more)
 
