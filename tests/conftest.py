@@ -30,10 +30,11 @@ from typing import Any
 
 import pytest
 
-# Of one thread each, in this process and in all that it starts: tensors here are small, several processes share the cores, and
-# threads that wait for the next product turn on them meanwhile.
-for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(name, "1")
+# Without a GPU, one thread for each process: tensors are small, several processes share the cores, and threads that wait for the
+# next product turn on them meanwhile.
+if not Path("/dev/nvidiactl").exists():
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 os.environ["FA2TUNE_KERNELS"] = "off"  # kernels are imported and compiled, whatever binaries there are
 
 TESTS = Path(__file__).parent
