@@ -1,55 +1,53 @@
 """Proves the packed Hopper kernels on a GPU, case by case, each in a process of its own.
 
     python benchmarks/packed_proof.py [--only REGEX] [--jobs 4] [--seconds 40]
-    python benchmarks/packed_proof.py --compile
+    python benchmarks/packed_proof.py --compile [--rows]
     python benchmarks/packed_proof.py --switch pytest -q tests/gpu/test_varlen.py
     python benchmarks/packed_proof.py --switch benchmarks/packed.py --out benchmarks/calls/packed.json
 
 Every case prints PASS, WRONG, STRAY, FAULT, HANG or ERROR, and the next one runs whatever became of it. The first case, the
-smallest with grouped heads, runs alone. A case calls kernels by explicit config, whatever PACKED_ON_HOPPER says, three times:
+smallest with grouped heads, runs alone. A case calls kernels by explicit config, whatever PACKED_ON_HOPPER says, once for each
+way in which its tensors can lie (benchmarks/guarded_memory.py). Results are held against float64 by the error rule of
+fa2tune/measuring/verify.py, large ones against the portable kernels. A case that faults runs again with
+CUDA_LAUNCH_BLOCKING=1, which names the kernel.
 
-    arena   all tensors in the middle of one that is full of NaN: an address that is off faults nowhere, but what it reads is
-            NaN (WRONG), and what it writes is found and named (STRAY)
-    start   every tensor at the start of memory with nothing mapped before or behind: an address in front of it faults
-    end     and at the end of such memory
-
-Results are held against float64 by the error rule of fa2tune/measuring/verify.py, large ones against the portable kernels. A
-case that faults runs again with CUDA_LAUNCH_BLOCKING=1, which names the kernel. Binaries are compiled before, by as many
-processes as there are cores; --compile does only that, without a GPU, and checks the operands of each
-(fa2tune/compiling/operandcheck.py). --switch runs tests or a script with PACKED_ON_HOPPER set.
+Binaries are compiled before, by as many processes as there are cores, and the operands of each are checked
+(fa2tune/compiling/operandcheck.py). --compile does only that, without a GPU; --rows for what shipped rows serve packed calls
+by. --switch runs tests or a script with PACKED_ON_HOPPER set.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from guarded_memory import STAGES, Memory, Stray
 from packed import documents
 
 import fa2tune
-from fa2tune.compiling import compiler, operandcheck, registry
-from fa2tune.devices import library
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, operandcheck, registry
 from fa2tune.launching import passes
-from fa2tune.launching.cuda import check
 from fa2tune.measuring import reference, verify
 from fa2tune.measuring.reference import DTYPE_OF_NAME
+from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import FUSED, Specialization
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.problem import FUSED, Problem, Specialization
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
 #: Rows of q and of k.
 PACKINGS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -63,10 +61,8 @@ LARGE = ("53 documents", "4 of 4096")
 SPARE = 70  #: rows behind the last sequence
 SCALE = 0.11
 MASKS = {"causal": CAUSAL, "full": FULL, "window": band(65, 300), "left": band(128, 0), "chunked": Mask("chunked", 200)}
-STAGES = ("arena", "start", "end")
 OUTCOMES = ("PASS", "WRONG", "STRAY", "FAULT", "ERROR")
-ARENA_BYTES, APART = 6 << 30, 128 << 20
-PAGE = 2 << 20  #: bytes that the driver maps at once
+CACHE, ROWS = Path(__file__).parent.parent / "cache", ("h200.sqlite", "h100.sqlite")
 
 TOGETHER = {"ORDER": "together"}
 JOINED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
@@ -74,6 +70,10 @@ FINISHED = {"BESIDE": True, "FINISH_BESIDE": True}
 ONE_GROUP = {
     "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80, "Q_IN_REGISTERS": True,
 }  # fmt: skip
+
+
+#: Kernel's file, specialization, config.
+Binary = tuple[str, Specialization, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Case:
             raise ValueError(f"{self.name}: {broken.why}")
         return config
 
-    def binaries(self) -> Iterator[tuple[str, Specialization, dict[str, Any]]]:
-        """(kernel's file, specialization, config) of each mask, and of what runs around it."""
+    def binaries(self) -> Iterator[Binary]:
+        """Those of each mask, and of what runs around them."""
         for mask in self.masks:
             spec = Specialization(self.dtype, *self.dims, MASKS[mask].name, extent=RAGGED)
             config = self.config(spec)
@@ -147,93 +147,6 @@ CASES = (
     Case("backward, large", (32, 8), packings=DOCUMENTS),
     Case("backward, large, and finished", (32, 8), settings={**TOGETHER, **FINISHED, **BY_TMA}, packings=DOCUMENTS),
 )
-
-
-class Stray(AssertionError):
-    """Memory beside the tensors was written."""
-
-
-class _Bytes:
-    """Memory of the driver's own, as torch takes it."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
-class Memory:
-    """Where the tensors of a call lie. ``stage``: one of STAGES."""
-
-    def __init__(self, stage: str, device: str) -> None:
-        self.stage, self.device = stage, device
-        self.spans: list[tuple[str, int, int]] = []  #: name, first and last byte of the arena
-        self.gaps: list[int] = []  #: addresses
-        self.mapped: list[int] = []
-        if stage == "arena":
-            self.arena = torch.full((ARENA_BYTES,), 0xFF, dtype=torch.uint8, device=device)
-            self.next = APART
-
-    def _map(self, size: int) -> int:
-        """An address, of which torch's allocator knows nothing."""
-        address = ctypes.c_uint64()
-        check(library().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), f"mapping {size} bytes")
-        return address.value
-
-    @staticmethod
-    def _unmap(addresses: list[int]) -> None:
-        while addresses:
-            check(library().cuMemFree_v2(ctypes.c_uint64(addresses.pop())), "unmapping")
-
-    def _own(self, size: int) -> torch.Tensor:
-        """Pages with a gap before them."""
-        if self.device != "cuda":
-            return torch.empty(size, dtype=torch.uint8)
-        self.gaps.append(self._map(APART))
-        self.mapped.append(self._map(size))
-        return torch.as_tensor(_Bytes(self.mapped[-1], size), device=self.device)
-
-    def tensor(self, name: str, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Full of 0xFF, which is NaN in every float type."""
-        size = dtype.itemsize
-        span = size * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
-        if self.stage == "arena":
-            first = self.next
-            self.next += -(-span // 512) * 512 + APART
-            if self.next > len(self.arena):
-                raise ValueError(f"{name}: {span} bytes do not fit the arena")
-            self.spans.append((name, first, first + span))
-            memory, place = self.arena, first
-        else:
-            whole = -(-span // PAGE) * PAGE
-            memory = self._own(whole).fill_(0xFF)
-            place = 0 if self.stage == "start" else (whole - span) // 16 * 16
-        return memory.view(dtype).as_strided(tuple(shape), tuple(strides), place // size)
-
-    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
-        return self.tensor(name, tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
-
-    def ready(self) -> None:
-        """Nothing is mapped between the tensors from here on."""
-        if self.gaps:
-            self.gaps.append(self._map(APART))
-            self._unmap(self.gaps)
-
-    def close(self) -> None:
-        self._unmap(self.mapped)
-
-    def check(self) -> None:
-        """Stray: a byte of the arena that is of no tensor has changed."""
-        if self.stage != "arena":
-            return
-        ends = [(name, first, last) for name, first, last in self.spans] + [("the arena's end", len(self.arena), 0)]
-        begin = 0
-        for number, (name, first, last) in enumerate(ends):
-            other = self.arena[begin:first] != 0xFF
-            if other.any():
-                at = begin + int(other.nonzero()[0])
-                before = f", {at - ends[number - 1][2]} behind {ends[number - 1][0]}" if number else ""
-                raise Stray(f"{int(other.sum())} bytes, the first {first - at} before {name}{before}")
-            begin = last
 
 
 def packed_rows(total: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -413,17 +326,36 @@ def report(name: str, seconds: float, run: Callable[..., tuple[str, float]] = on
     return result.startswith("PASS")
 
 
-def compiled(asked: tuple[str, Specialization, dict[str, Any]]) -> str:
+def compiled(asked: Binary) -> str:
     """Why a binary is not to be launched, "" for none."""
     name, spec, config = asked
     variant = registry.variant_named(name)
-    binary = compiler.build(variant, spec, compiler.binary_config(variant, config), 90)
+    try:
+        binary = compiler.build(variant, spec, compiler.binary_config(variant, config), 90)
+    except compiler.CompileError as error:
+        return str(error)
     return "; ".join(map(str, operandcheck.check(binary)))
 
 
-def compile_all(cases: Sequence[Case]) -> None:
+def of_rows() -> Iterator[Binary]:
+    """Those of packed calls that shipped rows would serve."""
+    gpu, registry.PACKED_ON_HOPPER = gpus.named("h200"), True
+    served = {"causal": ("causal", "window", "left", "chunked"), "full": ("full", "window")}
+    for row in (row for name in ROWS for row in reader.read(CACHE / name)):
+        if row.key.kernel not in ("fwd", "bwd_fused") or row.implementation != WARP_SPECIALIZED:
+            continue
+        variant, config = registry.fitting(row.key.kernel, row.implementation, row.config)
+        for mask in served[row.key.mask]:
+            dims = row.key.head_dim, row.key.head_dim_v
+            asked = Problem(row.key.dtype, 1, 16, 4, 16384, 16384, *dims, MASKS[mask], extent=Extent(RAGGED, 16))
+            spec, ours = asked.specialization, dict(variant.suited(asked, config))
+            if limits.before_compile(variant, spec, ours, gpu) is None:
+                yield variant.name, spec, compiler.binary_config(variant, ours)
+
+
+def compile_all(found: Iterable[Binary]) -> None:
     """Into Triton's cache, where each case finds them."""
-    asked = {repr(one): one for case in cases for one in case.binaries()}
+    asked = {repr(one): one for one in found}
     began = time.monotonic()
     with ProcessPoolExecutor(min(16, len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
         for key, unsound in zip(asked, pool.map(compiled, asked.values()), strict=True):
@@ -443,24 +375,32 @@ def switched(asked: Sequence[str]) -> None:
     runpy.run_path(asked[0], run_name="__main__")
 
 
-@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"ignore_unknown_options": True})
+@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"allow_interspersed_args": False})
 @click.option("--only", default="", help="Regular expression: cases whose name it is found in.")
 @click.option("--jobs", default=4, show_default=True, help="Cases at once, behind the first.")
 @click.option("--seconds", default=60.0, show_default=True, help="For one case.")
 @click.option("--compile", "compiles", is_flag=True, help="Compile and check the binaries only.")
+@click.option("--rows", is_flag=True, help="The same of what shipped rows serve packed calls by.")
 @click.option("--child", "name", help="Run one case in this process.")
 @click.option("--switch", is_flag=True, help="Run ASKED with PACKED_ON_HOPPER set.")
 @click.argument("asked", nargs=-1, type=click.UNPROCESSED)
 def main(
-    only: str, jobs: int, seconds: float, compiles: bool, name: str | None, switch: bool, asked: tuple[str, ...]
+    only: str,
+    jobs: int,
+    seconds: float,
+    compiles: bool,
+    rows: bool,
+    name: str | None,
+    switch: bool,
+    asked: tuple[str, ...],
 ) -> None:
     if switch:
         return switched(asked)
     if name is not None:
         return click.echo(child(next(case for case in CASES if case.name == name)))
     cases = [case for case in CASES if re.search(only, case.name)]
-    compile_all(cases)
-    if compiles or not cases:
+    compile_all(of_rows() if rows else (one for case in cases for one in case.binaries()))
+    if compiles or rows or not cases:
         return None
     passed = [report(cases[0].name, seconds)]
     with ThreadPoolExecutor(jobs) as pool:

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import tile_values
 import triton.language as tl
+from tile_values import ARRAYS, Real
 
 
 class Fault(AssertionError):
@@ -71,9 +73,11 @@ class Int:
                 raise Fault(f"more than 32 bits: {self.a.min()} to {self.a.max()}")
 
     def _with(self, how: Callable[[Any, Any], Any], other: Any, turned: bool = False) -> Any:
-        if isinstance(other, Unknown | float):
+        if isinstance(other, Unknown):
             return UNKNOWN
-        if isinstance(other, Pointer):
+        if isinstance(other, float):
+            return tile_values.computed(how, *((other, self) if turned else (self, other)))
+        if isinstance(other, Pointer | Real):
             return NotImplemented
         both = (array(other), self.a) if turned else (self.a, array(other))
         if how not in (operator.and_, operator.or_):
@@ -104,7 +108,9 @@ class Int:
         return SimpleNamespace(layout=UNKNOWN)
 
     def to(self, dtype: Any, **_: Any) -> Any:
-        return Int(self.a + 0, dtype == tl.int64) if dtype in (tl.int32, tl.int64) else UNKNOWN
+        if dtype in (tl.int32, tl.int64):
+            return Int(self.a + 0, dtype == tl.int64)
+        return Real(tile_values.rounded(self.a, dtype), dtype) if dtype in ARRAYS else UNKNOWN
 
     def reshape(self, shape: Sequence[int]) -> Int:
         return Int(self.a.reshape([int(n) for n in shape]), self.wide)
@@ -122,13 +128,15 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 for _name, _how in _OPERATORS.items():
     setattr(Int, f"__{_name}__", lambda self, other, how=_how: self._with(how, other))
     setattr(Int, f"__r{_name}__", lambda self, other, how=_how: self._with(how, other, True))
+tile_values.define_operators(Int, Unknown)
 
 
 class Buffer:
-    """Global memory of one tensor: its words, where they count (int32), and how often each was written or added to."""
+    """Global memory of one tensor: its words, where they count, of what type if of floating point, and how often each was
+    written or added to."""
 
-    def __init__(self, name: str, base: int, count: int, itemsize: int, words: Any = None) -> None:
-        self.name, self.base, self.itemsize, self.words = name, base, itemsize, words
+    def __init__(self, name: str, base: int, count: int, itemsize: int, words: Any = None, dtype: Any = None) -> None:
+        self.name, self.base, self.itemsize, self.words, self.dtype = name, base, itemsize, words, dtype
         self.written = np.zeros(count, np.int32)
         self.lock = threading.Lock()
 
@@ -137,11 +145,15 @@ class Buffer:
             raise Fault(f"{doing} {self.name} at {index.min()} to {index.max()} of {len(self.written)}")
         return index
 
+    def held(self, value: Any) -> Any:
+        """What a store of a value leaves here."""
+        return array(value) if self.dtype is None else tile_values.rounded(tile_values.floats(value), self.dtype)
+
 
 class Pointer:
     def __init__(self, buffer: Buffer, index: Any = 0) -> None:
         self.buffer, self.index = buffer, index if isinstance(index, Int) else Int(index, True)
-        self.dtype = SimpleNamespace(element_ty=UNKNOWN)
+        self.dtype = SimpleNamespace(element_ty=buffer.dtype or UNKNOWN)
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.buffer, Int(self.index.a, True) + other)
@@ -169,7 +181,7 @@ def load_words(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> 
         return UNKNOWN
     with pointer.buffer.lock:
         found = np.where(mask, pointer.buffer.words[np.where(mask, index, 0)], array(other))
-    return Int(found)
+    return Int(found) if pointer.buffer.dtype is None else Real(found, pointer.buffer.dtype)
 
 
 def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -178,7 +190,15 @@ def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
     with buffer.lock:
         np.add.at(buffer.written, index, 1)
         if buffer.words is not None:
-            buffer.words[index] = np.broadcast_to(array(value), mask.shape)[mask]
+            buffer.words[index] = np.broadcast_to(buffer.held(value), mask.shape)[mask]
+
+
+def add_words(pointer: Pointer, value: Any) -> None:
+    index, buffer = pointer.places(None, "an addition to")[0], pointer.buffer
+    with buffer.lock:
+        np.add.at(buffer.written, index, 1)
+        if buffer.words is not None:
+            np.add.at(buffer.words, index, buffer.held(value))
 
 
 def atomic_add(pointer: Pointer, value: int, **_: Any) -> Int:
@@ -190,47 +210,65 @@ def atomic_add(pointer: Pointer, value: int, **_: Any) -> Int:
 
 
 class Shared:
-    """Shared memory; of int32 with its words. An index outside it is a fault."""
+    """Shared memory, with its words where they count. An index outside it is a fault."""
 
     def __init__(self, dtype: Any, shape: Sequence[int], words: Any = None, barriers: Any = None) -> None:
         self.dtype, self.shape, self.words, self.barriers = dtype, [int(n) for n in shape], words, barriers
         self.numel = int(np.prod(self.shape))
+
+    def _seen_as(self, how: Callable[[Any], Any], shape: Sequence[int], dtype: Any = None) -> Shared:
+        """The same memory; NumPy may copy what it cannot see so, which would be another's."""
+        words = None if self.words is None else how(self.words)
+        if words is not None and words.size and not np.shares_memory(words, self.words):
+            raise Fault(f"{self.shape} cannot be seen as {list(shape)}")
+        return Shared(dtype or self.dtype, shape, words)
 
     def index(self, at: Any) -> Any:
         if not 0 <= (place := operator.index(at)) < self.shape[0]:
             raise Fault(f"slot {place} of {self.shape[0]} in shared memory")
         if self.barriers is not None:
             return self.barriers[place]
-        return Shared(self.dtype, self.shape[1:], None if self.words is None else self.words[place])
+        return self._seen_as(lambda words: words[place], self.shape[1:])
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
         shape = list(self.shape)
         shape[dim] = length
-        return Shared(self.dtype, shape, None if self.words is None else self.words[int(start) : int(start) + length])
+        first = operator.index(start)
+        return self._seen_as(
+            lambda words: np.moveaxis(np.moveaxis(words, dim, 0)[first : first + length], 0, dim), shape
+        )
 
     def reshape(self, shape: Sequence[int]) -> Shared:
-        found = Shared(self.dtype, shape)
-        if found.numel != self.numel:
-            raise Fault(f"{self.shape} reshaped to {list(shape)}")
-        return found
+        shape = [int(n) for n in shape]
+        if int(np.prod(shape)) != self.numel:
+            raise Fault(f"{self.shape} reshaped to {shape}")
+        return self._seen_as(lambda words: words.reshape(shape), shape)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self.dtype, [self.shape[n] for n in order])
+        return self._seen_as(lambda words: words.transpose(order), [self.shape[n] for n in order])
 
     def reinterpret(self, dtype: Any, shape: Sequence[int], _: Any) -> Shared:
-        found = Shared(dtype, shape)
-        if found.numel * dtype.primitive_bitwidth > self.numel * self.dtype.primitive_bitwidth:
+        shape = [int(n) for n in shape]
+        count = int(np.prod(shape))
+        if count * dtype.primitive_bitwidth > self.numel * self.dtype.primitive_bitwidth:
             raise Fault(f"{shape} in the memory of {self.shape}")
-        return found
+        if dtype == self.dtype:
+            return self._seen_as(lambda words: words.reshape(-1)[:count].reshape(shape), shape)
+        return self._seen_as(lambda words: words.reshape(-1).view(ARRAYS[dtype])[:count].reshape(shape), shape, dtype)
 
     _reinterpret = reinterpret
 
     def load(self, _: Any = None) -> Any:
-        return UNKNOWN if self.words is None else Int(self.words.copy())
+        if self.words is None:
+            return UNKNOWN
+        return Int(self.words.copy()) if self.dtype == tl.int32 else Real(self.words.copy(), self.dtype)
 
     def store(self, value: Any) -> None:
-        if self.words is not None:
-            self.words[...] = array(value)
+        if self.words is None:
+            return
+        if isinstance(value, Real) and value.dtype != self.dtype:
+            raise Fault(f"a store of {value.dtype} to memory of {self.dtype}")
+        self.words[...] = array(value) if self.dtype == tl.int32 else value.a
 
 
 @dataclass
@@ -266,9 +304,12 @@ class Descriptor:
         at = [int(array(one)) for one in coordinates]
         if len(at) != len(self.sizes) or not all(-(1 << 31) <= one < 1 << 31 for one in at):
             raise Fault(f"{kind} at {at} of {self.sizes}")
-        addresses = np.array([self.base], np.uint64)
+        addresses, inside = np.array([self.base], np.uint64), []
+        if kind == "load" and place.words is not None:
+            place.words[...] = 0
         for one, size, stride, length in zip(at, self.sizes, self.strides, self.block_shape, strict=True):
             there = np.array([n for n in range(one, one + length) if 0 <= n < size], np.uint64)
+            inside.append(there.astype(np.int64) - one)
             with np.errstate(over="ignore"):  # modulo 2^64
                 addresses = (addresses[:, None] + there[None, :] * np.uint64(stride)).reshape(-1)
         if not addresses.size:
@@ -277,6 +318,13 @@ class Descriptor:
         self.buffer.at(np.array(index), f"{kind} at {at} touches")
         elements = ((addresses - np.uint64(self.buffer.base)) // np.uint64(self.buffer.itemsize)).astype(np.int64)
         self.seen(kind, self.buffer, elements)
+        block = np.ix_(*inside)
+        if kind == "load" and place.words is not None:
+            place.words[block] = self.buffer.words[elements].reshape([len(one) for one in inside])
         if kind != "load":
             with self.buffer.lock:
                 np.add.at(self.buffer.written, elements, 1)
+                if place.words is not None and kind == "store":
+                    self.buffer.words[elements] = place.words[block].reshape(-1)
+                elif place.words is not None:
+                    np.add.at(self.buffer.words, elements, place.words[block].reshape(-1))

@@ -1,8 +1,10 @@
-"""Gluon kernels run by Python itself, for their addresses and their protocol; what tiles hold is not computed.
+"""Gluon kernels run by Python itself, for their addresses and their protocol, and if asked for what they compute.
 
 Every device function is the kernel's own. Its module's names for the hardware are replaced: integers are NumPy's, checked for
-32 bits, and divided as C divides; what is computed in floating point is ``UNKNOWN``; partitions are threads that wait for each
-other at mbarriers and numbered barriers. An access outside its tensor raises ``Fault``.
+32 bits, and divided as C divides; partitions are threads that wait for each other at mbarriers and numbered barriers. An access
+outside its tensor raises ``Fault``. What is computed in floating point is ``UNKNOWN``, unless ``launch`` is asked for values:
+then memory holds numbers, layouts move nothing, and a product reads shared memory when it is waited for. If that has changed
+since it was issued, its result is NaN.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from kernel_values import (
     Pointer,
     Shared,
     Unknown,
+    add_words,
     array,
     atomic_add,
     load_words,
     quotient,
     store_words,
 )  # fmt: skip
+from tile_values import ARRAYS, Products, Real, computed
 from triton.runtime import jit
 
 PATIENCE = 20  #: seconds until a wait is a deadlock
@@ -98,6 +102,7 @@ class Program:
     number: int
     programs: int
     warps: int
+    values: bool
     changed: threading.Condition = field(default_factory=threading.Condition)
     met: dict[int, list[int]] = field(
         default_factory=dict
@@ -143,26 +148,49 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
         with given[0].buffer.lock:
             np.add.at(given[0].buffer.words, index[mask], 1)
     elif "global.add.v4" in text:
-        quads = given[0].index.a.reshape(-1)[:, None] + np.arange(4)
-        store_words(Pointer(given[0].buffer, Int(quads, True)), UNKNOWN)
+        quads = given[0].index.a[..., None] + np.arange(4)
+        known = isinstance(given[1], Real)
+        add_words(
+            Pointer(given[0].buffer, Int(quads, True)),
+            Real(np.stack([one.a for one in given[1:]], -1)) if known else UNKNOWN,
+        )
     return UNKNOWN
 
 
 def _elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any, **_: Any) -> Any:
-        if any(isinstance(one, Unknown | float) for one in given):
+        if any(isinstance(one, Unknown) for one in given):
             return UNKNOWN
+        if any(isinstance(one, Real | float) for one in given):
+            return computed(how, *given)
         return Int(how(*map(array, given)), any(getattr(one, "wide", False) for one in given))
 
     return call
 
 
 def _reduced(how: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, axis=None, **_: UNKNOWN if isinstance(x, Unknown) else Int(how(x.a, axis=axis), x.wide)
+    def call(x: Any, axis: int | None = None, **_: Any) -> Any:
+        if isinstance(x, Unknown):
+            return UNKNOWN
+        if isinstance(x, Real):
+            return computed(lambda a: np.asarray(how(a, axis=axis)), x)
+        return Int(how(x.a, axis=axis), x.wide)
+
+    return call
+
+
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    """The condition is no number of a floating-point operation."""
+    if any(isinstance(each, Unknown) for each in (condition, one, other)):
+        return UNKNOWN
+    chosen = array(condition) != 0
+    if any(isinstance(each, Real | float) for each in (one, other)):
+        return computed(lambda a, b: np.where(chosen, a, b), one, other)
+    return Int(np.where(chosen, array(one), array(other)), any(getattr(each, "wide", False) for each in (one, other)))
 
 
 def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any) -> Any:
-    return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Unknown(list(shape))
+    return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Real(np.full(shape, value), dtype)
 
 
 def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
@@ -176,7 +204,7 @@ def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
 
 def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any]) -> threading.Thread:
     def run() -> None:
-        _HERE.program, _HERE.name, _HERE.warps = program, name, warps
+        _HERE.program, _HERE.name, _HERE.warps, _HERE.products = program, name, warps, Products()
         try:
             work()
         except BaseException as error:
@@ -192,15 +220,26 @@ def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any]) -> 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
     if dtype == tl.int64:
         return Shared(dtype, shape, barriers=[Barrier() for _ in range(shape[0])])
-    return Shared(dtype, shape, np.zeros(shape, np.int64) if dtype == tl.int32 else None)
+    if dtype == tl.int32:
+        return Shared(dtype, shape, np.zeros(shape, np.int32))
+    return Shared(dtype, shape, np.full(shape, np.nan, ARRAYS[dtype]) if _HERE.program.values else None)
 
 
 def _split(x: Any) -> Any:
-    return (UNKNOWN, UNKNOWN) if isinstance(x, Unknown) else (Int(x.a[..., 0]), Int(x.a[..., 1]))
+    return (UNKNOWN, UNKNOWN) if isinstance(x, Unknown) else (x[..., 0], x[..., 1])
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return x.to(dtype) if isinstance(x, Int) else Int(x, True)
+    return x.to(dtype) if isinstance(x, Int | Real) else Int(x, True)
+
+
+def _product(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
+    if any(isinstance(one, Unknown) or (isinstance(one, Shared) and one.words is None) for one in (a, b)):
+        return Unknown(acc.shape)
+    found = _HERE.products.issue(a, b, acc, bool(use_acc))
+    if not is_async:
+        _HERE.products.wait(0)
+    return found
 
 
 def _arange(start: Any, end: Any, **_: Any) -> Any:
@@ -211,26 +250,34 @@ def _range(*ends: Any, **_: Any) -> Any:
     return map(Int, range(*map(operator.index, ends)))
 
 
-#: Names of the language that make what is unknown of anything.
-_FLOATING = (
+def _real(how: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **_: UNKNOWN if any(isinstance(x, Unknown) for x in given) else computed(how, *given)
+
+
+#: Names of layouts, which are known nowhere.
+_LAYOUTS = (
     "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
-    "exp2", "log2", "fma", "sqrt", "div_rn", "convert_layout", "join", "dot", "math", "abs",
 )  # fmt: skip
+_FLOATING: Mapping[str, Callable[..., Any]] = {
+    "exp2": np.exp2, "log2": np.log2, "sqrt": np.sqrt, "abs": np.abs, "div_rn": np.divide, "fma": lambda a, b, c: a * b + c,
+}  # fmt: skip
 _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
-    minimum=_elementwise(np.minimum), maximum=_elementwise(np.maximum), where=_elementwise(np.where),
+    minimum=_elementwise(np.fmin), maximum=_elementwise(np.fmax), where=_where,
     cdiv=_elementwise(lambda a, b: quotient(a + b - 1, b)), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
+    convert_layout=lambda x, *_, **__: x,
     load=load_words, store=store_words, atomic_add=atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),
     zeros=lambda shape, *rest: _filled(shape, 0, *rest), full=_filled, zeros_like=lambda x: x * 0, split=_split,
-    to_tensor=lambda x: x if isinstance(x, Int | Unknown) else Int(x), reshape=lambda x, shape: x.reshape(shape),
+    to_tensor=lambda x: x if isinstance(x, Int | Unknown | Real) else Int(x), reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(order), allocate_shared_memory=_allocate, warp_specialize=_specialize,
     int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
-    **dict.fromkeys(_FLOATING, UNKNOWN),
+    **dict.fromkeys(_LAYOUTS, UNKNOWN), **{name: _real(how) for name, how in _FLOATING.items()},
 )  # fmt: skip
 
 
-def _awaited(_: int, deps: Sequence[Any]) -> Any:
+def _awaited(left: int, deps: Sequence[Any]) -> Any:
+    _HERE.products.wait(left)
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
@@ -240,8 +287,9 @@ _NAMES: Mapping[str, Any] = {
     "tma_store": lambda descriptor, at, place: descriptor.copy("store", at, place),
     "tma_reduce_add": lambda descriptor, at, place: descriptor.copy("reduction", at, place),
     "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
-    "warpgroup_mma": lambda a, b, acc, **_: acc, "warpgroup_mma_wait": _awaited, "range": _range,
-    "of_carried": lambda *_: UNKNOWN, "repack": lambda p: p, "rescaled": lambda acc, _: acc,
+    "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
+    "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p: p,
+    "rescaled": lambda acc, shrink: acc * shrink,
 }  # fmt: skip
 _MODULES: dict[str, dict[str, Any]] = {}
 
@@ -268,11 +316,12 @@ def _function(fn: Any) -> Any:
     return called
 
 
-def launch(kernel: Any, grid: int, warps: int, arguments: Mapping[str, Any]) -> None:
-    """All programs at once. ``arguments``: by name, of which integers are ``Int``, and device functions themselves."""
+def launch(kernel: Any, grid: int, warps: int, arguments: Mapping[str, Any], values: bool = False) -> None:
+    """All programs at once. ``arguments``: by name, of which integers are ``Int``, and device functions themselves.
+    ``values``: buffers hold their words, and these are computed with."""
     function = _function(kernel.fn)
     given = {name: in_python(value) for name, value in arguments.items()}
-    programs = [Program(number, grid, warps) for number in range(grid)]
+    programs = [Program(number, grid, warps, values) for number in range(grid)]
     threads = [_spawn(one, f"program {one.number}", warps, lambda: function(**given)) for one in programs]
     for thread in threads:
         thread.join()

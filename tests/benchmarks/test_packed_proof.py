@@ -13,7 +13,7 @@ from benchmark_scripts import script
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
 
-proof = script("packed_proof")
+proof, guarded = script("packed_proof"), script("guarded_memory")
 LENGTHS = ((5, 9), (0, 3), (7, 4), (3, 0))
 
 
@@ -56,9 +56,9 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def found(kernel: str, harm: Callable[..., None] = lambda *_: None) -> str:
         monkeypatch.setattr(proof, "PACKINGS", {"few": LENGTHS})
-        monkeypatch.setattr(proof, "ARENA_BYTES", 1 << 19)
-        monkeypatch.setattr(proof, "APART", 1 << 12)
-        monkeypatch.setattr(proof, "PAGE", 1 << 12)
+        monkeypatch.setattr(guarded, "ARENA_BYTES", 1 << 19)
+        monkeypatch.setattr(guarded, "APART", 1 << 12)
+        monkeypatch.setattr(guarded, "PAGE", 1 << 12)
 
         def forward(problem: Any, q: torch.Tensor, *_: Any) -> Plan:
             return Plan([q, torch.empty(q.shape[:3])], problem.mask, harm)

@@ -4,32 +4,23 @@ once, and no warp waits for ever."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
-import kernels_in_python
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from kernel_values import Buffer, Descriptor, Fault, Int, Pointer
+from gpu_in_python import PythonGpu
+from kernel_values import Buffer, Fault
 
-from fa2tune.compiling import compiler, registry
-from fa2tune.launching import cuda, launch, passes
-from fa2tune.launching.image import MapFormat
+from fa2tune.compiling import registry
+from fa2tune.launching import launch, passes
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import ITEMSIZE
 
-PROGRAMS = 3  #: multiprocessors of this GPU
-GAP = 1 << 24  #: bytes between tensors
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-ELEMENTS = {2: tl.bfloat16, 4: tl.float32}
 #: Rows of q and of k.
 PACKINGS = {
     "mixed": ((1, 1), (0, 0), (200, 200), (63, 63), (64, 64), (129, 129), (0, 0)),
@@ -41,52 +32,17 @@ PACKINGS = {
 SPARE = 40  #: rows behind the last sequence
 
 
-class World:
-    """A GPU's memory, and what a plan launches there."""
+class World(PythonGpu):
+    """Memory of a packed call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lengths: Any, starts: Any = None, spare: int = SPARE) -> None:
         """``starts``: of the sequences, where they are not those of the lengths."""
+        super().__init__(monkeypatch)
         sides = list(zip(*lengths, strict=True))
         self.rows = [sum(side) + spare for side in sides]
         self.starts = starts or [[0, *np.cumsum(side).tolist()] for side in sides]
         self.right = starts is None
-        self.buffers: dict[int, Buffer] = {}
         self.rows_of: dict[str, Any] = {}  #: tensor -> row of each of its elements, -1: none
-        self.maps: dict[int, tuple[Any, ...]] = {}
-        self.bound: list[tuple[Any, ...]] = []
-        self.next = 0x7F00_0000_0000
-        monkeypatch.setattr(
-            cuda, "library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=self._encode, cuLaunchKernelEx=print)
-        )
-        monkeypatch.setattr(cuda, "may_start_early", lambda: True)
-        monkeypatch.setattr(launch, "load", self._load)
-        monkeypatch.setattr(launch, "sm_count", lambda _: PROGRAMS)
-        for where in (launch, passes):
-            monkeypatch.setattr(where, "arch_of", lambda _: 90)
-        made = passes.bind
-        monkeypatch.setattr(passes, "bind", lambda *given: self.bound.append(given[:3]) or made(*given))
-
-    def _encode(self, place, _type, rank, address, sizes, strides, block, _steps, *_rest):  # type: ignore[no-untyped-def]
-        self.maps[place.value] = address.value, list(sizes)[::-1], list(strides)[: rank - 1][::-1], list(block)[::-1]
-        return 0
-
-    @staticmethod
-    def _load(variant: Any, spec: Any, config: Any, *_: Any) -> Any:
-        config, block = dict(config), compiler.block_of
-        formats = [
-            MapFormat(0, ITEMSIZE[variant.tensors[name] or spec.dtype], 0, tuple(block(variant, spec, config, name)))
-            for name in compiler.described(variant, spec, config)
-        ]
-        image = SimpleNamespace(
-            name="k", maps=formats, warps=4, ctas=1, shared=0, programmatic=False, cooperative=False
-        )
-        return SimpleNamespace(image=image, kinds=launch.kinds(variant, spec, config), handle=None)
-
-    def place(self, name: str, count: int, itemsize: int, words: Any = None) -> int:
-        base = self.next
-        self.next += -(-(count * itemsize + GAP) // 512) * 512
-        self.buffers[base] = Buffer(name, base, count, itemsize, words)
-        return base
 
     def place_tensor(self, name: str, tensor: torch.Tensor) -> int:
         """A tensor (1, heads, rows, dim) of any strides."""
@@ -111,37 +67,6 @@ class World:
         if self.right and np.unique(np.searchsorted(ends, rows, "right")).size > 1:
             raise Fault(f"{kind} touches rows {rows.min()} to {rows.max()} of {buffer.name}: of two sequences")
 
-    def run(self, plan: passes.Kernels, addresses: list[int]) -> None:
-        for (call, places), (variant, problem, config) in zip(plan.chain.launches, self.bound, strict=True):  # type: ignore[union-attr]
-            given = [addresses[which] + behind for which, behind in places]
-            _, kept = call.packed(given, 0)
-            spec = problem.specialization
-            constants = compiler.with_hooks(compiler.constexprs(variant, spec, config))
-            kinds, pointers = list(call.function.kinds), list(kept[1])
-            arguments: dict[str, Any] = dict(constants)
-            at = 0
-            for name in variant.parameters:
-                if name not in constants:
-                    arguments[name] = self._argument(kinds[at], pointers[at])
-                    at += 1 + 2 * len(
-                        getattr(arguments[name], "sizes", ())
-                    )  # a map is followed by its sizes and strides
-            kernels_in_python.launch(variant.kernel, call.config.grid_x, config["num_warps"], arguments)
-
-    def _argument(self, kind: str, pointer: int) -> Any:
-        if kind == "map":
-            base, sizes, strides, block = self.maps[pointer]
-            buffer = self.buffers[base]
-            return Descriptor(
-                buffer, base, sizes, [*strides, buffer.itemsize], block, ELEMENTS[buffer.itemsize], seen=self.seen
-            )
-        if kind == "fp32":
-            return ctypes.c_float.from_address(pointer).value
-        if kind == "pointer":
-            address = ctypes.c_uint64.from_address(pointer).value
-            return Pointer(self.buffers[address]) if address else Pointer(Buffer("nothing", 0, 0, 4))
-        return Int({"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind].from_address(pointer).value, kind == "i64")
-
 
 def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Tensor:
     """(1, heads, rows, dim) without memory: "rows": [rows, heads, dim]; "joined": a third of such rows; "heads": a head after
@@ -159,15 +84,10 @@ def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Ten
     return made[:, :heads].transpose(0, 1)[None]
 
 
-def words_of(shape: Any, dtype: torch.dtype) -> Any:
-    """Memory that nobody has set."""
-    return np.full(int(np.prod(shape)), 0x2F2F2F2F, np.int64) if dtype is torch.int32 else None
-
-
 def planned(
     world: World, kernel: str, tensors: Mapping[str, torch.Tensor], mask: Mask, settings: Any, **more: Any
 ) -> Any:
-    """(the plan, an address for each tensor), behind them that of the workspaces, which are placed apart."""
+    """(the plan, an address for each tensor and behind them that of the workspaces, which lie apart; the config)."""
     q, k, v = (tensors[name] for name in "qkv")
     backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
     extent = Extent(RAGGED, len(world.starts[0]) - 1)
@@ -185,35 +105,12 @@ def planned(
             side = name.endswith("_k")
             words = np.array(world.starts[side], np.int64) if name.startswith("cu_") else None
             addresses.append(world.place(name, tensor.numel(), 4, words))
-    block = world.next
-    for one in {id(p): p for given in world.placed for p in given.values()}.values():
-        base = block + one.start
-        world.buffers[base] = Buffer(
-            f"workspace at {one.start}",
-            base,
-            int(np.prod(one.shape)),
-            one.dtype.itemsize,
-            words_of(one.shape, one.dtype),
-        )
-    return plan, [*addresses, block]
+    return plan, [*addresses, world.place_workspaces()], config
 
 
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def made(*given: Any, **more: Any) -> World:
-        world = World(monkeypatch, *given, **more)
-        world.placed = []  # type: ignore[attr-defined]
-        placed = passes._placed
-
-        def kept(*asked: Any) -> Any:
-            found = placed(*asked)
-            world.placed.append(found[0])  # type: ignore[attr-defined]
-            return found
-
-        monkeypatch.setattr(passes, "_placed", kept)
-        return world
-
-    return made
+    return lambda *given, **more: World(monkeypatch, *given, **more)
 
 
 def written(world: World, name: str) -> Any:
@@ -236,7 +133,8 @@ def forward(world: World, mask: Mask, settings: Any, heads: Any, dims: Any, orde
     o = passes.empty_ordered(q, dims[1])
     lse = torch.empty(heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **offsets(world)}
-    world.run(*planned(world, "fwd", tensors, mask, settings))
+    plan, addresses, _ = planned(world, "fwd", tensors, mask, settings)
+    world.run(plan, addresses)
     if world.right:
         assert (written(world, "o") == 1).all() and (written(world, "lse") == 1).all()
 
@@ -249,11 +147,12 @@ def backward(
     o, dq, dk, dv = (passes.empty_ordered(one, dim) for one in (q, q, k, v))
     lse = torch.empty(1, heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **offsets(world)}
-    world.run(*planned(world, "bwd_fused", tensors, mask, settings, parts={"bwd_fused": parts}))
+    plan, addresses, config = planned(world, "bwd_fused", tensors, mask, settings, parts={"bwd_fused": parts})
+    world.run(plan, addresses)
     if world.right:
         for name in ("dq", "dk", "dv"):
             assert (written(world, name) == 1).all(), name
-        if settings.get("FINISH_BESIDE"):
+        if config["FINISH_BESIDE"]:
             check_counts(world, heads)
 
 

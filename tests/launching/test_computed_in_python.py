@@ -1,0 +1,220 @@
+"""What the Hopper kernels compute, run by Python (tests/kernels_in_python.py), beside float64 attention with gradients: dense
+and packed, in all forms that a config can ask for. Results are poisoned with NaN, as is what lies between packed sequences."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import kernels_in_python
+import pytest
+import torch
+from gpu_in_python import PythonGpu
+
+from fa2tune.compiling import registry
+from fa2tune.launching import passes
+from fa2tune.measuring import reference
+from fa2tune.spec.extent import RAGGED, WHOLE, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+
+SCALE = 0.125
+#: Of a result's largest element: float16 has 11 bits, and P, dS and results are rounded to it.
+LARGEST_ERROR = 4e-3
+
+
+class Call(NamedTuple):
+    """``lengths``: of a dense call one pair for all batch entries; of a packed one a pair a sequence."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    mask: Mask
+    packed: bool = False
+    batch: int = 1
+    spare: int = 9  #: rows behind the last sequence
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        sides = list(zip(*self.lengths, strict=True))
+        return tuple(sum(side) + (self.spare if self.packed else 0) for side in sides)  # type: ignore[return-value]
+
+    def places(self) -> list[tuple[int, slice, slice]]:
+        """(batch entry, rows of q, rows of k) of every softmax."""
+        if not self.packed:
+            (whole,) = self.lengths
+            return [(b, slice(0, whole[0]), slice(0, whole[1])) for b in range(self.batch)]
+        ends = [list(itertools.accumulate(side)) for side in zip(*self.lengths, strict=True)]
+        return [
+            (0, slice(q_end - q, q_end), slice(k_end - k, k_end))
+            for (q, k), q_end, k_end in zip(self.lengths, *ends, strict=True)
+        ]
+
+
+def inputs(call: Call, seed: int) -> dict[str, torch.Tensor]:
+    """q, k, v, do of float16; NaN where no sequence is."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "q": (call.heads[0], call.rows[0], call.dims[0]), "k": (call.heads[1], call.rows[1], call.dims[0]),
+        "v": (call.heads[1], call.rows[1], call.dims[1]), "do": (call.heads[0], call.rows[0], call.dims[1]),
+    }  # fmt: skip
+    found = {}
+    for name, shape in shapes.items():
+        made = torch.full((call.batch, *shape), torch.nan, dtype=torch.float16)
+        for b, queries, keys in call.places():
+            rows = queries if name in ("q", "do") else keys
+            made[b, :, rows] = torch.randn(made[b, :, rows].shape, generator=draw).half()
+        found[name] = made
+    return found
+
+
+def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """o, lse, dq, dk, dv in float64; 0, and -inf of lse, where no sequence is."""
+    q, k, v, do = (given[name].double() for name in ("q", "k", "v", "do"))
+    found = {"o": torch.zeros_like(do), "lse": torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)}
+    found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    for b, queries, keys in call.places():
+        leaves = [t[b : b + 1, :, rows].clone().requires_grad_() for t, rows in ((q, queries), (k, keys), (v, keys))]
+        o, lse = reference.attention(*leaves, mask=call.mask, softmax_scale=SCALE)
+        found["o"][b, :, queries], found["lse"][b, :, queries] = o[0].detach(), lse[0].detach()
+        gradients = torch.autograd.grad((o * do[b : b + 1, :, queries]).sum(), leaves)
+        for name, rows, gradient in zip(("dq", "dk", "dv"), (queries, keys, keys), gradients, strict=True):
+            found[name][b, :, rows] = gradient[0]
+    return found
+
+
+def computed(
+    gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> None:
+    extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
+    backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
+    q, k, v = (tensors[name] for name in "qkv")
+    problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, **backward)
+    variant = registry.variant_named(f"sm90/{kernel}")
+    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **settings})
+    assert not variant.space.broken(config, problem.specialization, 90)
+    assert all(config[name] == value for name, value in settings.items())
+    plan = passes.Kernels({kernel: config}, problem, tensors, SCALE, 0)
+    addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
+    gpu.run(plan, [*addresses, gpu.place_workspaces()])
+
+
+def offsets(call: Call) -> dict[str, torch.Tensor]:
+    if not call.packed:
+        return {}
+    sides = zip("qk", zip(*call.lengths, strict=True), strict=True)
+    return {
+        f"cu_seqlens_{side}": torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32) for side, rows in sides
+    }
+
+
+def unset(like: torch.Tensor, dim: int) -> torch.Tensor:
+    return passes.empty_ordered(like, dim).fill_(torch.nan)
+
+
+def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for name, tensor in found.items():
+        expected = right[name].reshape(tensor.shape)
+        infinite = expected.isinf()
+        assert torch.equal(tensor[infinite].double(), expected[infinite]), name
+        error = (tensor.double() - expected)[~infinite].abs().max().item()
+        assert error <= LARGEST_ERROR * max(1.0, expected[~infinite].abs().max().item()), (name, error)
+
+
+def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
+    given = inputs(call, seed)
+    q, k, v = (given[name] for name in "qkv")
+    lse = torch.full(q.shape[1:3] if call.packed else q.shape[:3], torch.nan)
+    tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": lse, **offsets(call)}
+    computed(gpu, call, "fwd", tensors, settings)
+    compare({"o": tensors["o"], "lse": lse}, wanted(call, given))
+
+
+def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
+    given = inputs(call, seed)
+    right = wanted(call, given)
+    q, k, v, do = (given[name] for name in ("q", "k", "v", "do"))
+    o, lse = unset(q, call.dims[1]), right["lse"].float()
+    o.copy_(right["o"])
+    tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
+    gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
+    computed(gpu, call, "bwd_fused", {**tensors, **gradients, **offsets(call)}, settings)
+    compare(gradients, right)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PythonGpu:
+    return PythonGpu(monkeypatch, values=True)
+
+
+ONE_GROUP = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80,
+             "Q_IN_REGISTERS": True}  # fmt: skip
+PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
+FORWARDS = [
+    (Call(((200, 200),), (2, 1), (128, 128), FULL, batch=2), {}),
+    (Call(((70, 270),), (4, 2), (128, 128), CAUSAL), {"Q_STAGES": 2}),
+    (Call(((260, 140),), (2, 2), (64, 64), CAUSAL), {}),
+    (Call(((200, 200),), (2, 1), (64, 64), band(60, 10)), ONE_GROUP),
+    (Call(((190, 250),), (1, 1), (128, 128), Mask("chunked", 64)), {}),
+    (Call(((130, 130),), (2, 1), (96, 96), CAUSAL), {}),
+    (Call(((130, 200),), (1, 1), (192, 128), FULL), {}),
+    (Call(((150, 150),), (1, 1), (256, 256), CAUSAL), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "settings"), FORWARDS, ids=lambda x: f"{x.dims[0]}-{x.mask}" if isinstance(x, Call) else ""
+)
+def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
+    check_forward(gpu, call, settings)
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask", "settings"),
+    [(128, CAUSAL, {}), (64, FULL, {}), (64, band(40, 0), ONE_GROUP), (128, band(-1, 20), {"Q_STAGES": 2}), (80, CAUSAL, {}),
+     (128, Mask("chunked", 64), {})],
+    ids=str,
+)  # fmt: skip
+def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str, Any]) -> None:
+    check_forward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
+
+
+TOGETHER = {"ORDER": "together"}
+JOINED = {**TOGETHER, "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}
+BESIDE = {"BESIDE": True, "FINISH_BESIDE": True}
+BACKWARDS: dict[str, dict[str, Any]] = {
+    "a block behind": {}, "apart, by TMA": {**TOGETHER, "REDUCE": "tma"}, "from registers": {"REDUCE": "vector"},
+    "scores ahead": {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False},
+    "joined": {**JOINED, "REDUCE": "vector"}, "prepared beside": {"BESIDE": True},
+    "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"},
+}  # fmt: skip
+MASKS = (CAUSAL, FULL, band(40, 10), Mask("chunked", 64))
+
+
+@pytest.mark.parametrize(("form", "mask"), list(zip(BACKWARDS, itertools.cycle(MASKS))), ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_backward(gpu: PythonGpu, form: str, mask: Mask, packed: bool) -> None:
+    lengths = PACKING if packed else ((130, 150),)
+    check_backward(gpu, Call(lengths, (2, 1), (128, 128), mask, packed=packed), BACKWARDS[form])
+
+
+@pytest.mark.parametrize(("dim", "packed"), [(64, False), (64, True), (96, False)])
+def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> None:
+    lengths = PACKING if packed else ((140, 140),)
+    check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "settings"),
+    [("shrunk", lambda acc, *_: acc, {"RESCALE": "now"}), ("await_room", lambda *_: None, {"NUMBERED": False})],
+)
+def test_a_fault_is_found(
+    gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str, instead: Any, settings: dict[str, Any]
+) -> None:
+    """Sums that are not multiplied where a row's reference is raised; K and V that overwrite what is still read."""
+    call = Call(((64, 500),), (1, 1), (128, 128), FULL)
+    check_forward(gpu, call, settings)
+    monkeypatch.setitem(kernels_in_python._NAMES, name, instead)
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    gpu.bound.clear()
+    with pytest.raises(AssertionError, match=r"'o', |deadlock|mbarrier"):
+        check_forward(gpu, call, settings)
