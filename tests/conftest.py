@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-# Without a GPU, one thread for each process: tensors are small, several processes share the cores, and threads that wait for the
+# Without a GPU, one thread a process: tensors are small, several processes share the cores, and threads that wait for the
 # next product turn on them meanwhile.
 if not Path("/dev/nvidiactl").exists():
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
