@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from fa2tune.compiling import compiler, registry, sass
 from fa2tune.compiling.compiler import Binary
 from fa2tune.spec.problem import Specialization
 
+TESTED = triton.__version__.startswith("3.6.")  #: whether the compiler is that of constraints.txt
 #: Variant's name, specialization, settings of a config.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
 

@@ -19,7 +19,7 @@ from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
 
 ROOT = Path(__file__).parent.parent
-TUNE = "tune", "--pass", "fwd", "--headdim", "64", "--causal", "--dtype", "fp16", "--seqlen", "512"
+TUNE = "tune", "--pass", "fwd", "--headdim", "64", "--causal", "--dtype", "fp16", "--seqlen", "512", "--workers", "1"
 
 #: Runs one call in Triton's interpreter, with the cache that the environment names: prints what served it and how far its
 #: result is from float64.

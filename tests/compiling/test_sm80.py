@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import triton
 from benchmark_scripts import script
+from hopper_builds import TESTED
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
@@ -29,8 +29,6 @@ FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("
 BOTH = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
 #: One GPU of each compute capability that these kernels are for.
 SERVED = ("a100", "a10", "orin-agx-64gb", "l4", "rtx-4090", "rtx-5090", "rtx-pro-6000")
-
-TESTED = triton.__version__.startswith("3.6.")  #: the compiler of constraints.txt
 
 
 def spec_of(dim: int, mask: str = "full", **more: Any) -> Specialization:
