@@ -33,6 +33,7 @@ SHARED_BY_KERNELS = {
     "fa2tune.spec.variant",
     "fa2tune.kernels.lib.bwd_keys",
     "fa2tune.kernels.lib.ampere",
+    "fa2tune.kernels.lib.ampere_backward",
     "fa2tune.kernels.lib.common",
     "fa2tune.kernels.lib.extent",
     "fa2tune.kernels.lib.hopper",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fa2tune.calling import schedule
+from fa2tune.calling import ordered, schedule
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
@@ -232,8 +232,17 @@ def choose(
     return Chooser(problem, gpu, among, node).choose(kernel, kind)
 
 
-def choose_backward(chooser: Chooser, deterministic: bool) -> tuple[str, dict[str, Choice]]:
-    """Strategy of a backward, and the choice for each of its kernels."""
+def choose_backward(
+    chooser: Chooser, deterministic: bool, in_order: bool = True
+) -> tuple[str, dict[str, Choice]]:  # fmt: skip
+    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: whether the fused one may be deterministic,
+    with dQ summed in a fixed order."""
+    if deterministic and in_order:
+        strategy, kinds = chooser.strategy(False)
+        if strategy == FUSED:
+            free = chooser.choose(ordered.KERNEL, kinds.get(ordered.KERNEL))
+            if (steady := ordered.choice_of(chooser.problem, free, chooser.gpu)) is not None:
+                return FUSED, {ordered.KERNEL: steady}
     strategy, kinds = chooser.strategy(deterministic)
     return strategy, {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
 

@@ -1,0 +1,98 @@
+"""The fused backward by mma.sync with dQ summed in a fixed order, for deterministic calls: whether it serves, and of how many
+programs a key head has. Arithmetic on the host.
+
+A head has DQ_BUFFERS programs, each with float32 sums of dQ of its own, and tiles of keys that it walks one after the other
+(kernels/sm80/bwd_ordered.py). More programs fill more multiprocessors; each costs memory for its sums, which are zeroed before
+and added up after. The other kernel has a program for each tile, and one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from fa2tune.calling import group_schedule
+from fa2tune.calling.empty import is_empty
+from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import KIB, Gpu
+from fa2tune.launching import group_parts
+from fa2tune.search_spaces.sm80 import bwd_fused
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+
+KERNEL = "bwd_fused"
+#: Share of the GPU's memory that the sums may take.
+MOST_MEMORY = 1 / 16
+#: Registers of a thread where a config has no cap, and those that 32 threads get at a time.
+REGISTERS, REGISTER_UNIT = 255, 256
+#: Share of the peak rate that the kernel reaches. Rough: it is only to say what a byte costs in query rows.
+RATE = 0.5
+#: Of times this near to the least the one of the fewest buffers is taken.
+AS_NEAR = 0.05
+#: Where the tiles are expected to be walked at less than this share of the speed that they would have as programs of their
+#: own, the split kernels serve.
+LEAST_SPEED = 0.65
+
+
+def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
+    """Programs that a multiprocessor holds at once."""
+    warps = config["num_warps"]
+    of_warp = -(-(config["maxnreg"] or REGISTERS) * bwd_fused.THREADS // REGISTER_UNIT) * REGISTER_UNIT
+    by_shared = gpu.shared_per_sm // (bwd_fused.shared_bytes(config, spec) + KIB)
+    return max(1, min(by_shared, gpu.warps_per_sm // warps, gpu.registers_per_sm // (of_warp * warps)))
+
+
+def longest(costs: Sequence[float], programs: int) -> float:
+    """Of the sums over what each of ``programs`` walks of these tiles, turns going there and back, the largest. The first
+    program has the most where tiles get shorter, or the last one, whose turn back was the last."""
+    there, back = 2 * programs, 2 * programs - 1
+    first = sum(costs[0::there]) + sum(costs[back::there])
+    last = sum(costs[programs - 1 :: there]) + sum(costs[programs::there])
+    return max(first, last)
+
+
+def buffer_bytes(problem: Problem) -> int:
+    """Of one sum."""
+    rows = problem.batch * problem.heads_q * bwd_fused.padded_rows(problem)
+    return 4 * rows * padded_head_dim(problem.head_dim)
+
+
+@lru_cache(maxsize=1024)
+def _buffers(problem: Problem, keys: int, most: int, programs: int, rate: float, moved: float) -> tuple[int, float]:
+    """``buffers_of``. ``keys``: of a tile; ``most``: buffers that memory allows; ``programs``: that the GPU runs at once;
+    ``rate``: query rows a microsecond of one of these; ``moved``: microseconds that zeros and sums of a buffer take."""
+    rows = group_schedule.rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    costs = [problem.group * own + float(group_schedule.START_ROWS) for own in rows]
+    heads = problem.batch * problem.heads_kv
+    least, times = max(max(costs), heads * sum(costs) / programs), {}
+    for buffers in range(1, min(len(costs), max(1, most), bwd_fused.MOST_BUFFERS) + 1):
+        # programs are nearly alike: the GPU takes them in rounds
+        worked = -(-heads * buffers // programs) * longest(costs, buffers)
+        times[buffers] = worked / rate + buffers * moved, least / worked
+    wanted = (1 + AS_NEAR) * min(time for time, _ in times.values())
+    return next((buffers, speed) for buffers, (time, speed) in times.items() if time <= wanted)
+
+
+def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
+    """(DQ_BUFFERS, by the least expected time, the share of the speed that tiles would have as programs of their own)."""
+    spec, keys, one = problem.specialization, config["BLOCK_N"], buffer_bytes(problem)
+    programs = held(config, spec, gpu) * gpu.sm_count
+    columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
+    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE  # operations a microsecond
+    rate = peak / programs / (5 * keys * columns)
+    moved = 2 * one / (gpu.hbm_gbs * 1e3 * group_schedule.COPY_RATE)
+    return _buffers(problem, keys, int(gpu.hbm_bytes * MOST_MEMORY) // one, programs, rate, moved)
+
+
+def choice_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
+    """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: the split
+    kernels do."""
+    name = registry.IN_ORDER.get(free.variant.name)
+    if not registry.FUSED_IN_ORDER or name is None or is_empty(problem) or problem.extent.ragged:
+        return None
+    parts = group_schedule.parts_of(problem, KERNEL, free, gpu)
+    buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)
+    if speed < LEAST_SPEED:
+        return None
+    return replace(free, variant=registry.variant_named(name), config={**free.config, "DQ_BUFFERS": buffers})
