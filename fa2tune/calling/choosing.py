@@ -241,7 +241,7 @@ def choose_backward(
         strategy, kinds = chooser.strategy(False)
         if strategy == FUSED:
             free = chooser.choose(ordered.KERNEL, kinds.get(ordered.KERNEL))
-            if (steady := ordered.choice_of(chooser.problem, free, chooser.gpu)) is not None:
+            if (steady := ordered.instead_of(chooser.problem, free, chooser.gpu)) is not None:
                 return FUSED, {ordered.KERNEL: steady}
     strategy, kinds = chooser.strategy(deterministic)
     return strategy, {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}

@@ -14,9 +14,10 @@ from functools import lru_cache
 
 from fa2tune.calling import group_schedule
 from fa2tune.calling.empty import is_empty
-from fa2tune.compiling import registry
+from fa2tune.compiling import limits, registry
 from fa2tune.compiling.choice import Choice
-from fa2tune.gpus import KIB, Gpu
+from fa2tune.compiling.compiler import Binary
+from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm80 import bwd_fused
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
@@ -24,8 +25,8 @@ from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_di
 KERNEL = "bwd_fused"
 #: Share of the GPU's memory that the sums may take.
 MOST_MEMORY = 1 / 16
-#: Registers of a thread where a config has no cap, and those that 32 threads get at a time.
-REGISTERS, REGISTER_UNIT = 255, 256
+#: Registers of a thread where a config has no cap.
+REGISTERS = 255
 #: Share of the peak rate that the kernel reaches. Rough: it is only to say what a byte costs in query rows.
 RATE = 0.5
 #: Of times this near to the least the one of the fewest buffers is taken.
@@ -36,11 +37,12 @@ LEAST_SPEED = 0.65
 
 
 def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
-    """Programs that a multiprocessor holds at once."""
-    warps = config["num_warps"]
-    of_warp = -(-(config["maxnreg"] or REGISTERS) * bwd_fused.THREADS // REGISTER_UNIT) * REGISTER_UNIT
-    by_shared = gpu.shared_per_sm // (bwd_fused.shared_bytes(config, spec) + KIB)
-    return max(1, min(by_shared, gpu.warps_per_sm // warps, gpu.registers_per_sm // (of_warp * warps)))
+    """Programs that a multiprocessor holds at once, if threads have as many registers as they may."""
+    binary = Binary(
+        KERNEL, spec, config, gpu.arch, bwd_fused.shared_bytes(config, spec), config["num_warps"],
+        config["maxnreg"] or REGISTERS, 0, "",
+    )  # fmt: skip
+    return max(1, limits.blocks_per_sm(binary, gpu))
 
 
 def longest(costs: Sequence[float], programs: int) -> float:
@@ -85,7 +87,7 @@ def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
     return _buffers(problem, keys, int(gpu.hbm_bytes * MOST_MEMORY) // one, programs, rate, moved)
 
 
-def choice_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
+def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: the split
     kernels do."""
     name = registry.IN_ORDER.get(free.variant.name)
