@@ -28,8 +28,8 @@ def bwd_ordered_sm80_kernel(
     DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
-    """As kernels/sm80/bwd_fused.py, but for sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, all zeros before. No more
-    DQ_BUFFERS than there are tiles of keys."""
+    """As kernels/sm80/bwd_fused.py, but for sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, all zeros before. Where
+    there are fewer tiles of keys than DQ_BUFFERS some programs have nothing to do."""
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
     ONE: gl.constexpr = P_THROUGH == "one"
     SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)

@@ -239,6 +239,12 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
             assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
     asked = {name for name, _, _ in race._binaries(found[-1])}
     assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish", "portable/fwd"}
+    (both,) = race.cells(("bwd",), (64,), ("causal",), (512,), 0, "a100", 0, in_order=True)
+    asked = {name for name, _, _ in race._binaries(both)}
+    assert {"sm80/bwd_fused", "sm80/bwd_ordered", "sm80/bwd_ordered_zero", "sm80/bwd_ordered_finish"} <= asked
+    problem = Problem("bf16", 1, 32, 32, 16384, 16384, 64, 64, CAUSAL)
+    choice = race.ordered_choice(problem, both.configs[0], gpus.named("h200"))
+    assert choice.variant is ORDERED and choice.config == {**both.configs[0], "DQ_BUFFERS": 8}
     changes = [
         race.parsed('{"BLOCK_N": 32}'),
         race.parsed('64:{"SCHEDULE": "fa2"}'),
@@ -258,6 +264,12 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
         }
         return {"pass": "fwd", "head_dim": 64, "mask": "full", "length": length, "methods": methods}
 
+    steady = {"in order, 8 sums: a": 1.0, "in order, 8 sums: b": 0.8, "SDPA FlashAttention-2, deterministic": 0.7}
+    lines = [line.split(" (")[0] for line in race.best([timed(512, a=1.1, **steady)])]
+    assert lines[:3] == [
+        "fwd  64 full     512: 1.100 x", "fwd in order  64 full     512: 1.000 x",
+        "fwd, SDPA deterministic  64 full     512: 0.700 x",
+    ]  # fmt: skip
     lines = list(race.best([timed(512, a=1.1, b=1.2), timed(2048, a=0.9)]))
     assert [line.split(": ")[1].split(" x")[0] for line in lines[:2]] == ["1.200", "0.900"]
     assert lines[2] == "fwd: at least 0.900 x, geometric mean 1.039 x over 2 cells"
