@@ -12,10 +12,11 @@ time divided by this one, median over rounds.
 
     python benchmarks/sm80_race.py --pass fwd --configs 0 --try '{"SCHEDULE": "double", "BLOCK_N": 32}' --every
 
-With --in-order every backward config also races with dQ summed in a fixed order (kernels/sm80/bwd_ordered.py), by as many
-programs as suit this GPU; that two calls have equal bits is checked before. SDPA's deterministic backward is raced with them.
+With --in-order every backward config also races with dQ summed in a fixed order (kernels/sm80/bwd_ordered.py), by so many
+programs a head, or (0) as many as suit this GPU; that two calls have equal bits is checked before. SDPA's deterministic
+backward is raced with them.
 
-    python benchmarks/sm80_race.py --pass bwd --configs 0 --headdim 64,128,256 --in-order --out in_order.json
+    python benchmarks/sm80_race.py --pass bwd --configs 0 --headdim 64,128,256 --in-order 0,1,4 --out in_order.json
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +72,18 @@ class Cell:
     mask: Mask
     length: int
     configs: Sequence[Config]
-    in_order: bool = False  #: whether each config also races with dQ summed in a fixed order
+    in_order: Sequence[
+        int
+    ] = ()  #: programs a head, by which each config races with dQ summed in a fixed order; 0: what suits
 
 
 PEER, STEADY_PEER = "SDPA FlashAttention-2", "SDPA FlashAttention-2, deterministic"
 IN_ORDER = "in order"  #: how the names of such methods begin
 
 
-def ordered_choice(problem: Problem, config: Config, gpu: Gpu) -> Choice:
-    """The config with dQ summed in a fixed order, by as many programs as suit ``gpu``."""
-    buffers, _ = ordered.buffers_of(problem, config, gpu)
+def ordered_choice(problem: Problem, config: Config, gpu: Gpu, buffers: int = 0) -> Choice:
+    """The config with dQ summed in a fixed order, by so many programs a head, or by as many as suit ``gpu``."""
+    buffers = buffers or ordered.buffers_of(problem, config, gpu)[0]
     free = registry.variant_of("bwd_fused", config)
     return Choice(registry.variant_named(registry.IN_ORDER[free.name]), {**config, "DQ_BUFFERS": buffers})
 
@@ -138,7 +142,7 @@ def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
 
 def cells(
     wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
-    tried: Sequence[tuple[int, Config]] = (), in_order: bool = False,
+    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (),
 ) -> Iterator[Cell]:  # fmt: skip
     """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
     dim, or 0: for all), and ``count`` other legal configs, the same at every length."""
@@ -218,8 +222,8 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
     if cell.in_order and cell.pass_ == "bwd" and (here := gpus.present()) is not None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no time for that
         found[STEADY_PEER] = steady_peer
-        for config in cell.configs:
-            choice = ordered_choice(problem, config, here)
+        for config, buffers in product(cell.configs, cell.in_order):
+            choice = ordered_choice(problem, config, here, buffers)
             forms[f"{IN_ORDER}, {choice.config['DQ_BUFFERS']} sums: {describe(config)}"] = choice
     for name, form in forms.items():
         where = f"{cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {name}"
@@ -361,19 +365,26 @@ def parsed(change: str) -> tuple[int, Config]:
 @click.option("--every", "all_of_them", is_flag=True, help="Print every config, not only the best.")
 @click.option("--gpu", default="a100", show_default=True, help="Whose limits and defaults count.")
 @click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as its shared memory holds.")
-@click.option("--in-order", is_flag=True, help="Backward configs with dQ summed in a fixed order, too.")
+@click.option(
+    "--in-order",
+    callback=comma_separated(int),
+    default="",
+    help="Backward configs with dQ summed in a fixed order, too, by so many programs a head; 0: as many as suit this GPU.",
+)
 @click.option("--rounds", default=10, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
     wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
-    all_of_them: bool, gpu: str, crowd: bool, in_order: bool, rounds: int, seed: int, cores: int, out: Path | None,
+    all_of_them: bool, gpu: str, crowd: bool, in_order: list[int] | None, rounds: int, seed: int, cores: int, out: Path | None,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
-    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order))
+    found = list(
+        cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order or ())
+    )
     here = gpus.present()
     if here is None or here.arch != 90:
         raise click.ClickException("needs a GPU of compute capability 9.0")

@@ -20,7 +20,7 @@ from fa2tune.compiling.compiler import Binary
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.search_spaces.sm80 import bwd_fused
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 
 KERNEL = "bwd_fused"
 #: Share of the GPU's memory that the sums may take.
@@ -31,9 +31,9 @@ REGISTERS = 255
 RATE = 0.5
 #: Of times this near to the least the one of the fewest buffers is taken.
 AS_NEAR = 0.05
-#: Where the tiles are expected to be walked at less than this share of the speed that they would have as programs of their
-#: own, the split kernels serve.
-LEAST_SPEED = 0.65
+#: Where tiles are expected to be walked at less than this share of the speed that they have as programs of their own, with
+#: one sum that stays in L2, the split kernels serve (docs/experiments/ported.md: they have half of it or less).
+LEAST_SPEED = 0.5
 
 
 def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
@@ -60,31 +60,42 @@ def buffer_bytes(problem: Problem) -> int:
     return 4 * rows * padded_head_dim(problem.head_dim)
 
 
+def _memory_us(problem: Problem, walked: float, programs: int, buffers: int, gpu: Gpu) -> float:
+    """Microseconds for what goes to and from memory: zeros and sums, and where L2 does not hold the sums of all ``programs``
+    that run at once, what a program adds to, there and back, and Q and dO, once for the programs of a head. ``walked``: query
+    rows of all programs."""
+    rate, one = gpu.hbm_gbs * 1e3 * group_schedule.COPY_RATE, buffer_bytes(problem)
+    held_rows = programs * one // (problem.batch * problem.heads_q)
+    read = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v) / buffers
+    row = 2 * 4 * padded_head_dim(problem.head_dim) + read if held_rows > gpu.l2_bytes else 0.0
+    return (2 * buffers * one + walked * row) / rate
+
+
 @lru_cache(maxsize=1024)
-def _buffers(problem: Problem, keys: int, most: int, programs: int, rate: float, moved: float) -> tuple[int, float]:
-    """``buffers_of``. ``keys``: of a tile; ``most``: buffers that memory allows; ``programs``: that the GPU runs at once;
-    ``rate``: query rows a microsecond of one of these; ``moved``: microseconds that zeros and sums of a buffer take."""
+def _buffers(problem: Problem, keys: int, programs: int, gpu: Gpu) -> tuple[int, float]:
+    """``buffers_of``. ``keys``: of a tile; ``programs``: that the GPU runs at once."""
+    columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
+    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE  # operations a microsecond
+    rate = peak / programs / (5 * keys * columns)  # query rows a microsecond of a program
     rows = group_schedule.rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
     costs = [problem.group * own + float(group_schedule.START_ROWS) for own in rows]
-    heads = problem.batch * problem.heads_kv
-    least, times = max(max(costs), heads * sum(costs) / programs), {}
-    for buffers in range(1, min(len(costs), max(1, most), bwd_fused.MOST_BUFFERS) + 1):
+    heads, walked = problem.batch * problem.heads_kv, problem.batch * problem.heads_q * sum(rows)
+    least, times = max(max(costs), heads * sum(costs) / programs) / rate, {}
+    most = max(1, int(gpu.hbm_bytes * MOST_MEMORY) // buffer_bytes(problem))
+    for buffers in range(1, min(len(costs), most, bwd_fused.MOST_BUFFERS) + 1):
         # programs are nearly alike: the GPU takes them in rounds
-        worked = -(-heads * buffers // programs) * longest(costs, buffers)
-        times[buffers] = worked / rate + buffers * moved, least / worked
-    wanted = (1 + AS_NEAR) * min(time for time, _ in times.values())
-    return next((buffers, speed) for buffers, (time, speed) in times.items() if time <= wanted)
+        worked = -(-heads * buffers // programs) * longest(costs, buffers) / rate
+        moved = _memory_us(problem, walked, min(programs, heads * buffers), buffers, gpu)
+        times[buffers] = max(worked, moved)
+    wanted = (1 + AS_NEAR) * min(times.values())
+    found = next(buffers for buffers, time in times.items() if time <= wanted)
+    return found, least / times[found]
 
 
 def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
     """(DQ_BUFFERS, by the least expected time, the share of the speed that tiles would have as programs of their own)."""
-    spec, keys, one = problem.specialization, config["BLOCK_N"], buffer_bytes(problem)
-    programs = held(config, spec, gpu) * gpu.sm_count
-    columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
-    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE  # operations a microsecond
-    rate = peak / programs / (5 * keys * columns)
-    moved = 2 * one / (gpu.hbm_gbs * 1e3 * group_schedule.COPY_RATE)
-    return _buffers(problem, keys, int(gpu.hbm_bytes * MOST_MEMORY) // one, programs, rate, moved)
+    programs = held(config, problem.specialization, gpu) * gpu.sm_count
+    return _buffers(problem, config["BLOCK_N"], programs, gpu)
 
 
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
