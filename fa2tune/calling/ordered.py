@@ -99,10 +99,10 @@ def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
 
 
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
-    """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: the split
-    kernels do."""
+    """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
+    no such form, or the split kernels are expected to be faster."""
     name = registry.IN_ORDER.get(free.variant.name)
-    if not registry.FUSED_IN_ORDER or name is None or is_empty(problem) or problem.extent.ragged:
+    if name is None or is_empty(problem) or problem.extent.ragged:
         return None
     parts = group_schedule.parts_of(problem, KERNEL, free, gpu)
     buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)

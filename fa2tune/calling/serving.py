@@ -25,7 +25,7 @@ from fa2tune.calling import (
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
-from fa2tune.calling.kinds import Kind, kinds_of
+from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -33,7 +33,7 @@ from fa2tune.launching import group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, FUSED, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import implementation_of
 
@@ -60,16 +60,15 @@ def explain_problem(
 
 def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     """The whole backward, and the kernels of its strategy."""
-    strategy, choices = choose_backward(chooser, deterministic)
-    in_order = deterministic and strategy == FUSED  # the row is that of other calls
-    (answer, refused), problem = chooser.find_backward(deterministic and not in_order), chooser.problem
+    in_order = choosing.choose_in_order(chooser) if deterministic else None
+    split = deterministic and in_order is None  # in a fixed order the row is that of any call
+    (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
         choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
-    kinds = kinds_of(answer.row) if answer else {}
-    ours = choices if in_order else {}
-    return [whole, *(_served(chooser, kernel, kinds.get(kernel), ours.get(kernel)) for kernel in STRATEGIES[strategy])]
+    strategy, kinds = chooser.strategy(split)
+    return [whole, *(_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy])]
 
 
 def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, str], ...]:
