@@ -242,20 +242,6 @@ def test_in_order_calls_have_equal_bits(dim: int, mask: Mask) -> None:
             same(problem, in_order(problem, buffers))
 
 
-def test_in_order_has_the_bits_of_any_number_of_multiprocessors() -> None:
-    """Alone and beside another kernel that keeps most of the GPU busy: which programs run at once does not matter."""
-    problem = posed(2048, 2048, dims=(128, 128), mask=CAUSAL, heads=(4, 4))
-    choice = in_order(problem, 4)
-    ((alone, *_),) = bits(problem, choice, runs=1)
-    busy, stop = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
-    with torch.cuda.stream(stop):
-        for _ in range(20):
-            busy = busy @ busy * 1e-3
-    ((beside, *_),) = bits(problem, choice, runs=1)
-    torch.cuda.synchronize()
-    assert torch.equal(alone, beside)
-
-
 def test_in_order_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU whose rows name the fused kernel."""
     monkeypatch.setattr(registry, "FUSED_IN_ORDER", True)
