@@ -1,6 +1,6 @@
 # make tune: tune one head dim for one GPU, present or not.   make test: the whole test suite.
 # make docs: the documentation site, in site/.
-# make release: the wheel of the last commit with the machine code of its rows, in dist/. Takes 20 to 30 minutes of one
+# make release: the wheel of the last commit with the machine code of its rows, in dist/. Takes half an hour or more of one
 # core, on all of them, and no GPU.
 # They need Python 3.11 or newer and nothing else: they set up .venv first, once per pyproject.toml and constraints.txt.
 

@@ -2,8 +2,8 @@
 
     python benchmarks/cold_start.py [--kernels FILE] [--starts 5]
 
-Each start is a fresh process. Its Triton cache is empty, except for the warm starts. The process imports torch, makes q, k
-and v on the GPU and synchronises. Then the clock runs over ``import fa2tune``, the first ``fa2tune.attention`` and the
+Each start is a fresh process of release_child.py. Its Triton cache is empty, except for the warm starts. It imports torch,
+makes q, k and v on the GPU and synchronises. Then the clock runs over ``import fa2tune``, the first forward and the
 first backward, each up to a synchronisation. Precompiled starts have a PATH without compilers; one that runs a program or
 writes to Triton's cache is an error. Needs a GPU. Without --kernels, the file is first made for this GPU, head dim and
 dtype.
@@ -11,7 +11,6 @@ dtype.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -20,50 +19,18 @@ import tempfile
 from pathlib import Path
 
 import click
+from release_check import ran, without_compilers
+from release_child import SHAPE
 
-SHAPE, DTYPE = (1, 16, 4096, 128), "bf16"
-
-#: Prints the seconds of the import of torch, tensors on the GPU, the import of fa2tune, the first forward and the first
-#: backward; and the programs that were run.
-START = f"""
-import json, os, sys, time
-clock, programs = time.perf_counter, []
-sys.addaudithook(lambda event, arguments: programs.append(str(arguments[0])) if event == "subprocess.Popen" else None)
-times = [clock()]
-import torch
-times.append(clock())
-q, k, v = (torch.randn({SHAPE}, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
-do = torch.randn_like(q)
-torch.cuda.synchronize()
-programs.clear()
-times.append(clock())
-import fa2tune
-attention = fa2tune.attention
-times.append(clock())
-o = attention(q, k, v, causal=True)
-torch.cuda.synchronize()
-times.append(clock())
-(o * do).sum().backward()  # a gradient handed to autograd would have torch import sympy, 0.6 to 3 s, for its shape
-torch.cuda.synchronize()
-times.append(clock())
-print(json.dumps([[b - a for a, b in zip(times, times[1:])], programs]), flush=True)
-os._exit(0)  # the end of the process is not timed
-"""
+DTYPE = "bf16"  #: of release_child.py's call
 
 
 def start(environment: dict[str, str]) -> tuple[list[float], list[str]]:
-    """Seconds of each part of one start, and the programs that it ran."""
-    done = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise click.ClickException(done.stderr[-2000:])
-    seconds, programs = json.loads(done.stdout.splitlines()[-1])
-    return seconds, programs
-
-
-def _without_compilers(path: str) -> str:
-    """PATH without folders that hold gcc, clang, cc or ptxas."""
-    tools = ("gcc", "clang", "cc", "ptxas")
-    return os.pathsep.join(f for f in path.split(os.pathsep) if not any(Path(f, tool).exists() for tool in tools))
+    """Seconds of each part of one start, as ``release_child.first_call`` has them, and the programs that it ran."""
+    found = ran("start", environment)
+    if "error" in found:
+        raise click.ClickException(f"{found['error']}\n{found['said'][-2000:]}")
+    return found["seconds"], found["programs"]
 
 
 def _told(name: str, found: list[list[float]]) -> str:
@@ -101,7 +68,7 @@ def main(kernels: Path | None, starts: int, cold_starts: int) -> None:
             subprocess.run(
                 [*command, "--out", str(kernels)], env={**base, "TRITON_CACHE_DIR": f"{folder}/made"}, check=True
             )
-        precompiled = {**base, "FA2TUNE_KERNELS": str(kernels), "PATH": _without_compilers(base["PATH"])}
+        precompiled = {**base, "FA2TUNE_KERNELS": str(kernels), "PATH": without_compilers(base["PATH"])}
         click.echo("seconds, median (and range); without the import of torch and the CUDA context")
         click.echo(f"{'':22}{'import fa2tune':28}{'and the first forward':28}{'then the first backward':28}")
         found = []
@@ -116,7 +83,7 @@ def main(kernels: Path | None, starts: int, cold_starts: int) -> None:
         click.echo(_told("precompiled", found[1:]))  # the first fills the page cache
         made = [start({**base, "TRITON_CACHE_DIR": f"{folder}/{turn}"}) for turn in range(cold_starts)]
         click.echo(_told("cold Triton compile", [seconds for seconds, _ in made]))
-        programs = sorted({Path(program).name for _, ran in made for program in ran})
+        programs = sorted({Path(program).name for _, started in made for program in started})
         click.echo(
             _told("warm Triton cache", [start({**base, "TRITON_CACHE_DIR": f"{folder}/0"})[0] for _ in range(starts)])
         )

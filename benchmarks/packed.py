@@ -3,9 +3,10 @@
     python benchmarks/packed.py [--out benchmarks/calls/packed.json]
 
 Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
-the dense call as it is served. The documents of a packing get shorter by one ratio, and lie in no order. FlashAttention-3
-(forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. CUDA events around single calls,
-interleaved, L2 flushed each time; medians of 25. TFLOP/s count visible pairs. Needs a GPU.
+the dense call as it is served. A Hopper forward is also timed with fewer tiles of equal sequences in turns
+(search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie in no order.
+FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. CUDA events around
+single calls, interleaved, L2 flushed each time; medians of 25. TFLOP/s count visible pairs. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +26,11 @@ import torch
 import fa2tune
 from fa2tune.calling import choosing, dispatch
 from fa2tune.launching import passes
+from fa2tune.search_spaces.portable import packed_order
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.variant import implementation_of
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 REPEATS = 25
 FLUSHED_WORDS = 64 << 20  #: int32 words, several times the L2
@@ -92,6 +96,19 @@ def _fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tenso
     )  # fmt: skip
 
 
+def specialized(config: Mapping[str, Any]) -> bool:
+    return implementation_of(config) == WARP_SPECIALIZED
+
+
+def in_turns(count: int, ragged: Problem, views: list[torch.Tensor], scale: float, config: Mapping[str, Any]) -> Any:
+    """The plan of a Hopper forward whose last sequences of one length, of so many tiles, take turns."""
+    kept, packed_order.IN_TURNS = packed_order.IN_TURNS, count
+    try:
+        return passes.ForwardPlan(ragged, *views, scale, config)
+    finally:
+        packed_order.IN_TURNS = kept
+
+
 def measured(packing: Packing) -> dict[str, Any]:
     """Times of one packing, TFLOP/s, and which kernel served the packed forward."""
     lengths, scale = packing.lengths, packing.dim**-0.5
@@ -107,11 +124,14 @@ def measured(packing: Packing) -> dict[str, Any]:
     served = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
     portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), specialized=False).config
     plan = passes.ForwardPlan(ragged, *views, scale, portable)
+    others = {count: in_turns(count, ragged, views, scale, served) for count in (32, 64)} if specialized(served) else {}
     calls: dict[str, Callable[[], Any]] = {
         "packed forward": lambda: fa2tune.attention_varlen(packed_q, packed_k, packed_v, offsets, causal=True),
         "portable forward": lambda: plan(*views, offsets, offsets),
         "packed backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
     }
+    for count, other in others.items():
+        calls[f"packed forward, {count} tiles in turns"] = partial(other, *views, offsets, offsets)
     if len(set(lengths)) == 1:
         dense = [tensor.unflatten(0, (len(lengths), -1)).transpose(1, 2) for tensor in (packed_q, packed_k, packed_v)]
         calls["dense forward"] = lambda: fa2tune.attention(*dense, causal=True)

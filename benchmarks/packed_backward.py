@@ -1,6 +1,6 @@
 """Times the backward of packed sequences: beside a deterministic call, the dense call of equal lengths, and FlashAttention-4.
 
-    python benchmarks/packed_backward.py [--out benchmarks/calls/packed_backward.json]
+    python benchmarks/packed_backward.py [--heads 16] [--out benchmarks/calls/packed_backward.json]
 
 Causal, bf16, public calls as they are served. A deterministic call is served by the portable kernels. FlashAttention-4 takes
 part where flash_attn.cute can be imported. As benchmarks/packed.py: medians of 25 interleaved calls, L2 flushed before each;
@@ -19,6 +19,7 @@ import torch
 from packed import microseconds, record
 
 import fa2tune
+from fa2tune.search_spaces.sm90 import bwd_fused
 
 #: (lengths, heads, head dim)
 PACKINGS: Mapping[str, tuple[tuple[int, ...], int, int]] = {
@@ -77,7 +78,10 @@ def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(out: Path | None) -> None:
+@click.option("--heads", type=click.Choice(["1", "4", "8", "16", "32"]), help="HEADS_PER_WAVE of the Hopper backward.")
+def main(out: Path | None, heads: str | None) -> None:
+    if heads is not None:
+        bwd_fused.PACKED["HEADS_PER_WAVE"] = int(heads)
     record(PACKINGS, lambda packing: measured(*packing), out)
 
 

@@ -4,8 +4,8 @@
 
 make: the machine code of the shipped rows of this GPU (ship_binaries.py), and FOLDER/site, laid out as pip does. A file that
 is there already is kept. starts: the first forward and backward of fresh processes, by seconds, with Triton hidden, installed,
-newer, broken, of an unknown version. results: every head dim and mask against float32, and bit by bit against what Triton
-compiles. faults: damaged files, machine code that the driver refuses: the call is right, and a message says why.
+newer, broken, of an unknown version. results: every head dim and mask, decoding too, against float32, and bit by bit against
+what Triton compiles. faults: damaged files, machine code that the driver refuses: the call is right, and a message says why.
 
 Exit status 1: something is not as it should be. Runs with nothing but torch installed, and click for the step make.
 """

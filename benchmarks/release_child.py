@@ -16,12 +16,15 @@ from typing import Any
 
 SHAPE = (1, 16, 4096, 128)  #: of the timed first call: batch, heads, length, head dim; bf16, causal
 RESULTS = [(dim, causal) for dim in (64, 128, 256) for causal in (False, True)]
-RESULT_LENGTH = 2048
+LENGTHS = {"": (2048, 2048), " decoding": (4, 8192)}  #: of queries and keys; of few queries, keys are split on Hopper
 
 
-def _tensors(torch: Any, shape: tuple[int, ...], seed: int = 0) -> list[Any]:
+def _tensors(torch: Any, shape: tuple[int, ...], seed: int = 0, queries: int | None = None) -> list[Any]:
+    """q, k, v and the gradient of the output; ``queries``: their number, None for as many as keys."""
+    batch, heads, keys, dim = shape
     generator = torch.Generator("cuda").manual_seed(seed)
-    made = [torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(4)]
+    rows = [queries or keys, keys, keys, queries or keys]
+    made = [torch.randn(batch, heads, n, dim, device="cuda", generator=generator).to(torch.bfloat16) for n in rows]
     return [one.requires_grad_(index < 3) for index, one in enumerate(made)]
 
 
@@ -70,8 +73,8 @@ def _errors(
     inputs = [one.detach().float().requires_grad_() for one in (q, k, v)]
     scores = (inputs[0] @ inputs[1].transpose(-1, -2)) * q.shape[-1] ** -0.5
     if causal:
-        rows = torch.arange(q.shape[-2], device="cuda")
-        scores = scores.masked_fill(rows[None, :] > rows[:, None], -torch.inf)
+        rows, columns = (torch.arange(one.shape[-2], device="cuda") for one in (q, k))
+        scores = scores.masked_fill(columns[None, :] > rows[:, None] + (len(columns) - len(rows)), -torch.inf)
     reference = scores.softmax(-1) @ inputs[2]
     pairs = {"o": (o, reference)}
     if backward:
@@ -99,14 +102,14 @@ def one_forward() -> dict[str, Any]:
 
 
 def all_results() -> dict[str, Any]:
-    """Errors and hashes of every head dim and mask: o, lse, and the gradients of a deterministic backward."""
+    """Errors and hashes of every head dim, mask and kind of lengths: o, lse, and the gradients of a deterministic backward."""
     import torch
 
     import fa2tune
 
     found: dict[str, Any] = {}
-    for dim, causal in RESULTS:
-        q, k, v, do = _tensors(torch, (2, 2048 // dim, RESULT_LENGTH, dim), dim)
+    for (dim, causal), (name, (queries, keys)) in itertools.product(RESULTS, LENGTHS.items()):
+        q, k, v, do = _tensors(torch, (2, 2048 // dim, keys, dim), dim, queries)
         poison = torch.full((64 << 20,), torch.nan, device="cuda", dtype=torch.bfloat16)
         del poison  # what comes next lies where NaN stands
         o, lse = fa2tune.attention(q, k, v, causal=causal, return_lse=True, deterministic=True)
@@ -114,7 +117,7 @@ def all_results() -> dict[str, Any]:
         digest = hashlib.sha256()
         for one in (o, lse, q.grad, k.grad, v.grad):
             digest.update(one.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        found[f"{dim} {'causal' if causal else 'full'}"] = {
+        found[f"{dim} {'causal' if causal else 'full'}{name}"] = {
             "errors": _errors(torch, q, k, v, do, o, causal), "sha256": digest.hexdigest(),
             "explained": _explained(fa2tune, q, k, v, causal),
         }  # fmt: skip

@@ -1,7 +1,8 @@
 """Makes the machine code that a release carries for its rows: sm_<capability>.kernels. ``make release`` calls it.
 
-    python benchmarks/ship_binaries.py FOLDER            # about 20 minutes of one core, on all cores; no GPU
+    python benchmarks/ship_binaries.py FOLDER            # half an hour of one core or more, on all cores; no GPU
     python benchmarks/ship_binaries.py FOLDER --check    # what is there against the rows; some binaries are compiled again
+    python benchmarks/ship_binaries.py --estimate 1      # how many, and how large by one of each kernel and head dim
 
 For each GPU with shipped rows, the dispatcher's own lookup tells which binaries calls load that those rows serve: every length,
 both masks and sliding windows, 16-byte aligned tensors. They are compiled by the Triton that the rows were measured with,
@@ -118,10 +119,7 @@ def check(folder: Path, sample: int, seed: int, only: int | None = None) -> Iter
             yield f"{path}: {len(damaged)} damaged, as {damaged[0].about}"
         if fingerprint.source_digest() not in file.sources:
             yield f"{path}: of other sources than these"
-        build, by_key = precompiled.triton_build(), dict[str, precompile.BinaryJob]()
-        for job in todo:
-            variant, spec, point = job
-            by_key[precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build)] = job
+        by_key = distinct(todo, arch)
         lacking, surplus = sorted(by_key.keys() - file.entries.keys()), sorted(file.entries.keys() - by_key.keys())
         if lacking:
             variant, spec = by_key[lacking[0]][:2]
@@ -137,6 +135,45 @@ def check(folder: Path, sample: int, seed: int, only: int | None = None) -> Iter
                 yield f"{path}: compiled again, another binary: {entry.about}"
 
 
+def distinct(todo: Iterable[precompile.BinaryJob], arch: int) -> dict[str, precompile.BinaryJob]:
+    """Key -> one job: several jobs may be of the same binary."""
+    build, found = precompiled.triton_build(), dict[str, precompile.BinaryJob]()
+    for job in todo:
+        variant, spec, point = job
+        found[precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build)] = job
+    return found
+
+
+def estimate(sample: int, seed: int, workers: int | None, only: int | None = None) -> Iterator[str]:
+    """Lines of a table: how many binaries of each kernel a release has, and how large they are by as many of each kernel and
+    head dim as ``sample`` says; 0: their number alone."""
+    chosen, whole = random.Random(seed), 0.0
+    yield f"Triton {precompiled.triton_build()}, sample of {sample} of each kernel and head dim, seed {seed}"
+    for arch, todo in jobs(only).items():
+        groups: dict[tuple[str, int], list[precompile.BinaryJob]] = {}
+        for _, job in sorted(distinct(todo, arch).items()):
+            groups.setdefault((job[0].short_name, job[1].head_dim), []).append(job)
+        some = {group: chosen.sample(them, min(sample, len(them))) for group, them in groups.items()}
+        made = compiled([job for them in some.values() for job in them], arch, workers)
+        listed: dict[tuple[str, int], list[int]] = {}
+        for key, new in made.items():  # with its part of the header
+            size = len(binaries.packed({key: new}, {})) - len(binaries.packed({}, {}))
+            listed.setdefault((str(new.about["kernel"]), new.about["spec"]["head_dim"]), []).append(size)
+        bytes_of = {
+            group: len(them) * sum(listed[group]) / len(listed[group]) for group, them in groups.items() if sample
+        }
+        for name in dict.fromkeys(name for name, _ in groups):
+            mine = [group for group in groups if group[0] == name]
+            size = f"{sum(bytes_of[group] for group in mine) / 1e6:9.2f} MB" if sample else ""
+            yield f"sm_{arch} {name:18} {sum(len(groups[group]) for group in mine):5} binaries{size}"
+        total = sum(bytes_of.values()) + (len(binaries.packed({}, precompile.sources())) if sample else 0)
+        whole += total
+        number = sum(map(len, groups.values()))
+        yield f"sm_{arch} {'all':18} {number:5} binaries{f'{total / 1e6:9.2f} MB, by {len(made)} of them' if sample else ''}"
+    if sample:
+        yield f"both files: {whole / 1e6:.1f} MB"
+
+
 @contextmanager
 def compiled_anew() -> Iterator[None]:
     """With an empty cache of Triton's."""
@@ -148,7 +185,7 @@ def compiled_anew() -> Iterator[None]:
 
 
 @click.command(help=__doc__.partition("\n\n")[0])
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--check", "only_check", is_flag=True, help="Make nothing; compare what is there. Exit status 1: it differs."
 )
@@ -158,7 +195,19 @@ def compiled_anew() -> Iterator[None]:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling at a time.  [default: one per core]")
 @click.option("--arch", type=int, help="Of this compute capability only, as 90.")
-def main(folder: Path, only_check: bool, sample: int, seed: int, workers: int | None, arch: int | None) -> None:
+@click.option(
+    "--estimate", "of_each", type=click.IntRange(min=0), metavar="N",
+    help="Make nothing; count the binaries, and tell their size by N of each kernel and head dim. 0: compile nothing.",
+)  # fmt: skip
+def main(
+    folder: Path | None, only_check: bool, sample: int, seed: int, workers: int | None, arch: int | None, of_each: int | None
+) -> None:  # fmt: skip
+    if of_each is not None:
+        for line in estimate(of_each, seed, workers, arch):
+            click.echo(line)
+        return
+    if folder is None:
+        raise click.UsageError("FOLDER: got none; it may be left out with --estimate alone")
     if not only_check:
         make(folder, workers, arch)
         return

@@ -5,6 +5,7 @@
     python benchmarks/sm80_rows.py race STATE --seconds 80 --dtype fp16   # what won in bf16, raced again
     python benchmarks/sm80_rows.py show STATE                        # what leads
     python benchmarks/sm80_rows.py file STATE OUT                    # anywhere: OUT/a100-sxm-80gb.sqlite
+    python benchmarks/sm80_rows.py file STATE OUT --gpu l4 --also a10,l40s   # those with the limits of an L4, too
 
 --gpu names the GPU whose limits and occupancy count, and for which rows are filed (a100, a10, l4, rtx-4090, ...). Per head dim,
 mask and length there are two races: of the forward, the portable default and what sm80_candidates.py names; of the whole
@@ -444,21 +445,36 @@ def rows_of(entry: Mapping[str, Any], gpu: Gpu) -> Iterator[Row]:
     yield from (replace(row, **stamp) for row in found)
 
 
+def alike(gpu: Gpu, name: str) -> Gpu:
+    """Another GPU that a race of ``gpu`` holds for: nothing that a race allows for differs."""
+    other = gpus.named(name)
+    for fact in ("shared_per_block", "shared_per_sm", "registers_per_sm", "warps_per_sm"):
+        if getattr(other, fact) != getattr(gpu, fact):
+            raise click.ClickException(
+                f"--also: got {other.name}, whose {fact} is {getattr(other, fact)}; races of {gpu.name} hold for "
+                f"{getattr(gpu, fact)}"
+            )
+    return other
+
+
 @main.command("file")
 @STATE
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @GPU
-def file_rows(state: Path, out: Path, name: str) -> None:
-    """Write a cache file into OUT, for `fa2tune cache merge`."""
+@click.option("--also", callback=comma_separated(str), help="GPUs with the same limits, a file for each.")
+def file_rows(state: Path, out: Path, name: str, also: list[str] | None) -> None:
+    """Write cache files into OUT, for `fa2tune cache merge`."""
     gpu = gpus.named(name)
     races = Journal(state).races(gpu)
     if not races:
         raise click.ClickException(f"no race for {gpu.name} of these kernel sources in {state}")
+    filed = [gpu, *(alike(gpu, other) for other in also or ())]
     out.mkdir(parents=True, exist_ok=True)
-    rows = [row for entry in races for row in rows_of(entry, gpu)]
-    path = out / f"{gpu.name}.sqlite"
-    Store(path).put(rows)
-    click.echo(f"{path}: {len(rows)} rows of {len(races)} races")
+    for each in filed:
+        rows = [row for entry in races for row in rows_of(entry, each)]
+        path = out / f"{each.name}.sqlite"
+        Store(path).put(rows)
+        click.echo(f"{path}: {len(rows)} rows of {len(races)} races")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""Attention calls of real models, and random ones, beside the best peer of each: one GPU, one process, interleaved.
+"""Attention calls of real models beside the best peer of each: one GPU, one process, interleaved.
 
     python benchmarks/workloads.py --out w.json                                   # the named calls; resumes from the file
-    python benchmarks/workloads.py --random $(git rev-parse HEAD) --out r.json    # 100 calls drawn after the code was frozen
     python benchmarks/workloads.py --table w.json [--page docs/benchmarks.md]     # what is in a file, as Markdown
 
-Every kernel is timed as replays of a CUDA graph, so that host time does not hide it; short calls stand several times in a
-graph. Peers take turns in random order, 7 rounds of bursts of 12 ms. The ratio of a call is the median over rounds of the
-fastest peer's time over fa2tune's: above 1, fa2tune is faster. A call that fa2tune cannot run, or whose result is wrong,
-counts as 0.
+Timed as benchmarks/side_by_side.py has it: replays of CUDA graphs, 7 rounds of bursts of 12 ms; ratios above 1: fa2tune is
+faster; 0: it cannot run the call, or its result is wrong.
 
 Results are compared with float32 arithmetic before anything is timed: all heads of one key head, in the last batch. TFLOP/s
 count the pairs that the mask lets see. Small calls find their inputs in L2, as each replay reads the same tensors.
@@ -20,32 +17,24 @@ left out.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import math
 import os
-import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import marked
+import side_by_side
 
 from fa2tune.bench.comparison import reference, tile_error
-from fa2tune.rows import whole
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import ITEMSIZE, Problem
+from fa2tune.spec.problem import Problem
 
-SUBJECT = "fa2tune"
 TOLERANCE = 0.02  #: of ``tile_error``, bf16
-ROUNDS, BURST_MS, GRAPH_MS = 7, 12.0, 0.3
-#: Random calls: bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
-MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
 FEW_QUERIES = 16  #: calls of at most so many queries are reported apart: decoding
 
 #: name: batch, query heads, key heads, queries, keys, head dim, V head dim, mask
@@ -108,45 +97,6 @@ def named() -> dict[str, Problem]:
     return {name: Problem("bf16", *shape) for name, shape in MODELS.items()}
 
 
-def drawn(seed: str, count: int = 100) -> dict[str, Problem]:
-    """Random calls: batch 1 to 64, heads 1 to 96 and lengths 64 to 32k log-uniform, head dims 16 to 256 in steps of 8, both
-    masks. A fifth have unequal lengths, three in ten grouped heads, a tenth another head dim for V, at least."""
-    source = random.Random(seed)
-    kinds = ["unequal"] * (count // 5) + ["grouped"] * (3 * count // 10) + ["V apart"] * (count // 10)
-    kinds += ["any"] * (count - len(kinds))
-    source.shuffle(kinds)
-    return {f"{place} {kind}": _draw(source, kind) for place, kind in enumerate(kinds)}
-
-
-def _draw(source: random.Random, kind: str) -> Problem:
-    def logarithmic(low: int, high: int) -> int:
-        return round(math.exp(source.uniform(math.log(low), math.log(high))))
-
-    def head_dim() -> int:
-        return 8 * source.randint(2, 32)
-
-    while True:
-        heads_kv, seqlen, dim = logarithmic(1, 96), logarithmic(64, 32768), head_dim()
-        group = source.randint(2, 96) if kind == "grouped" else 1
-        problem = Problem(
-            "bf16", logarithmic(1, 64), heads_kv * group, heads_kv, seqlen,
-            logarithmic(64, 32768) if kind == "unequal" else seqlen, dim, head_dim() if kind == "V apart" else dim,
-            source.choice((FULL, CAUSAL)),
-        )  # fmt: skip
-        if (kind == "unequal" and problem.seqlen_k == seqlen) or (kind == "V apart" and problem.head_dim_v == dim):
-            continue
-        fits = problem.heads_q <= 96 and bytes_of(problem) <= MOST_BYTES
-        if fits and (operations(problem, "fwd") + operations(problem, "bwd")) / ASSUMED_TFLOPS / 1e9 <= MOST_MS:
-            return problem
-
-
-def bytes_of(problem: Problem) -> int:
-    """Of all tensors of a backward: q, dq; k, dk; v, dv; o, do."""
-    queries = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
-    keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return 2 * problem.batch * (queries + keys) * ITEMSIZE[problem.dtype]
-
-
 def operations(problem: Problem, pass_: str) -> float:
     """Floating-point operations of the pairs that the mask lets see; of a backward five products."""
     pairs = problem.batch * problem.heads_q * problem.mask.pairs(problem.seqlen_q, problem.seqlen_k)
@@ -154,22 +104,25 @@ def operations(problem: Problem, pass_: str) -> float:
     return 2.0 * pairs * (dim + dim_v if pass_ == "fwd" else 3 * dim + 2 * dim_v)
 
 
+def told(problem: Problem) -> str:
+    """A call in one line."""
+    dims = f"{problem.head_dim}" + ("" if problem.head_dim == problem.head_dim_v else f"/{problem.head_dim_v}")
+    return (
+        f"{problem.batch} x {problem.heads_q}/{problem.heads_kv} heads, {problem.seqlen_q} queries, {problem.seqlen_k} keys, "
+        f"head dim {dims}, {problem.mask}"
+    )
+
+
 # ---- the peers: (q, k, v) of (batch, seqlen, heads, dim) -> o
 
-Attention = Callable[[Any, Any, Any], Any]
 
-
-class Unfit(Exception):
-    """A peer does not take this call."""
-
-
-def _fa2tune(problem: Problem) -> Attention:
+def _fa2tune(problem: Problem) -> side_by_side.Attention:
     import fa2tune
 
     return functools.partial(fa2tune.attention, mask=problem.mask, layout="bshd")
 
 
-def _fa4(problem: Problem) -> Attention:
+def _fa4(problem: Problem) -> side_by_side.Attention:
     from flash_attn.cute import flash_attn_func
 
     window = {} if problem.mask.window is None else {"window_size": problem.mask.window}
@@ -181,7 +134,7 @@ def _fa4(problem: Problem) -> Attention:
     return attention
 
 
-def _fa3(problem: Problem) -> Attention:
+def _fa3(problem: Problem) -> side_by_side.Attention:
     import torch
 
     torch.ops.load_library(os.environ["FA3_LIBRARY"])
@@ -201,16 +154,16 @@ def _fa3(problem: Problem) -> Attention:
     return attention
 
 
-def _sdpa(backend: str) -> Callable[[Problem], Attention]:
-    def make(problem: Problem) -> Attention:
+def _sdpa(backend: str) -> Callable[[Problem], side_by_side.Attention]:
+    def make(problem: Problem) -> side_by_side.Attention:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
         if problem.mask not in (FULL, CAUSAL):
-            raise Unfit("scaled_dot_product_attention has no windows")
+            raise side_by_side.Unfit("scaled_dot_product_attention has no windows")
         causal = problem.mask == CAUSAL and problem.seqlen_q > 1  # one query sees all keys
         if causal and problem.seqlen_q != problem.seqlen_k:
-            raise Unfit("scaled_dot_product_attention aligns its causal mask at the top left")
+            raise side_by_side.Unfit("scaled_dot_product_attention aligns its causal mask at the top left")
 
         def attention(q: Any, k: Any, v: Any) -> Any:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -223,86 +176,16 @@ def _sdpa(backend: str) -> Callable[[Problem], Attention]:
     return make
 
 
-def _fa4_is_here() -> bool:
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:
-        return False
-
-
-@dataclass(frozen=True)
-class Peer:
-    make: Callable[[Problem], Attention]
-    here: Callable[[], bool] = lambda: True
-    backward: bool = True
-
-
-PEERS: Mapping[str, Peer] = {
-    SUBJECT: Peer(_fa2tune),
-    "fa4": Peer(_fa4, _fa4_is_here),
-    "fa3": Peer(_fa3, lambda: "FA3_LIBRARY" in os.environ, backward=False),
-    "cudnn": Peer(_sdpa("CUDNN_ATTENTION")),
-    "fa2": Peer(_sdpa("FLASH_ATTENTION")),
+PEERS: Mapping[str, side_by_side.Peer] = {
+    side_by_side.SUBJECT: side_by_side.Peer(_fa2tune),
+    "fa4": side_by_side.Peer(_fa4, side_by_side.fa4_is_here),
+    "fa3": side_by_side.Peer(_fa3, lambda: "FA3_LIBRARY" in os.environ, backward=False),
+    "cudnn": side_by_side.Peer(_sdpa("CUDNN_ATTENTION")),
+    "fa2": side_by_side.Peer(_sdpa("FLASH_ATTENTION")),
 }
 
 
 # ---- measuring
-
-
-def graphed(call: Callable[[], object], stream: Any) -> tuple[Callable[[], None], int]:
-    """(replay of a graph of several calls, how many)."""
-    import torch
-
-    def captured(count: int) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(count):
-                call()
-        torch.cuda.synchronize()
-        return graph.replay  # type: ignore[no-any-return]
-
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    replay = captured(1)
-    replay()
-    count = min(20, math.ceil(GRAPH_MS / max(milliseconds(replay, 5), 0.015)))
-    return (replay, 1) if count == 1 else (captured(count), count)
-
-
-def milliseconds(call: Callable[[], object], times: int) -> float:
-    from fa2tune.measuring import timing
-
-    return timing.in_a_row(call, times) / 1e3
-
-
-def raced(graphs: Mapping[str, tuple[Callable[[], None], int]]) -> dict[str, list[float]]:
-    """name -> ms a call, one per round."""
-    bursts, samples = {}, {name: list[float]() for name in graphs}
-    for name, (replay, _) in graphs.items():
-        replay()
-        bursts[name] = max(2, min(300, int(BURST_MS / max(1e-3, milliseconds(replay, 3)))))
-    for _ in range(ROUNDS):
-        for name in random.sample(list(graphs), len(graphs)):
-            replay, calls = graphs[name]
-            replay()
-            samples[name].append(milliseconds(replay, bursts[name]) / calls)
-    return samples
-
-
-def verdict(samples: Mapping[str, list[float]], problem: Problem, pass_: str) -> dict[str, Any]:
-    """Of one pass: times, TFLOP/s of fa2tune, the fastest peer and the ratio to it; None: there is no peer."""
-    medians = {name: statistics.median(times) for name, times in samples.items()}
-    rivals = {name: ms for name, ms in medians.items() if name != SUBJECT}
-    best = min(rivals, key=rivals.__getitem__, default=None)
-    found: dict[str, Any] = {"us": {name: round(1e3 * ms, 1) for name, ms in medians.items()}, "best_peer": best}
-    if SUBJECT not in samples:
-        return {**found, "tflops": 0.0, "ratio": 0.0}
-    found["tflops"] = round(operations(problem, pass_) / medians[SUBJECT] / 1e9, 1)
-    pairs = zip(samples[best], samples[SUBJECT], strict=True) if best else ()
-    found["ratio"] = round(statistics.median(theirs / ours for theirs, ours in pairs), 3) if best else None
-    return found
 
 
 def expected(problem: Problem, q: Any, k: Any, v: Any, do: Any) -> dict[str, Any]:
@@ -328,8 +211,8 @@ def wrong(results: Mapping[str, Any], want: Mapping[str, Any], group: int) -> st
     return None
 
 
-def measure(problem: Problem, peers: Mapping[str, Peer], device: str = "cuda") -> dict[str, Any]:
-    """{"fwd": ``verdict``, "bwd": the same, "missing": name of a peer -> why it is not among them}."""
+def posed(problem: Problem, device: str = "cuda") -> tuple[Any, ...]:
+    """Inputs of a call, the check of its results and the operations of its passes, as ``side_by_side.captured`` takes them."""
     import torch
 
     def new(length: int, heads: int, dim: int) -> Any:
@@ -339,41 +222,24 @@ def measure(problem: Problem, peers: Mapping[str, Peer], device: str = "cuda") -
     k = new(problem.seqlen_k, problem.heads_kv, problem.head_dim)
     v = new(problem.seqlen_k, problem.heads_kv, problem.head_dim_v)
     do = new(problem.seqlen_q, problem.heads_q, problem.head_dim_v)
-    want, stream, missing = expected(problem, q, k, v, do), torch.cuda.Stream(), dict[str, str]()
-    graphs: dict[str, dict[str, Any]] = {"fwd": {}, "bwd": {}}
-    kept: list[Any] = []  # what a graph reads must outlive it: a peer's offsets, too
-    for name, peer in peers.items():
-        try:
-            attention = peer.make(problem)
-            call = functools.partial(attention, q, k, v)
-            with torch.no_grad():
-                problem_with_it = wrong({"o": call()}, want, problem.group)
-                if problem_with_it is None:
-                    graphs["fwd"][name] = graphed(call, stream)
-                    kept.append(call)
-            if problem_with_it is None and peer.backward and problem.seqlen_q > FEW_QUERIES:
-                leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-                with torch.cuda.stream(stream):
-                    gradients = functools.partial(
-                        torch.autograd.grad, attention(*leaves), leaves, do, retain_graph=True
-                    )
-                    problem_with_it = wrong(
-                        dict(zip(("dq", "dk", "dv"), gradients(), strict=True)), want, problem.group
-                    )
-                if problem_with_it is None:
-                    graphs["bwd"][name] = graphed(gradients, stream)
-                    kept.append(gradients)
-        except Exception as error:  # a peer that cannot take this call raises what it likes
-            problem_with_it = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:160]
-            )
-        if problem_with_it is not None:
-            missing[name] = problem_with_it
-    passes = ("fwd", "bwd") if problem.seqlen_q > FEW_QUERIES else ("fwd",)
-    return {
-        **{name: verdict(raced(graphs[name]), problem, name) for name in passes if graphs[name]},
-        "missing": missing,
-    }
+    want = expected(problem, q, k, v, do)
+    done = {pass_: operations(problem, pass_) for pass_ in ("fwd", "bwd")}
+    if problem.seqlen_q <= FEW_QUERIES:
+        del done["bwd"]
+    return (q, k, v), do, lambda results: wrong(results, want, problem.group), done
+
+
+def measure(problem: Problem, peers: Mapping[str, side_by_side.Peer], device: str = "cuda") -> dict[str, Any]:
+    """{"fwd": ``verdict``, "bwd": the same, "missing": name of a peer -> why it is not among them}."""
+    return side_by_side.beside(problem, peers, *posed(problem, device))
+
+
+def recorded(
+    measured: Callable[[Problem, Mapping[str, side_by_side.Peer]], dict[str, Any]], peers: Mapping[str, side_by_side.Peer],
+    problem: Problem,
+) -> dict[str, Any]:  # fmt: skip
+    """A call, and what was measured of it."""
+    return {**asdict(problem), "mask": str(problem.mask), **measured(problem, peers)}
 
 
 # ---- the record and the table
@@ -415,6 +281,11 @@ def lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {line}" for line in summary(record["calls"]))
 
 
+def report(record: Mapping[str, Any]) -> Iterator[str]:
+    """A record as Markdown."""
+    yield from (*setting(record), "", *table(record), "", *lines(record))
+
+
 def table(record: Mapping[str, Any]) -> Iterator[str]:
     yield "| call | forward, x best peer | TFLOP/s | backward, x best peer | TFLOP/s |"
     yield "|---|---|---|---|---|"
@@ -429,23 +300,8 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _environment() -> dict[str, str]:
-    import torch
-
-    from fa2tune.compiling import fingerprint
-
-    fa4 = [found for found in metadata.distributions() if found.name.lower().replace("_", "-") == "flash-attn-4"]
-    return {
-        "gpu": torch.cuda.get_device_name(), "driver": fingerprint.driver_version(), "torch": torch.__version__,
-        "triton": fingerprint.triton_version(), "cudnn": str(torch.backends.cudnn.version()),
-        "sources": fingerprint.source_digest()[:16], "flash-attn-4": fa4[0].version if fa4 else "",
-        "fa3": os.path.basename(os.environ.get("FA3_LIBRARY", "")),
-    }  # fmt: skip
-
-
 @click.command(help=__doc__.partition("\n\n")[0])
 @click.option("--peers", help=f"{', '.join(PEERS)}.  [default: those that are here]")
-@click.option("--random", "seed", help="100 random calls with this seed instead of the named ones: a commit's hash.")
 @click.option("--only", default="", help="Calls whose name has this text.")
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
@@ -453,58 +309,17 @@ def _environment() -> dict[str, str]:
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(peers: str | None, seed: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
+def main(peers: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
          page: Path | None) -> None:  # fmt: skip
     if shown is not None:
-        record = json.loads(shown.read_text("utf-8"))
-        part = "workloads_random" if record["seed"] else "workloads"
-        marked.publish(page, part, "workloads", "\n".join([*setting(record), "", *table(record), "", *lines(record)]))
+        marked.publish(page, "workloads", "workloads", "\n".join(report(json.loads(shown.read_text("utf-8")))))
         return
-    asked = list(PEERS) if peers is None else [SUBJECT, *peers.split(",")]
-    for name in asked:
-        if name not in PEERS:
-            raise click.BadParameter(f"got {name!r}, known are {', '.join(PEERS)}", param_hint="--peers")
-        if peers is not None and not PEERS[name].here():
-            raise click.BadParameter(f"{name} is not installed here", param_hint="--peers")
-    here = {name: PEERS[name] for name in PEERS if name in asked and PEERS[name].here()}
-    problems, begun = drawn(seed) if seed else named(), time.monotonic()
-    record = {
-        "environment": _environment(), "peers": list(here), "seed": seed,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "calls": {},
-    }  # fmt: skip
-    if out is not None and out.exists():
-        before = json.loads(out.read_text("utf-8"))
-        for part in ("environment", "peers", "seed"):
-            if before[part] != record[part]:
-                raise click.BadParameter(f"{out} has {part} {before[part]}, here {record[part]}", param_hint="--out")
-        record = before
-    _warm()
-    for name, problem in problems.items():
-        if only not in name or name in record["calls"]:
-            continue
-        if time.monotonic() - begun > seconds:
-            click.echo(f"not reached: {name}")
-            continue
-        about = {**asdict(problem), "mask": str(problem.mask)}
-        record["calls"][name] = call = {**about, **measure(problem, here)}
-        said = "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
-        click.echo(f"{name:44} {said}  {call['missing'] or ''}")
-        if out is not None:
-            whole.publish(out, lambda path: path.write_text(json.dumps(record, indent=1), "utf-8"))
-        import torch
+    here = side_by_side.asked(peers, PEERS)
+    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": None})
 
-        torch.cuda.empty_cache()
+    problems = {name: problem for name, problem in named().items() if only in name}
+    side_by_side.fill(record, problems, functools.partial(recorded, measure, here), seconds, out)
     click.echo("\n".join(summary(record["calls"])))
-
-
-def _warm() -> None:
-    """Two seconds of matrix products: a cool GPU clocks 10 % higher."""
-    import torch
-
-    matrix, until = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), time.monotonic() + 2
-    while time.monotonic() < until:
-        matrix @ matrix
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

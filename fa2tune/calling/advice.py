@@ -5,10 +5,17 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from fa2tune import versions
+
 if TYPE_CHECKING:
     from fa2tune.rows.reader import Layer
 
 NOTHING_TO_DO = "nothing to do"
+
+
+def install_command(package: str) -> str:
+    """What installs a torch or a Triton that works."""
+    return f"pip install --upgrade '{package}>={'.'.join(map(str, versions.REQUIRED[package]))}'"
 
 
 def refresh_command(layer: Layer) -> str:

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from fa2tune.spec.combinations import LACKING, why
+
 
 class _Missing:
     """Default of q, k and v, so that a call without one gets an error of this module and not Python's."""
@@ -35,27 +37,12 @@ INSTEAD = {
         "fa2tune.attention_varlen, for packed sequences,",
     ),
 }  # fmt: skip
-#: ... -> what it would need that is not implemented
-NOT_YET = {
-    "attn_mask": "masks as tensors", "attention_mask": "masks as tensors",
-    "attn_bias": "a bias on the scores", "block_mask": "block masks", "score_mod": "functions of the scores",
-    "dropout_p": "dropout", "dropout": "dropout",
-    "alibi_slopes": "ALiBi", "learnable_sink": "attention sinks", "s_aux": "attention sinks",
-    "cache_seqlens": "a key/value cache", "k_cache": "a key/value cache",
-    "v_cache": "a key/value cache", "block_table": "a paged key/value cache", "page_table": "a paged key/value cache",
-    "q_descale": "fp8", "k_descale": "fp8", "v_descale": "fp8",
-}  # fmt: skip
 #: ... -> why it can be left out
 NEEDLESS = {
     "enable_gqa": "k and v may have fewer heads than q without it",
     "pack_gqa": "k and v may have fewer heads than q without it",
     "num_splits": "the tuned config decides that",
 }
-#: Values of them that ask for nothing.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "dropout_p": (0,), "dropout": (0,),
-}  # fmt: skip
-
 #: Which tensors are taken for (batch, seqlen, heads, dim): see ``doubt_layout``.
 MANY_HEADS, MOST_HEADS, LARGE_HEAD_DIM = 64, 128, 128
 _doubted = False
@@ -79,21 +66,20 @@ def refuse(unknown: Mapping[str, Any], extra: Sequence[Any], q: Any, k: Any, v: 
 def said(name: str, value: Any, call: str) -> str:
     """Of an argument that ``call``, another than ``attention``, does not take."""
     if name == "layout":
-        return f"got layout=, which {call} has not: tensors are (total, heads, head_dim)"
+        return f"got layout=, which {call} has not: {why('packed sequences', 'layout')}"
     return _said(name, value, None, None, None)
 
 
 def _said(name: str, value: Any, q: Any, k: Any, layout: Any) -> str:
     if name in INSTEAD:
         return f"got {name}=, use {INSTEAD[name]} instead{_alignment(q, k, layout) if name == 'is_causal' else ''}"
-    if name in NOT_YET:
-        neutral = value is None or any(
-            not isinstance(value, torch.Tensor) and value == one for one in NEUTRAL.get(name, ())
-        )
-        leave_out = f"; {name}={value!r:.40} can be left out" if neutral else ""
-        return f"got {name}=, which is not supported yet ({NOT_YET[name]}){leave_out}"
     if name in NEEDLESS:
         return f"got {name}=, leave it out: {NEEDLESS[name]}"
+    if name in LACKING:
+        absent = LACKING[name]
+        neutral = not isinstance(value, torch.Tensor) and any(value == one for one in (None, *absent.neutral))
+        leave_out = f"; {name}={value!r:.40} can be left out" if neutral else ""
+        return f"got {name}=, which is not supported yet ({absent.what}){leave_out}"
     return f"got an unknown argument {name}=, allowed are {', '.join(f'{one}=' for one in ALLOWED)}"
 
 

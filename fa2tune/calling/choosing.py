@@ -1,16 +1,16 @@
 """Which row and config serve each kernel of a call: the lookup ladder, with the limits of every row checked again.
 
-A ``Chooser`` holds what was worked out for one problem: the candidates of a kernel, and what a row's config is for the problem.
-A cold call has one and derives nothing twice. Where no row serves, the documented default config does (``default`` in the
-kernel's search space), and a log line says so once per key.
+A ``Chooser`` has the choices for one problem. What depends on its length bucket and specialization alone (``Known``) is worked
+out once in a process, so that a decoding loop, whose length is new at each step, looks up no rows. Where no row serves, the
+documented default config does (``default`` in the kernel's search space), and a log line says so once per key.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from fa2tune.calling import ordered, schedule
 from fa2tune.calling.defaults import better_default, portable_default
@@ -67,6 +67,41 @@ class Fitted:
     refused: str | None  #: why it cannot serve; None: it can
 
 
+@dataclass(frozen=True)
+class Known:
+    """What was worked out for a problem and holds for every one of the same keys, specialization and addressing, whatever its
+    batch, heads and lengths. Threads may share it: whoever works a value out finds the same."""
+
+    layers: Sequence[reader.Layer]
+    node: lookup.Toolchain
+    fitted: dict[int, Fitted] = field(default_factory=dict)  #: by identity of the row, which it holds
+    of_other_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, by its identity
+    found: dict[tuple[str, Kind], Lookup] = field(
+        default_factory=dict
+    )  #: by kernel and kind, backward and deterministic
+    better_defaults: dict[str, Config | None] = field(default_factory=dict)
+
+
+#: Of the layers of this process, so that a new length looks nothing up. Bounded: a full one is emptied.
+_KNOWN: dict[tuple[object, ...], Known] = {}
+KNOWN_KEPT = 512
+
+
+def _known(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], node: lookup.Toolchain) -> Known:
+    place = key_of(problem, BACKWARD, gpu), problem.specialization, problem.tma, gpu, id(layers), id(node)
+    if (found := _KNOWN.get(place)) is None:
+        if len(_KNOWN) >= KNOWN_KEPT:
+            _KNOWN.clear()
+        found = _KNOWN[place] = Known(layers, node)
+    return found
+
+
+def forget() -> None:
+    """Read the cache layers anew when they are asked for next."""
+    layers.cache_clear()
+    _KNOWN.clear()
+
+
 class Chooser:
     """The choices for the kernels of one problem on one GPU."""
 
@@ -80,9 +115,8 @@ class Chooser:
         self.node = node or toolchain()
         self._spec = problem.specialization
         self._ladders: dict[TuningKey, lookup.Ladder] = {}
-        self._fitted: dict[int, Fitted] = {}  # by identity of the row, which it holds
-        self._found: dict[tuple[str, Kind], Lookup] = {}  # kernel and kind, backward and deterministic
-        self._better_defaults: dict[str, Config | None] = {}
+        own = among is not None or node is not None
+        self._known = (Known if own else partial(_known, problem, gpu))(self.layers, self.node)
 
     def of(self, problem: Problem) -> Chooser:
         """The same for a problem that may be this one, or have the same keys: nothing is then worked out again."""
@@ -101,8 +135,8 @@ class Chooser:
 
     def fitted(self, row: Row) -> Fitted:
         """A kernel's row for this problem, or why it cannot serve: its limits are checked again here."""
-        if (found := self._fitted.get(id(row))) is None:
-            found = self._fitted[id(row)] = self._fit(row)
+        if (found := self._known.fitted.get(id(row))) is None:
+            found = self._known.fitted[id(row)] = self._fit(row)
         return found
 
     def _fit(self, row: Row) -> Fitted:
@@ -124,9 +158,10 @@ class Chooser:
 
     def better_default(self, kernel: str) -> Config | None:
         """As ``defaults.better_default`` has it."""
-        if kernel not in self._better_defaults:
-            self._better_defaults[kernel] = better_default(kernel, self.problem, self.gpu)
-        return self._better_defaults[kernel]
+        found = self._known.better_defaults
+        if kernel not in found:
+            found[kernel] = better_default(kernel, self.problem, self.gpu)
+        return found[kernel]
 
     def _refusal(self, row: Row, kind: Kind) -> str | None:
         """Why a kernel's row cannot serve, where those of a kind are asked for."""
@@ -141,10 +176,10 @@ class Chooser:
 
     def find(self, kernel: str, kind: Kind = None) -> Lookup:
         """The best row of the ladder for one kernel. ``kind``: of which it has to be."""
-        asked = kernel, kind
-        if asked not in self._found:
-            self._found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, kind))
-        return self._found[asked]
+        asked, found = (kernel, kind), self._known.found
+        if asked not in found:
+            found[asked] = lookup.choose(self.ladder(kernel), lambda row: self._refusal(row, kind))
+        return found[asked]
 
     def find_preferring(self, kernel: str, kind: Kind) -> Lookup:
         """The same; where no row of that kind can serve, a portable one stands in."""
@@ -153,12 +188,10 @@ class Chooser:
 
     def find_backward(self, deterministic: bool) -> Lookup:
         """The best row for a whole backward."""
-        asked = BACKWARD, deterministic
-        if asked not in self._found:
-            self._found[asked] = lookup.choose(
-                self.ladder(BACKWARD), lambda row: self.strategy_refusal(row, deterministic)
-            )
-        return self._found[asked]
+        asked, found = (BACKWARD, deterministic), self._known.found
+        if asked not in found:
+            found[asked] = lookup.choose(self.ladder(BACKWARD), lambda row: self.strategy_refusal(row, deterministic))
+        return found[asked]
 
     def strategy_refusal(self, row: Row, deterministic: bool) -> str | None:
         """Why a whole backward's row cannot serve, or None."""
@@ -204,6 +237,12 @@ class Chooser:
     def portable_default(self, kernel: str) -> Choice:
         return choice_of(kernel, portable_default(kernel, self.problem, self.gpu.arch))
 
+    def _of_other_lengths(self, answer: lookup.Answer) -> list[Fitted]:
+        found, row = self._known.of_other_lengths, answer.row
+        if id(row) not in found:
+            found[id(row)] = [self.fitted(other) for other in lookup.of_other_lengths(answer, self.node)]
+        return found[id(row)]
+
     def suited(self, answer: lookup.Answer) -> Choice:
         """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
         problem, own = self.problem, self.fitted(answer.row)
@@ -213,12 +252,12 @@ class Chooser:
         by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
             return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
-        others = [self.fitted(row) for row in lookup.of_other_lengths(answer, self.node)]
-        rows = {id(one.row): one for one in (own, *others) if one.refused is None}
+        rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
             row, config = schedule.best(problem, served, able, self.gpu.sm_count)
-            return Choice(variant, config, rows[id(row)].given, answer)
+            few = schedule.is_for_few_tiles(problem, config, row, self.gpu.arch)
+            return Choice(variant, config, rows[id(row)].given, answer, few)
         found = rows[id(schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         return Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)

@@ -45,7 +45,8 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 log = logging.getLogger("fa2tune")
 
-#: How calls were served: step of the lookup ladder -> plans made. For monitoring; ``fa2tune.explain`` says it for one call.
+#: How calls were served: step of the lookup ladder, or what ran in place of a row -> kernels of the plans made. For monitoring;
+#: ``fa2tune.explain`` says it for one call.
 SERVED: Counter[str] = Counter()
 
 #: Plans by everything that selects them. Bounded: a full memo is emptied, and the plans in use come back one by one.
@@ -59,7 +60,7 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def reload() -> None:
     """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
     loaded stay loaded."""
-    choosing.layers.cache_clear()
+    choosing.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
@@ -111,7 +112,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
                 raise
             failure = without_frames(error)
             continue
-        SERVED.update(choice.step for choice in choices.values())
+        SERVED.update(forward_plans.steps(plan, choices))
         return plan
     assert failure is not None
     try:

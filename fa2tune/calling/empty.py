@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.problem import Problem
 
 
@@ -18,9 +18,12 @@ class NoKeys:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.extent.ragged and q.dim() == 3:  # as passes.ForwardPlan has it
+            q = in_one_batch(q)
         lse = q.new_zeros(lse_shape(q), dtype=torch.float32)
         lse_of(lse).fill_(float("-inf"))
-        return empty_ordered(q, v.shape[3]).zero_(), lse
+        o = empty_ordered(q, v.shape[-1]).zero_()
+        return without_batch(o) if self.extent.ragged else o, lse
 
 
 def is_empty(problem: Problem) -> bool:

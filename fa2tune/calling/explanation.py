@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fa2tune.calling import defaults, split_schedule
-from fa2tune.calling.advice import NOTHING_TO_DO, refresh_command
+from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
+from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
@@ -17,11 +18,12 @@ from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import FULL, Mask
 from fa2tune.spec.problem import BACKWARD, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem
 
-#: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "stale": by such a row,
-#: made with another Triton or kernel source; "other gpu": by a row measured on another GPU; "near": by a row measured
+#: How a kernel is served, best first. "tuned": by a row measured on this GPU for this problem, fresh; "estimated": by a config
+#: that the schedule model has for the call's shape and no row has, as it is expected to be faster; "stale": by a row as the
+#: first, made with another Triton or kernel source; "other gpu": by a row measured on another GPU; "near": by a row measured
 #: for another length, head dim or dtype; "predicted": by a row that the analytic model chose; "default": by no row.
-TUNED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
-    "tuned", "stale", "other gpu", "near", "predicted", "default",
+TUNED, ESTIMATED, STALE, OTHER_GPU, NEAR, PREDICTION, DEFAULT = STATUSES = (
+    "tuned", "estimated", "stale", "other gpu", "near", "predicted", "default",
 )  # fmt: skip
 #: The size that rows are tuned at (``TuningKey.workload``), whatever the size of the call.
 TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDEN}"
@@ -29,10 +31,12 @@ TUNED_AT = f"{WORKLOAD_TOKENS // 1024}k tokens, heads x head dim {WORKLOAD_HIDDE
 
 @dataclass(frozen=True)
 class Served:
-    """How one kernel is served. Of a backward the first, "bwd", says which kernels run (split or fused)."""
+    """How one kernel is served. Of a backward the first, "bwd", says which kernels run (split or fused). Where a config of the
+    schedule model runs (``estimated``), the row is the one that would serve otherwise."""
 
     key: TuningKey  #: what an exact row would be filed under
-    config: Config  #: what runs: the row's config, or the default one, with ``changed`` applied; of "bwd" the row's
+    #: what runs: the row's config, or the default one, with ``changed`` applied, or the schedule model's; of "bwd" the row's
+    config: Config
     answer: lookup.Answer | None  #: the row and its place on the lookup ladder; None: no row serves
     refused: tuple[lookup.Refused, ...] = ()  #: rows that are better placed and cannot serve, each with the reason
     changed: Mapping[str, tuple[Any, Any]] | None = None  #: parameter -> (in the row, for these lengths and heads)
@@ -45,6 +49,18 @@ class Served:
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
     split: Config | None = None  #: of the kernel that splits keys among programs and runs in place of the row's, if any
+    unsplit: str = ""  #: why keys are not split although that is expected to be faster
+    few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
+    otherwise: Config | None = None  #: that would run if none of the schedule model's did
+    runs: Mapping[str, Config] | None = None  #: kernel that runs -> its config, in order
+    lacking: str = (
+        ""  #: which kernel that runs no file has, and why, where no Triton is installed: the call is an error
+    )
+
+    @property
+    def estimated(self) -> bool:
+        """Whether a config runs that the schedule model has for the call's shape, and no row has."""
+        return self.split is not None or self.few_tiles
 
     @property
     def kernel(self) -> str:
@@ -77,6 +93,8 @@ class Served:
     @property
     def status(self) -> str:
         """One of ``STATUSES``."""
+        if self.estimated:
+            return ESTIMATED
         if self.answer is None:
             return DEFAULT
         if self.answer.row.obtained == PREDICTED:
@@ -88,8 +106,26 @@ class Served:
         return STALE if self.answer.stale else TUNED
 
     @property
+    def by(self) -> str:
+        """What runs, in a few words: "fused warp_specialized", or "fwd_split, fwd_combine"."""
+        if self.split is not None:
+            return ", ".join(self.runs or ())
+        return self.row.filed_as if self.row else "default"
+
+    @property
     def evidence(self) -> str:
         """Half a line: "measured on h200 for the bucket of 512 (16k tokens, heads x head dim 2048), fresh"."""
+        if not self.estimated:
+            return self._of_row
+        what = "keys split among programs" if self.split is not None else "few tiles"
+        if self.row is None:
+            return f"{what}, with a config of the schedule model; otherwise the default config"
+        gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
+        return f"{what}, with a config of the schedule model; otherwise {self.row.filed_as}, {self._of_row}{gain}"
+
+    @property
+    def _of_row(self) -> str:
+        """The row's evidence."""
         if self.answer is None:
             return "no row serves: the default config does"
         row, asked = self.answer.row, self.differs
@@ -110,15 +146,17 @@ class Served:
         problem = f"for {', '.join(other) or f'the bucket of {row.key.bucket}'} ({TUNED_AT})"
         if self.unmeasured:
             problem += f" without {self.unmeasured}"
-        if self.scheduled is not None:
+        if self.few_tiles and self.split is not None:
+            problem += ", with the schedule model's config for few tiles"
+        elif self.scheduled is not None:
             problem += f", with the config of the bucket of {self.scheduled.key.bucket}, which suits this call better"
         return f"{how} {problem}, {'stale' if self.answer.stale else 'fresh'}"
 
     def __str__(self) -> str:
-        if self.row is None:
+        if self.row is None and not self.estimated:
             return f"{self.kernel}: {self.evidence}"
-        parts = [self.row.filed_as, self.evidence]
-        if self.row.gain is not None:
+        parts = [self.by, self.evidence]
+        if self.row and self.row.gain is not None and not self.estimated:
             parts.append(f"{self.row.gain:.2f} x portable default")
         return f"{self.kernel}: {', '.join(parts)}"
 
@@ -144,11 +182,16 @@ class Explanation:
     @property
     def verdict(self) -> str:
         """One sentence."""
+        if self.lacking:
+            return f"Cannot run here: {self.lacking}."
         worst = self._worst()
         names = ", ".join(served.kernel for served in worst)
         runs = "runs a row" if len(worst) == 1 else "run rows"
         if self.status == TUNED:
-            return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh for Triton {self.triton}."
+            fresh = "without Triton" if self.triton == NO_TRITON else f"for Triton {self.triton}"
+            return f"Tuned: every kernel of this call has a row measured on {self.gpu.name}, fresh {fresh}."
+        if self.status == ESTIMATED:  # the forward alone
+            return f"Estimated: {names} runs {worst[0].by}, with a config of the schedule model that no row has."
         if self.status == STALE:
             parts = sorted({part for served in worst for part in served.stale})
             return f"Tuned, but stale: {names} {runs} measured on {self.gpu.name} with {'; '.join(parts)}."
@@ -172,9 +215,16 @@ class Explanation:
         return f"{self.gpu.name} is {self.gpu.note}." if self.gpu.note else ""
 
     @property
+    def lacking(self) -> str:
+        """Why the call is an error here: the first of its kernels that is not to be had; "": it is none."""
+        return next((one.lacking for one in self.kernels if one.lacking), "")
+
+    @property
     def next(self) -> str:
         """A command that improves on this, or "nothing to do"."""
-        if self.status == TUNED or (self.status == NEAR and self.problem.unmeasured):
+        if self.lacking:
+            return install_command("triton")
+        if self.status in (TUNED, ESTIMATED) or (self.status == NEAR and self.problem.unmeasured):
             return NOTHING_TO_DO  # no tune measures that yet
         if self.status == STALE:
             found = next(served.answer.layer for served in self._worst() if served.answer)
@@ -196,7 +246,11 @@ class Explanation:
     def _tune_command(self) -> str:
         """``fa2tune tune`` for what is not tuned."""
         p = self.problem
-        passes_ = {"fwd" if served.kernel == "fwd" else "bwd" for served in self.kernels if served.status != TUNED}
+        passes_ = {
+            "fwd" if served.kernel == "fwd" else "bwd"
+            for served in self.kernels
+            if served.status not in (TUNED, ESTIMATED)
+        }
         words = ["fa2tune tune"]
         if not self.present and self._predictable:
             words.append(f"--gpu {self.gpu.name}")
@@ -229,13 +283,22 @@ class Explanation:
             for one in self.kernels
             if one.parts > 1
         ]
-        said += [split_schedule.about(self.problem, one.split) for one in self.kernels if one.split is not None]
+        for one in self.kernels:
+            if one.split is not None:
+                said.append(split_schedule.about(self.problem, one.split))
+            elif one.unsplit:
+                said.append(f"{one.kernel}: to split keys among programs is expected to be faster, but {one.unsplit}.")
+            elif one.few_tiles:
+                said.append(
+                    f"{one.kernel}: few tiles, so tiles are smaller than those of the row, which is expected to be faster."
+                )
         return " ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "status": self.status, "verdict": self.verdict, "next": self.next, "note": self.about_launch or None,
+            "lacking": self.lacking or None,
             "gpu": self.gpu.name,
             "gpu_present": self.present, "gpu_estimated_from": self.gpu.estimated_from or None, "triton": self.triton,
             "problem": {f.name: getattr(self.problem, f.name) for f in fields(Problem)}
@@ -255,15 +318,15 @@ def _by_copies(kernels: Iterable[Served]) -> dict[str, tuple[str, ...]]:
 
 
 def _as_dict(served: Served) -> dict[str, Any]:
-    row, answer = served.row, served.answer
+    answer, facts = served.answer, _of_row(served)
+    nothing: dict[str, Any] = dict.fromkeys(facts)
+    otherwise = {**facts, "config": dict(served.otherwise or {})}
     return {
         "kernel": served.kernel, "status": served.status, "evidence": served.evidence,
         "step": answer.step if answer else None, "file": str(served.file) if answer else None,
         "layer": answer.layer.name if answer else None, "config": dict(served.config),
-        "implementation": row.implementation if row else None, "strategy": (row.strategy or None) if row else None,
-        "obtained": row.obtained if row else None,
-        "obtained_on": row.obtained_on if row else None, "time_us": row.time_us if row else None,
-        "gain": row.gain if row else None, "lead": served.lead, "stale": list(served.stale),
+        **(nothing if served.estimated else facts), "otherwise": otherwise if served.estimated else None,
+        "stale": list(served.stale),
         "differs": {name: {"asked": asked, "row": has} for name, (asked, has) in served.differs.items()},
         "changed": {name: {"row": old, "call": new} for name, (old, new) in (served.changed or {}).items()},
         "refused": [
@@ -271,8 +334,19 @@ def _as_dict(served: Served) -> dict[str, Any]:
              "step": one.candidate.step, "why": one.why}
             for one in served.refused
         ],
+        "runs": {name: dict(config) for name, config in (served.runs or {}).items()},
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
-        "split": dict(served.split) if served.split is not None else None,
+        "split": dict(served.split) if served.split is not None else None, "unsplit": served.unsplit or None,
         "parts": served.parts, "copied": list(served.copied),
+    }  # fmt: skip
+
+
+def _of_row(served: Served) -> dict[str, Any]:
+    """What is known of a config because it is the row's."""
+    row = served.row
+    return {
+        "implementation": row.implementation if row else None, "strategy": (row.strategy or None) if row else None,
+        "obtained": row.obtained if row else None, "obtained_on": row.obtained_on if row else None,
+        "time_us": row.time_us if row else None, "gain": row.gain if row else None, "lead": served.lead,
     }  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from fa2tune.calling import split_schedule
+from fa2tune.calling import dense, split_schedule
 from fa2tune.calling.choosing import log_once
 from fa2tune.calling.refusals import is_refusal
 from fa2tune.compiling.choice import Choice
@@ -15,8 +18,10 @@ from fa2tune.launching.key_splits import SPLIT_KERNEL, SplitPlan
 from fa2tune.launching.passes import ForwardPlan
 from fa2tune.spec.problem import Config, Problem
 
-#: Binaries that did not compile or load, which are not tried again for another length.
-_REFUSED = set[tuple[object, ...]]()
+#: How a forward is served whose keys are split among programs, for counting.
+KEYS_SPLIT = "schedule model, keys split"
+#: Binaries that did not compile or load, which are not tried again for another length -> why.
+_REFUSED = dict[tuple[object, ...], str]()
 
 
 def forward_plan(
@@ -25,16 +30,29 @@ def forward_plan(
 ) -> ForwardPlan | SplitPlan:  # fmt: skip
     """``choice``: of the tuned kernel that serves. Where the kernel that splits keys does not compile or load, or there is
     nothing to compile it with, the tuned one serves, and the log says so."""
-    split = split_schedule.config_of(problem, choice.config, gpu) if may_split else None
-    if split is not None and (binary := _binary(problem, split, gpu)) not in _REFUSED:
+    split, refused = split_of(problem, choice.config, gpu) if may_split else (None, "")
+    if split is not None and not refused:
         try:
             return SplitPlan(problem, q, k, v, softmax_scale, split)
         except Exception as error:
             if not is_refusal(error) and not isinstance(error, NoTritonError | HostTrouble | OSError):
                 raise
-            _REFUSED.add(binary)
+            _REFUSED[_binary(problem, split, gpu)] = str(error)
             log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: keys are not split")
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
+
+
+def split_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config | None, str]:
+    """How keys are to be split of a forward that ``config`` would serve otherwise, None: they are not to be; and why the
+    kernels for it could not be had before in this process, "": they were not refused."""
+    split = split_schedule.config_of(problem, config, gpu)
+    return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")
+
+
+def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
+    """How each kernel of a plan is served, for counting. ``choices``: that the plan was asked for."""
+    made = plan.plan if isinstance(plan, dense.Copying) else plan
+    return [KEYS_SPLIT] if isinstance(made, SplitPlan) else [choice.step for choice in choices.values()]
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

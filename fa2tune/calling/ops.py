@@ -18,6 +18,7 @@ from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.spec.combinations import TRANSFORMS, why
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator, sides_of
 from fa2tune.spec.mask import checked as checked_mask
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -133,7 +134,7 @@ def attention(
     return (o, lse_of(lse)) if return_lse else o
 
 
-_NO_VMAP = "attention: torch.vmap is not supported; put the mapped dimension into the batch dimension of q, k and v"
+_NO_VMAP = f"attention: torch.vmap is not supported; {TRANSFORMS['torch.vmap']}"
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
@@ -166,7 +167,8 @@ def refuse_transforms(q: Any, k: Any, v: Any) -> None:
     if any(_batched(t) for t in (q, k, v)):
         raise NotImplementedError(_NO_VMAP)
     if any(_has_tangent(t) for t in (q, k, v)):
-        raise NotImplementedError("attention: forward-mode differentiation is not supported; use the backward")
+        kind = "forward-mode differentiation"
+        raise NotImplementedError(f"attention: {kind} is not supported; {TRANSFORMS[kind]}")
 
 
 def checked(
@@ -351,8 +353,8 @@ def check(
 
 def _check_mask(mask: Any, causal: Any, window: Any) -> None:
     if isinstance(causal, torch.SymBool) or causal or window is not None:
-        beside = "causal=True" if window is None else f"window={window!r:.40}"
-        raise ValueError(f"mask: got {mask!r:.80} and {beside}, a call takes one of mask=, causal= and window=")
+        other, beside = ("causal", "causal=True") if window is None else ("window", f"window={window!r:.40}")
+        raise ValueError(f"mask: got {mask!r:.80} and {beside}, {why('mask', other)}")
     if not compiling():
         checked_mask(mask)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,14 +101,21 @@ def _busiest(
     return float(max(together.max(), work.max() / ALONE)) / shared * heads / played
 
 
+@cache
+def _wide(spec: Specialization, in_parts: str) -> int:
+    """Columns of K and V together, of all parts."""
+    return sum(columns(spec, {"IN_PARTS": in_parts}))
+
+
 def busiest(problem: Problem, config: Config, sm_count: int) -> float:
     """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward."""
-    wide = sum(columns(problem.specialization, SPACE.completed(config)))
-    band = _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name)
-    heads = problem.batch * problem.heads_q
+    heads, band = problem.batch * problem.heads_q, 1
+    if problem.mask == CAUSAL:
+        wide = _wide(problem.specialization, SPACE.completed(config)["IN_PARTS"])
+        band = min(heads, _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name))
     return _busiest(
-        heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"],
-        min(band, heads) if problem.mask == CAUSAL else 1, sm_count, PROGRAMS[config["maxnreg"]],
+        heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
+        PROGRAMS[config["maxnreg"]],
     )  # fmt: skip
 
 
@@ -120,13 +127,20 @@ def _fixed_us(problem: Problem, config: Config) -> float:
     return LAUNCH_US + NORMS_US + keys / NORMS_BYTES_PER_US
 
 
+#: (key, time, config) of a row -> what ``_block_us`` says of it.
+_BLOCK_US: dict[tuple[object, ...], float | None] = {}
+
+
 def _block_us(row: Row) -> float | None:
     """Microseconds a key block, by the row's own measurement; None: it has none."""
     if not row.time_us:
         return None
-    tuned = row.key.workload()
-    rest = row.time_us - _fixed_us(tuned, row.config)
-    return rest / busiest(tuned, row.config, row.key.sm_count) if rest > 0 else None
+    known = row.key, row.time_us, row.config_hash
+    if known not in _BLOCK_US:
+        tuned = row.key.workload()
+        rest = row.time_us - _fixed_us(tuned, row.config)
+        _BLOCK_US[known] = rest / busiest(tuned, row.config, row.key.sm_count) if rest > 0 else None
+    return _BLOCK_US[known]
 
 
 def predicted_us(problem: Problem, row: Row, config: Mapping[str, Any], sm_count: int) -> float | None:
@@ -184,6 +198,11 @@ def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
     """The config for calls of few tiles; None: these head dims have none, or it was not measured with them."""
     few, measured = few_tiles(spec), spec.head_dim == spec.head_dim_v == FEW_TILES_DIM
     return few if measured and SPACE.broken(few, spec, arch) is None else None
+
+
+def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
+    """Whether a config that ``best`` gives is that of ``for_few_tiles`` and not the row's."""
+    return config == for_few_tiles(problem.specialization, arch) != suited(problem, row.config)
 
 
 def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:

@@ -16,18 +16,16 @@ from fa2tune.calling import (
     choosing,
     dense,
     dispatch,
+    forward_plans,
     group_schedule,
     ops,
-    split_schedule,
-    used_lengths,
     varlen,
 )
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
-from fa2tune.compiling import compiler
-from fa2tune.compiling.choice import Choice
+from fa2tune.compiling import compiler, fingerprint
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
@@ -35,7 +33,7 @@ from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
 from fa2tune.spec.score import score_of
-from fa2tune.spec.variant import implementation_of
+from fa2tune.spec.variant import Variant, implementation_of
 
 #: What ``attention_varlen`` has and ``attention`` has not.
 PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
@@ -87,29 +85,42 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
     scheduled = choice.row if answer and choice.row is not answer.row else None
     parts = group_schedule.parts_of(problem, kernel, choice, gpu)
-    split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
+    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
+    if parts > 1:
+        needed += group_parts.needed(problem, gpu.arch)
+    found, unsplit = _Runs(needed, gpu, choice.measured), ""
+    split, otherwise = None, in_row if choice.few_tiles else None
+    if kernel == "fwd":
+        split, unsplit = forward_plans.split_of(problem, choice.config, gpu)
+        if split is not None:
+            parted = _Runs(key_splits.kernels(problem, split, gpu.arch), gpu)
+            unsplit = unsplit or parted.lacking
+            split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
     return Served(
-        choosing.key_of(problem, kernel, gpu), choice.config, answer, refused, changed,
-        _binaries(kernel, problem, choice, gpu, parts, split), _nearest(chooser, kernel), scheduled, problem.mask,
-        problem.unmeasured, parts, split=split,
+        choosing.key_of(problem, kernel, gpu), split or choice.config, answer, refused, changed, found.binaries,
+        _nearest(chooser, kernel), scheduled, problem.mask, problem.unmeasured, parts, split=split, unsplit=unsplit,
+        few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs, lacking=found.lacking,
     )  # fmt: skip
 
 
-def _binaries(
-    kernel: str, problem: Problem, choice: Choice, gpu: Gpu, parts: int, split: Config | None
-) -> dict[str, str]:
-    """Where a first call takes each kernel from that runs for a choice."""
-    found, measured = {}, choice.measured
-    needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
-    if split is not None:
-        needed, measured = key_splits.kernels(problem, split, gpu.arch), ""
-    if parts > 1:
-        needed += group_parts.needed(problem, gpu.arch)
-    for variant, its_config, posed in needed:
-        binary = compiler.binary_config(variant, its_config)
-        image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
-        found[variant.short_name] = f"precompiled, {where}" if image else f"compiled at the first call: {where}"
-    return found
+class _Runs:
+    """Kernels that run one after the other, and where a first call takes each from."""
+
+    def __init__(self, needed: Iterable[tuple[Variant, Config, Problem]], gpu: Gpu, measured: str = "") -> None:
+        """``measured``: as ``precompiled.find`` has it."""
+        self.configs, self.binaries = dict[str, Config](), dict[str, str]()
+        self.lacking = ""  #: why the first kernel is not to be had that no file brings, where no Triton is installed
+        for variant, config, posed in needed:
+            binary, name = compiler.binary_config(variant, config), variant.short_name
+            image, where = precompiled.find(variant, posed.specialization, binary, gpu.arch, measured)
+            self.configs[name] = config
+            if image is not None:
+                self.binaries[name] = f"precompiled, {where}"
+            elif fingerprint.triton_version():
+                self.binaries[name] = f"compiled at the first call: {where}"
+            else:
+                self.binaries[name] = f"not to be had, since no Triton is installed to compile it: {where}"
+                self.lacking = self.lacking or f"{name}: {where}, and no Triton is installed to compile it"
 
 
 def explain(
@@ -178,11 +189,7 @@ def _checked(
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
         return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
-    queries, keys, longest_q, longest_k, used_q, used_k = packing
-    if used_q is not None or used_k is not None:
-        queries, keys = used_lengths.offsets(queries, keys, used_q, used_k)
-    lengths = (queries, keys, longest_q, longest_k)
-    return varlen.checked(q, k, v, *lengths, causal, softmax_scale, deterministic, window, mask, softcap)
+    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:
@@ -231,10 +238,18 @@ def is_supported(
 
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
-    """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner."""
+    """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
+    forward whose keys are split among programs, the kernels that run in its place."""
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
-    return {
+    found = {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
         for kernel, choice in chosen.items()
     }
+    if not backward:
+        split, refused = forward_plans.split_of(problem, chosen["fwd"].config, gpu)
+        if split is not None and not refused:
+            found["fwd"] = " + ".join(
+                variant.short_name for variant, _, _ in key_splits.kernels(problem, split, gpu.arch)
+            )
+    return found

@@ -18,7 +18,7 @@ from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Warp-specialised, portable: share of the peak rate that kernels reach inside a key block, and bytes a microsecond that one
@@ -104,8 +104,9 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of the kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
     work = TileWork(
-        fwd_split.programs(problem, config), -(-_blocks(problem, config) // splits), rows, keys, _held(problem, config, gpu),
-        -(-problem.seqlen_q * problem.group // rows), PORTABLE_RATES, BLOCK_US[rows] * _part(problem, keys), START_US,
+        fwd_split.programs(problem, config), -(-_blocks(problem, rows, keys) // splits), rows, keys,
+        _held(problem.specialization, rows, gpu), -(-problem.seqlen_q * problem.group // rows), PORTABLE_RATES,
+        BLOCK_US[rows] * _part(problem, keys), START_US,
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
     if splits == 1:
@@ -119,16 +120,17 @@ def _part(problem: Problem, keys: int) -> float:
     return keys * _columns(problem) / (64 * 256)
 
 
-def _held(problem: Problem, config: Config, gpu: Gpu) -> int:
-    """Programs that a multiprocessor holds at once; the system takes 1 KiB of shared memory for each."""
-    fitting = gpu.shared_per_sm // (fwd_split.shared_bytes(problem.specialization, config) + 1024)
-    return max(1, min(HELD[config["BLOCK_M"]], fitting))
+@lru_cache(maxsize=1024)
+def _held(spec: Specialization, rows: int, gpu: Gpu) -> int:
+    """Programs of so many rows a tile that a multiprocessor holds at once; the system takes 1 KiB of shared memory for each."""
+    config = fwd_split.config_of(spec, gpu.arch, spec.aligned, rows, 1)
+    return max(1, min(HELD[rows], gpu.shared_per_sm // (fwd_split.shared_bytes(spec, config) + 1024)))
 
 
-def _blocks(problem: Problem, config: Config) -> int:
+@lru_cache(maxsize=1024)
+def _blocks(problem: Problem, rows: int, keys: int) -> int:
     """Key blocks that a tile visits."""
-    queries = -(-config["BLOCK_M"] // problem.group)
-    return max(1, -(-keys_of_tile(problem, queries) // config["BLOCK_N"]))
+    return max(1, -(-keys_of_tile(problem, -(-rows // problem.group)) // keys))
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
@@ -139,7 +141,7 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
         if rows > fwd_split.ROWS[0] and rows >= 2 * all_rows:
             continue
         one = fwd_split.config_of(spec, arch, problem.tma, rows, 1)
-        blocks, longest = _blocks(problem, one), 0
+        blocks, longest = _blocks(problem, rows, one["BLOCK_N"]), 0
         for splits in range(1, min(blocks, fwd_split.MOST_SPLITS) + 1):
             if -(-blocks // splits) != longest:
                 longest = -(-blocks // splits)

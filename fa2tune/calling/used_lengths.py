@@ -9,13 +9,24 @@ from __future__ import annotations
 import torch
 
 OffsetPair = tuple[torch.Tensor, torch.Tensor]
+PARTS = 3  #: sequences that one becomes
+
+
+def divided(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:  # fmt: skip
+    """``offsets``, and how many sequences each became; without used lengths what is given, and 1."""
+    if seqused_q is None and seqused_k is None:
+        return cu_seqlens_q, cu_seqlens_k, 1
+    return *offsets(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), PARTS
 
 
 def offsets(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> OffsetPair:  # fmt: skip
-    """cu_seqlens (sequences + 1,) and used lengths (sequences,), int32 -> cu_seqlens (3 * sequences + 1,) of queries and keys.
+    """cu_seqlens (sequences + 1,), used lengths (sequences,), int32 -> cu_seqlens (PARTS * sequences + 1,) of queries and keys.
     A used length is taken to lie between 0 and its sequence's length.
 
     TypeError, ValueError: no int32 tensors of one dimension on one device, or not as many as there are sequences."""

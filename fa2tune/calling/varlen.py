@@ -15,7 +15,7 @@ from fa2tune.calling import arguments, dispatch, ops, used_lengths
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.dispatch import Tensors3
 from fa2tune.calling.ops import Pair
-from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_shape, without_batch
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
@@ -104,16 +104,15 @@ def attention_varlen(
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
-    if seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k = used_lengths.offsets(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     call = (causal, softmax_scale, deterministic, window, mask, softcap)
     if ops.compiling() or not ops.plain(q, k, v):
-        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse, *call)
+        return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
     longest = _longest(max_seqlen_q, max_seqlen_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     try:
         dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap)
-        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest)
+        key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest, parts)
         plan = dispatch.FORWARD_PLANS.get(key)
     # sparse and nested tensors, what is no tensor, a list as a window
     except (RuntimeError, TypeError, AttributeError):
@@ -122,15 +121,15 @@ def attention_varlen(
     if plan is None:
         _check(q, k, v, cu_seqlens_q, keys, *call)
         views = _views(q, k, v)
-        extent = Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+        extent = _extent(cu_seqlens_q, longest, parts)
         asked, scale = mask_of(bool(causal), window, mask), ops.scale_of(views[0], softmax_scale)
         plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap), extent)
     offsets = cu_seqlens_q.contiguous(), keys.contiguous()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o, lse = _Varlen.apply(*_views(q, k, v), *offsets, plan, deterministic, return_lse)  # type: ignore[no-untyped-call]
+        o, lse = _recorded(q, k, v, *offsets, plan, deterministic, return_lse)
     else:
-        o, lse = plan(*_views(q, k, v), *offsets)
-    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+        o, lse = plan(q, k, v, *offsets)
+    return (o, lse_of(lse)[0]) if return_lse else o
 
 
 def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, Any]) -> NoReturn:
@@ -142,6 +141,10 @@ def _refuse(unknown: dict[str, Any], extra: tuple[Any, ...], given: dict[str, An
     raise TypeError(f"{NAME}: " + "; ".join(said))
 
 
+def _extent(cu_seqlens_q: torch.Tensor, longest: int, parts: int) -> Extent:
+    return Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest, parts)
+
+
 def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
     """What a plan depends on."""
     return offsets.shape, offsets.dtype, offsets.get_device(), type(offsets)
@@ -149,6 +152,8 @@ def _of(offsets: torch.Tensor) -> tuple[Any, ...]:
 
 def _longest(*given: Any) -> int:
     """The bucket of the longest sequence; 0: a tensor or nothing says so, which are not read."""
+    if all(type(value) is int and value >= 0 for value in given):
+        return bucket_of(*given)
     for name, value in zip(("max_seqlen_q", "max_seqlen_k"), given, strict=True):
         number = isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
         if not number and not isinstance(value, (torch.Tensor, type(None))):
@@ -161,12 +166,7 @@ def _longest(*given: Any) -> int:
 
 def _views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors3:
     """(total, heads, dim) as (1, heads, total, dim)."""
-    return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-
-
-def _packed(view: torch.Tensor) -> torch.Tensor:
-    """(1, heads, total, dim) as (total, heads, dim)."""
-    return view.squeeze(0).transpose(0, 1)
+    return in_one_batch(q), in_one_batch(k), in_one_batch(v)
 
 
 def _check(
@@ -198,20 +198,22 @@ def _check(
 
 
 def checked(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, causal: Any,
-    softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Any,
+    seqused_k: Any, causal: Any, softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
+    cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     q, k, v = ops.as_cast(q, k, v)
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
-    return *_views(q, k, v), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, _longest(max_seqlen_q, max_seqlen_k))
+    return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
 
 def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, return_lse: bool, causal: bool, softmax_scale: float | None,
-    deterministic: bool | None, window: Window | None, mask: str | Mask | None, softcap: float | None,
+    max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, parts: int, return_lse: bool, causal: bool,
+    softmax_scale: float | None, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
+    softcap: float | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     if not ops.compiling():
@@ -222,8 +224,8 @@ def _general(
     longest = _longest(max_seqlen_q, max_seqlen_k)
     views = _views(q, k, v)
     rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap)
-    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest)
-    return (_packed(o), lse_of(lse)[0]) if return_lse else _packed(o)
+    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest, parts)
+    return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 
 class _Varlen(torch.autograd.Function):
@@ -243,9 +245,20 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        tensors, plan = ctx.saved_tensors, ctx.plan
-        call = (ctx.deterministic, plan.mask, plan.softmax_scale, plan.score, plan.extent)
-        return (*_VarlenGradients.apply(do, dlse, *tensors, *call), *[None] * 5)  # type: ignore[no-untyped-call]
+        q, k, v, o, lse, *offsets = ctx.saved_tensors
+        plan, do = ctx.plan, None if do is None else in_one_batch(do)
+        tensors = (do, dlse, *_views(q, k, v), in_one_batch(o), lse)
+        call = (plan.mask, plan.softmax_scale, ctx.deterministic, plan.score, plan.extent, tuple(offsets))
+        if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
+            found: Tensors3 = _VarlenGradients.apply(*tensors, *call)  # type: ignore[no-untyped-call]
+        else:
+            found = dispatch.backward(*tensors, *call)
+        dq, dk, dv = found
+        return without_batch(dq), without_batch(dk), without_batch(dv), None, None, None, None, None
+
+
+#: As that of ``ops.attention``.
+_recorded: Any = super(torch.autograd.Function, _Varlen).apply
 
 
 class _VarlenGradients(torch.autograd.Function):
@@ -253,20 +266,19 @@ class _VarlenGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensors3:
-        do, dlse, q, k, v, o, lse, queries, keys, *call = arguments
-        deterministic, mask, scale, score, extent = call
-        return dispatch.backward(do, dlse, q, k, v, o, lse, mask, scale, deterministic, score, extent, (queries, keys))
+        return dispatch.backward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise NotImplementedError(f"{NAME}: differentiating twice is not supported")
 
 
-# The operators: as those of ops.py, with (1, heads, total, dim) views and the bucket of the longest sequence (0: not known).
+# The operators: as those of ops.py, with (1, heads, total, dim) views, the bucket of the longest sequence (0: not known)
+# and ``Extent.parts``.
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
     "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
-    "SymInt longest"
+    "SymInt longest, int parts=1"
 )
 _LIBRARY.define(
     f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
@@ -291,23 +303,24 @@ def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> No
 def _op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     window_left: int, window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float,
-    longest: int,
+    longest: int, parts: int = 1,
 ) -> Pair:  # fmt: skip
     _check_offsets(cu_seqlens_q, cu_seqlens_k)
-    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
     key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, softcap), extent)
     plan = dispatch.FORWARD_PLANS.get(key)
     plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, score_of(softcap), extent)
     o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
-    return o, lse
+    return in_one_batch(o), lse
 
 
 def _backward_op(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window_left: int,
     window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float, longest: int,
+    parts: int = 1,
 ) -> Tensors3:  # fmt: skip
-    asked, extent = of_operator(mask, window_left, window_right), Extent(RAGGED, cu_seqlens_q.shape[0] - 1, longest)
+    asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
     offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     score = score_of(softcap)
     return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score, extent, offsets)

@@ -21,6 +21,7 @@ from fa2tune import versions
 from fa2tune.text import plain
 
 if TYPE_CHECKING:
+    from fa2tune.compiling.binaries import FilePlace
     from fa2tune.devices import Device, FoundDevices
     from fa2tune.measuring.clock_monitor import Reading
     from fa2tune.rows.lookup import Toolchain
@@ -309,18 +310,23 @@ def cache_files() -> tuple[list[Layer], list[Check]]:
     return layers, [*found, *map(_skipped, skipped.records)]
 
 
+def _restored(place: FilePlace, otherwise: str) -> str:
+    """What makes a file of binaries whole."""
+    return "install fa2tune again, which it came with" if place.layer == "shipped" else otherwise
+
+
 def binaries_files() -> Iterator[Check]:
     """The files of binaries: which are trusted, which not and why, what is in them, and whether it is intact."""
     from fa2tune.compiling import binaries, fingerprint, overrules
 
     held = binaries.trusted()
+    then = "compile" if fingerprint.triton_version() else "are an error, as there is no Triton to compile"
     for place, file in held.files:
         subject, path = f"{place.layer} kernels", plain(file.path, None)
         if damaged := len(file.damaged()):
-            yield Check(
-                subject, f"{path}, {len(file.entries)} binaries, {damaged} damaged",
-                "fa2tune cache precompile, or ship the file again; until then calls compile those kernels",
-            )  # fmt: skip
+            fix = _restored(place, "fa2tune cache precompile, or ship the file again")
+            found = f"{path}, {len(file.entries)} binaries, {damaged} damaged"
+            yield Check(subject, found, f"{fix}; until then calls {then} those kernels")
             continue
         made = Counter(
             f"sm_{entry.about.get('arch')} by Triton {entry.about.get('triton')}" for entry in file.entries.values()
@@ -331,14 +337,15 @@ def binaries_files() -> Iterator[Check]:
         other = file.sources and fingerprint.source_digest() not in file.sources
         yield Check(
             subject, f"{found}; other kernel sources than here" if other else found,
-            "fa2tune cache precompile; until then calls whose kernels differ compile" if other else "", needed=False,
+            f"fa2tune cache precompile; until then calls whose kernels differ {then}" if other else "", needed=False,
         )  # fmt: skip
     for place, why in held.refused:
         missing = place.layer == "named" and not os.path.lexists(place.path)  # as a cache file that FA2TUNE_CACHE names
-        fix = f"ship that file, or remove it from {binaries.VARIABLE}" if missing else "fix that, or delete the file"
+        fix = f"ship that file, or remove it from {binaries.VARIABLE}"
+        fix = fix if missing else _restored(place, "fix that, or delete the file")
         yield Check(
             f"{place.layer} kernels", f"{plain(place.path, None)}: {'no such file' if missing else plain(why)}",
-            f"{fix}; until then calls compile", needed=missing,
+            f"{fix}; until then calls {then}", needed=missing,
         )  # fmt: skip
     if not held.files and not held.refused:
         off = os.environ.get(binaries.VARIABLE) == binaries.OFF

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from fa2tune.devices import Device, FoundDevices
 
 
+TUNE_FOR_ANOTHER = "fa2tune tune --gpu a100 (tunes for an absent GPU; fa2tune gpus lists them)"
+
+
 @dataclass
 class Diagnosis:
     """Everything that was found."""
@@ -68,6 +71,8 @@ class Diagnosis:
         why = plain(self.seen.why) if self.seen else "unknown"
         if self.interpreted:
             found = f"Ready, without a GPU ({why}): attention() takes CPU tensors, in Triton's interpreter, slowly."
+        elif not self.gpu_wanted and self._no_triton:
+            found = "Ready for calls whose machine code is in a file; nothing is compiled or tuned without Triton."
         elif not self.gpu_wanted:
             found = "Ready to compile, and to tune for an absent GPU. There is no GPU here, and --no-gpu needs none."
         else:
@@ -79,9 +84,15 @@ class Diagnosis:
         """A command, or "nothing to do"."""
         if self.broken:
             return min(self.broken, key=lambda one: bool(one.skipped)).fix
-        if self.seen is None or not self.seen.devices:
-            return "fa2tune tune --gpu a100 (tunes for an absent GPU; fa2tune gpus lists them)"
-        return _next_for(self.rows.get(0, []))
+        there = self.seen is not None and self.seen.devices
+        command = _next_for(self.rows.get(0, [])) if there else TUNE_FOR_ANOTHER
+        return command if command == NOTHING_TO_DO else self._no_triton or command
+
+    @property
+    def _no_triton(self) -> str:
+        """What mends a Triton that is missing or broken, where calls run without it; "": it is neither."""
+        found = (one.fix.partition(";")[0] for one in self.findings if one.subject == "triton" and one.fix)
+        return next(found, "")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -110,9 +110,14 @@ def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str
     for sentence in (found.verdict, found.about_launch, found.about_gpu):
         yield from textwrap.wrap(sentence, width or max(len(sentence), 1), break_on_hyphens=False)
     rows = [
-        [one.kernel, one.row.filed_as, "" if one.row.gain is None else f"{one.row.gain:.2f}", one.evidence]
+        [
+            one.kernel,
+            one.by,
+            f"{one.row.gain:.2f}" if one.row and one.row.gain and not one.estimated else "",
+            one.evidence,
+        ]
         for one in found.kernels
-        if one.row
+        if one.row or one.estimated
     ]
     if rows:
         yield ""
@@ -135,8 +140,19 @@ def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str
 
 def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
     """How one kernel's row was found, and all that is known of it. ``here``: of this machine."""
+    from fa2tune.calling import forward_plans
+    from fa2tune.compiling.choice import BY_FEW_TILES
+
     answer = served.answer
-    yield f"{served.kernel}: {answer.step if answer else 'no row serves'}"
+    step = answer.step if answer else "no row serves"
+    if served.estimated:
+        yield f"{served.kernel}: {forward_plans.KEYS_SPLIT if served.split is not None else BY_FEW_TILES}"
+        for kernel, config in (served.runs or {}).items():
+            yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"
+        yield from _loads(served)
+        yield f"otherwise: {step}"
+    else:
+        yield f"{served.kernel}: {step}"
     if answer:
         yield f"  file      {answer.layer.path}"
         for name, (asked, has) in served.differs.items():
@@ -153,12 +169,18 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
         yield f"  refused   {one.candidate.row.filed_as}, {one.candidate.step}: {one.why}"
     for name, (old, new) in (served.changed or {}).items():
         yield f"  changed   {name} {old} to {new}, which suits this call better"
-    for kernel, origin in (served.binaries or {}).items():
-        yield f"  loads     {kernel}: {origin}"
+    if not served.estimated:
+        yield from _loads(served)
     if not answer:
-        yield f"  default   {SPLIT if served.kernel == BACKWARD else dict(served.config)}"
+        default = served.otherwise if served.estimated else served.config
+        yield f"  default   {SPLIT if served.kernel == BACKWARD else dict(default or {})}"
         if cost := lookup_cost.told(served.key, lookup_cost.DEFAULT):
             yield f"  costs     {cost}"
         for difference, layer in served.nearest:
             wanted = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())
             yield f"  nearest   {layer} layer: {wanted}"
+
+
+def _loads(served: Served) -> Iterator[str]:
+    for kernel, origin in (served.binaries or {}).items():
+        yield f"  loads     {kernel}: {origin}"

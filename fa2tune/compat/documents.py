@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fa2tune.compat import terms
+from fa2tune.spec.combinations import why
 
 #: By the tensor of numbers, which all layers of a model share.
 _KNOWN: Any = WeakIdKeyDictionary()
@@ -99,12 +100,10 @@ def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> N
         begins[:, 1:] &= ~tokens[:, :-1]
         return bool((begins.sum(1) > 1).any())
 
-    what = "chunks" if mask else f"the window {window}"
     if _remembered(tokens, "holes", holes):
-        raise NotImplementedError(
-            f"{call}: attention_mask: got padding between the tokens of a row with {what}, "
-            "allowed is padding in front of them and behind them: both count positions, and fa2tune leaves padding out"
-        )
+        what, given = ("chunks", "chunks") if mask else ("a window", f"the window {window}")
+        hole = "padding between the tokens of a row"
+        raise NotImplementedError(f"{call}: attention_mask: got {hole} with {given}: {why(what, hole)}")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Tensors are (batch, seqlen, heads, head_dim), packed ones (total, heads, head_dim). Head dims are 1 to 256, dtypes float16,
 bfloat16 and, other than there, float32. With ``return_attn_probs`` a call returns (out, softmax_lse, S_dmask): softmax_lse is
 (batch, heads, seqlen_q), of packed tensors (heads, total_q), float32, +inf in rows that see no key; S_dmask is empty, as it is
-there without dropout. What is not supported raises NotImplementedError (``ABSENT`` in fa2tune/compat/terms.py).
+there without dropout. What is not supported raises NotImplementedError (``LACKING`` in fa2tune/spec/combinations.py).
 """
 
 from __future__ import annotations

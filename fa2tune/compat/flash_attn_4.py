@@ -1,8 +1,8 @@
 """The functions of FlashAttention-4 (``flash_attn.cute``): both return (out, lse), lse as ``fa2tune.attention`` has it: -inf
 in rows that see no key, and differentiable.
 
-``window_size``: (left, right), None for an unbounded side. What is not supported raises NotImplementedError (``ABSENT`` in
-fa2tune/compat/terms.py).
+``window_size``: (left, right), None for an unbounded side. What is not supported raises NotImplementedError (``LACKING`` in
+fa2tune/spec/combinations.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What the drop-ins share: the one table of what fa2tune has not, windows as flash-attn writes them, head dims of any size."""
+"""What the drop-ins share: refusals, windows as flash-attn writes them, head dims of any size."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -13,43 +12,8 @@ from torch.nn import functional
 
 from fa2tune.calling.ops import attention
 from fa2tune.calling.varlen import attention_varlen
+from fa2tune.spec.combinations import LACKING, Absent
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-
-
-@dataclass(frozen=True)
-class Absent:
-    """A feature that fa2tune does not have. ``neutral``: values of its argument that ask for nothing."""
-
-    what: str
-    neutral: tuple[Any, ...] = (None,)
-    instead: str = ""  #: what to do about it
-
-
-#: Argument of any drop-in -> what it would need. Errors are made from it, and docs/drop-ins.md lists it.
-ABSENT: Mapping[str, Absent] = {
-    "dropout_p": Absent("attention dropout", (0, None), "set it to 0"),
-    "dropout": Absent("attention dropout", (0, None), "set the model's attention dropout to 0, or call model.eval()"),
-    "alibi_slopes": Absent("ALiBi"),
-    "block_table": Absent("a paged key/value cache"),
-    "page_table": Absent("a paged key/value cache"),
-    "cache": Absent("a paged key/value cache (continuous batching)"),
-    "learnable_sink": Absent("attention sinks"),
-    "s_aux": Absent("attention sinks"),
-    "position_bias": Absent("a bias on the scores"),
-    "score_mod": Absent("functions of the scores"),
-    "mask_mod": Absent("functions as masks", (None,), "write a file of kernels/masks/"),
-    "aux_tensors": Absent("functions of the scores"),
-    "block_sparse_tensors": Absent("block masks"),
-    "full_block_cnt": Absent("block masks"),
-    "full_block_idx": Absent("block masks"),
-    "mask_block_cnt": Absent("block masks"),
-    "mask_block_idx": Absent("block masks"),
-    "block_size": Absent("block masks"),
-    "cu_total_m_blocks": Absent("schedules from outside"),
-    "cu_total_n_blocks": Absent("schedules from outside"),
-    "num_splits": Absent("a number of splits", (None, 0, 1)),
-    "output_attentions": Absent("attention probabilities", (None, False), 'attn_implementation="eager" has them'),
-}
 
 
 def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
@@ -64,7 +28,7 @@ def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
 def refuse_absent(call: str, **given: Any) -> None:
     """NotImplementedError names the first argument that asks for what there is not, what came and what is allowed."""
     for name, value in given.items():
-        absent = ABSENT[name]
+        absent = LACKING[name]
         plain = value is None or isinstance(value, bool | numbers.Number | str)
         if not (plain and any(value == one for one in absent.neutral)):
             refuse(call, name, value, absent)

@@ -1,7 +1,7 @@
 """``varlen_attn`` of ``torch.nn.attention.varlen``, with its arguments and results.
 
-lse is (heads, total_q) float32, -inf in rows that see no key. What is not supported raises NotImplementedError (``ABSENT`` in
-fa2tune/compat/terms.py).
+lse is (heads, total_q) float32, -inf in rows that see no key. What is not supported raises NotImplementedError (``LACKING`` in
+fa2tune/spec/combinations.py).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Both halves are registered: ``forward``, which attends, and ``mask``, without which a model would pass no padding. A mask is
 (batch, length): bool, True for a token and False for padding, or integers, the documents of tokens. A batch without either
 runs ``attention``; one with padding, or packed (position_ids that restart, or cu_seq_lens_q), runs ``attention_varlen``.
-What a model asks for and fa2tune has not (``ABSENT`` in fa2tune/compat/terms.py; masks that are more than causal, windows,
-padding and packing) raises NotImplementedError.
+What a model asks for and fa2tune has not (``LACKING`` in fa2tune/spec/combinations.py; masks that are more than causal,
+windows, padding and packing) raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from fa2tune.compat import chunks, documents, terms
+from fa2tune.spec.combinations import why
 from fa2tune.spec.mask import Mask
 
 try:
@@ -72,6 +73,10 @@ def _refuse(made_by: str | None) -> NoReturn:
         f"{NAME}: mask_function: got {what}, allowed are causal and bidirectional masks, sliding windows and packed sequences: "
         f"fa2tune does not support {what} in Transformers"
     )
+
+
+def _refuse_chunks(argument: str, other: str) -> NoReturn:
+    raise NotImplementedError(f"{NAME}: {argument}: got chunks with {other}: {why('chunks', other)}")
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -135,7 +140,9 @@ def mask(
     """
     packed = None
     chunk = chunks.asked(rest)
-    if chunk is not None and (torch.compiler.is_compiling() or documents.capturing() or mask_function is None):
+    if chunk is not None and (torch.compiler.is_compiling() or documents.capturing()):
+        _refuse_chunks("mask_function", "torch.compile or a CUDA graph")
+    if chunk is not None and mask_function is None:
         _refuse(_CHUNKED)
     if torch.compiler.is_compiling() and mask_function is not None:
         length = kv_length if attention_mask is None and q_length == kv_length else 0
@@ -174,16 +181,10 @@ def _chunked(
     kv_offset: int, tokens: torch.Tensor | None, device: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """``mask`` of a layer with chunks of ``chunk`` keys."""
-    got = None
     if packed is not None:
-        got = "chunked attention of packed sequences"
-    elif q_length > 1 and kv_offset:
-        got = "chunked attention of several queries behind a cache that has dropped keys"
-    if got is not None:
-        raise NotImplementedError(
-            f"{NAME}: mask_function: got {got}, allowed are chunks of sequences from their first token on, and one query "
-            "behind a cache"
-        )
+        _refuse_chunks("mask_function", "packed sequences")
+    if q_length > 1 and kv_offset:
+        _refuse_chunks("mask_function", "several queries behind a cache that has dropped keys")
     seen = q_offset + q_length
     if tokens is None:
         tokens = torch.ones(batch_size, seen, dtype=torch.bool, device=device)
@@ -212,7 +213,7 @@ def forward(
     q_length, heads, head_dim). ``attention_mask``: as ``mask`` gives it. Rows of padding are 0.
 
     Raises:
-        NotImplementedError: what ``ABSENT`` in terms.py lists; a mask of 4 dimensions.
+        NotImplementedError: what ``LACKING`` lists; a mask of 4 dimensions.
         TypeError, ValueError: as ``fa2tune.attention``.
     """
     terms.refuse_absent(
@@ -240,10 +241,7 @@ def forward(
     chunk = chunks.of_layer(module)
     if chunk is not None and query.shape[2] > 1:
         if cu_seq_lens_q is not None:
-            raise NotImplementedError(
-                f"{NAME}: cu_seq_lens_q: got a tensor, allowed is None in a layer of chunked attention: fa2tune does not "
-                "support chunks of packed sequences in Transformers"
-            )
+            _refuse_chunks("cu_seq_lens_q", "packed sequences")
         options |= {"causal": False, "window": None, "mask": Mask("chunked", chunk)}
     if cu_seq_lens_q is not None:
         offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k

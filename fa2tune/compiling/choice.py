@@ -11,6 +11,9 @@ from fa2tune.rows.row import Row, over_portable
 from fa2tune.spec.problem import Config
 from fa2tune.spec.variant import Variant
 
+#: How a call is served whose config the schedule model has for few tiles, for counting.
+BY_FEW_TILES = "schedule model, few tiles"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -22,11 +25,14 @@ class Choice:
     #: the row that the lookup names, and its place there: of another length bucket than ``row`` where that suits the problem's
     #: batch, heads and lengths better
     answer: Answer | None = None
+    #: whether ``config`` is one that the schedule model has for calls of few tiles: the row's kernel runs, with another config
+    few_tiles: bool = False
 
     @property
     def step(self) -> str:
-        """Of the lookup, for counting: "problem exact, GPU exact, measured, fresh, shipped layer", ..., or "default"."""
-        return self.answer.step if self.answer else "default"
+        """For counting. Of the lookup: "problem exact, GPU exact, measured, fresh, shipped layer", ..., or "default"; of a
+        config that no row has, BY_FEW_TILES."""
+        return BY_FEW_TILES if self.few_tiles else self.answer.step if self.answer else "default"
 
     @property
     def measured(self) -> str:
@@ -35,8 +41,8 @@ class Choice:
 
     @property
     def lead(self) -> float | None:
-        """How many times as fast the answer is as the portable winner of its key; None: it is that, or there is no row."""
-        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer else None
+        """How many times as fast the answer is as the portable winner of its key; None: it is that, or no row's config runs."""
+        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer and not self.few_tiles else None
 
 
 def choice_of(kernel: str, given: Config | Choice) -> Choice:

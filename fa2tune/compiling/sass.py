@@ -228,6 +228,26 @@ def _works(instruction: _Instruction) -> bool:
     return base in _ATOMICS or base == "FFMA" or "MMA" in base
 
 
+def _add_jumps_by_table(successors: list[set[int]], jumps: list[int]) -> None:
+    """The blocks ``jumps`` end in an indirect jump, whose targets stand in a table outside the code: the roles of a
+    warp-specialised kernel. Its targets are taken to be the blocks, in order, that nothing else reaches."""
+    reached: set[int] = set()
+
+    def reach(start: int) -> None:
+        stack = [start]
+        while stack:
+            if (block := stack.pop()) not in reached:
+                reached.add(block)
+                stack.extend(successors[block])
+
+    reach(0)
+    for jump in jumps:
+        for block in range(len(successors)):
+            if block not in reached:
+                successors[jump].add(block)
+                reach(block)
+
+
 def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> Iterator[_Body]:
     """A back edge makes a loop only if its target dominates it, which leaves out the jumps back from cold code (spinning on a
     TMA barrier) laid out behind the kernel."""
@@ -238,7 +258,7 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
             if match[1] in labels:
                 targets[index] = labels[match[1]]
                 ends.add(index)
-        elif instruction.opcode.startswith("EXIT"):
+        elif instruction.opcode.startswith(("EXIT", "BRX")):
             ends.add(index)
     starts = sorted({0, *targets.values(), *(end + 1 for end in ends if end + 1 < len(instructions))})
     block_at = {start: number for number, start in enumerate(starts)}
@@ -254,6 +274,9 @@ def _natural_loops(instructions: list[_Instruction], labels: dict[str, int]) -> 
         if not (last in ends and unconditional) and number + 1 < len(spans):
             follows.add(number + 1)
         successors.append(follows)
+    _add_jumps_by_table(
+        successors, [n for n, (_, end) in enumerate(spans) if instructions[end - 1].opcode.startswith("BRX")]
+    )
     predecessors: list[set[int]] = [set() for _ in spans]
     for number, follows in enumerate(successors):
         for follower in follows:

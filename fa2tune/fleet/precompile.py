@@ -19,7 +19,7 @@ import torch
 from fa2tune.calling import choosing, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
 from fa2tune.compiling.binaries import File, New
-from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, key_splits, launch, passes, precompiled
@@ -31,7 +31,7 @@ from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.mask import CAUSAL, ROW_MASKS, band
-from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Problem, Specialization
+from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 OTHER_DRIVER = "other"  #: stands for any that no row was made with
@@ -117,12 +117,22 @@ def _choices(
 ) -> Iterator[tuple[str, Choice]]:  # fmt: skip
     """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
     chooser = choosing.Chooser(problem, gpu, layers, node)
-    yield "fwd", (chosen := chooser.choose("fwd"))
-    few = schedule.for_few_tiles(problem.specialization, gpu.arch) if problem.mask.measured else None
-    if few is not None and schedule.covers(chosen.variant):
-        yield "fwd", replace(chosen, config=few)
+    yield "fwd", chooser.choose("fwd")
     for deterministic in (False, True):
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
+
+
+def _by_shape(kernel: str, problem: Problem, variant: Variant, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
+    """What calls that a variant of a kernel serves may run beside it or in its place: their batch, heads and lengths decide."""
+    if problem.extent.ragged:
+        return
+    if kernel in group_parts.SPLIT_KERNELS:
+        yield from group_parts.helpers(problem, arch)
+    if kernel == "fwd" and arch in split_schedule.MEASURED_ON:
+        yield from key_splits.all_kernels(problem, arch)
+    few = schedule.for_few_tiles(problem.specialization, arch) if problem.mask.measured else None
+    if few is not None and schedule.covers(variant):
+        yield from ((*one, problem) for one in runs(kernel, problem.specialization, few, arch))
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:
@@ -133,12 +143,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
         for problem, node in product(_problems(key, wanted), nodes):
             for kernel, choice in _choices(problem, gpu, layers, node):
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
-                if (
-                    kernel in group_parts.SPLIT_KERNELS and not problem.extent.ragged
-                ):  # a call decides whether it takes them
-                    needed += group_parts.helpers(problem, gpu.arch)
-                if kernel == "fwd" and gpu.arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
-                    needed += key_splits.all_kernels(problem, gpu.arch)
+                needed += _by_shape(kernel, problem, choice.variant, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
@@ -147,15 +152,18 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
 
 def jobs_of(rows: Iterable[Row]) -> dict[int, list[BinaryJob]]:
     """Compute capability -> every binary that rows were measured with: those of their kernels, and of the kernels that run
-    before and after. A whole backward has none of its own."""
+    before and after; and those of kernels that calls of few queries, few tiles or few key heads run, which are like the row's
+    but for their sizes. A whole backward has none of its own."""
     found: dict[int, dict[BinaryJob, None]] = {}
     for row in rows:
-        key = row.key
+        key, problem = row.key, row.key.workload()
         if key.kernel != BACKWARD:
-            spec = key.specialization()
-            for variant, config in runs(key.kernel, spec, registry.completed(key.kernel, row.config), key.arch):
+            choice = choice_of(key.kernel, registry.completed(key.kernel, row.config))
+            needed = [(*one, problem) for one in runs(key.kernel, problem.specialization, choice, key.arch)]
+            needed += _by_shape(key.kernel, problem, choice.variant, key.arch)
+            for variant, config, posed in needed:
                 point = tuple(sorted(compiler.binary_config(variant, config).items()))
-                found.setdefault(key.arch, {})[variant, spec, point] = None
+                found.setdefault(key.arch, {})[variant, posed.specialization, point] = None
     return {arch: list(todo) for arch, todo in found.items()}
 
 

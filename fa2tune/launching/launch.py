@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -266,6 +266,28 @@ def _addressed(
     return [_MOST_ROWS, _MOST_ROWS, heads, _PACKED_ROWS, dim], [back, row_step, head_step, row_step, one]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What the binary of a config says of a kernel's parameters."""
+
+    binary: tuple[tuple[str, Any], ...]  #: ``compiler.binary_config``, sorted
+    described: frozenset[str]  #: those that are descriptors
+    constants: frozenset[str]  #: those that are compiled in
+    passed: Mapping[str, str]  #: as ``compiler.passed`` has it
+
+
+@lru_cache(maxsize=4096)
+def _form(variant: Variant, spec: Specialization, binary: tuple[tuple[str, Any], ...]) -> Form:
+    config = dict(binary)
+    described, constants = compiler.described(variant, spec, config), compiler.constexprs(variant, spec, config)
+    return Form(binary, frozenset(described), frozenset(constants), compiler.passed(variant, spec, config))
+
+
+def form(variant: Variant, spec: Specialization, config: Config) -> Form:
+    """Worked out once for each binary, not for each length. ValueError: the config lacks something."""
+    return _form(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())))
+
+
 def starts_early(variant: Variant, config: Config) -> bool:
     """Whether a config's kernel will start before the one before it has ended."""
     return variant.early(config) and cuda.may_start_early()
@@ -277,17 +299,15 @@ def _bound(
 ) -> Launch:  # fmt: skip
     """One kernel, one problem, one device. ``names``: the tensors to pass, in this order, when calling."""
     values = {**_values(variant, problem, config, strides, softmax_scale, names), **scalars}
-    described = compiler.described(variant, problem.specialization, config)
-    constants = compiler.constexprs(variant, problem.specialization, config)
-    compiled_in = tuple(sorted(compiler.binary_config(variant, config).items()))
-    function = load(variant, problem.specialization, compiled_in, device_index, measured)
+    formed = form(variant, problem.specialization, config)
+    function = load(variant, problem.specialization, formed.binary, device_index, measured)
     formats = iter(function.image.maps)
     arguments: list[Any] = []
     slots: dict[str, tuple[int, Maps | None]] = {}  # where each tensor goes
     for name in variant.parameters:
-        if name in constants:
+        if name in formed.constants:
             continue
-        if name in described:
+        if name in formed.described:
             whole = variant.rest_of.get(name, name)
             shape, steps = _addressed(whole, problem, strides.get(whole), workspaces)
             maps = Maps(next(formats), shape, steps)
@@ -297,8 +317,6 @@ def _bound(
                 raise CompileError(f"{variant.short_name}, {name}: {error}") from error
             slots[name] = len(arguments), maps
             arguments += [0, *shape, *steps]
-        elif name in constants:
-            continue
         elif name in variant.tensors:
             slots[name] = len(arguments), None
             arguments.append(0)

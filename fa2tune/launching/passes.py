@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
-from fa2tune.compiling.compiler import KernelSequence, around, passed
+from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import (
@@ -24,6 +24,7 @@ from fa2tune.launching.launch import (
     arch_of,
     bind,
     chain,
+    form,
     starts_early,
     strides_of,
 )
@@ -91,6 +92,16 @@ def lse_of(words: torch.Tensor) -> torch.Tensor:
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The same sizes and strides ("meta"). ``tensor.to("meta")`` has dense strides for what is expanded."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def in_one_batch(packed: torch.Tensor) -> torch.Tensor:
+    """(total, heads, dim) as (1, heads, total, dim), as kernels see packed sequences."""
+    return packed.transpose(0, 1).unsqueeze(0)
+
+
+def without_batch(view: torch.Tensor) -> torch.Tensor:
+    """(1, heads, total, dim) as (total, heads, dim)."""
+    return view.squeeze(0).transpose(0, 1)
 
 
 def empty_ordered(like: torch.Tensor, dim: int) -> torch.Tensor:
@@ -178,7 +189,7 @@ class Kernels:
             places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             for one in group_parts.launches(problem, count, kernels, strides, arch):
-                memory = passed(one.variant, one.problem.specialization, one.config)
+                memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
                 names = tuple(name for name, tensor in wanted.items() if tensor in places)
                 bound = bind(
@@ -223,7 +234,8 @@ def _offsets(extent: Extent) -> dict[str, torch.Tensor]:
 
 
 class ForwardPlan:
-    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k."""
+    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k;
+    of their tensors the addresses alone count, so they may be (total, heads, dim), as o is then."""
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config | Choice) -> None:  # fmt: skip
@@ -233,7 +245,8 @@ class ForwardPlan:
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **_offsets(problem.extent)}
         kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
-        self.chain, self.fresh = kernels.chain, Fresh(q.device, o, lse, *kernels.block())
+        given = without_batch(o) if problem.extent.ragged else o
+        self.chain, self.fresh = kernels.chain, Fresh(q.device, given, lse, *kernels.block())
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor

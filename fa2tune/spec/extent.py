@@ -24,12 +24,13 @@ class Extent:
     """Which of the two, and what the host knows of the lengths."""
 
     name: str = DENSE  #: DENSE or RAGGED: compiled in
-    sequences: int = 0  #: of a ragged call
+    sequences: int = 0  #: of a ragged call, as its offsets count them
     longest: int = 0  #: rows of its longest sequence, as the caller says: chooses among rows of the cache; 0: not known
+    parts: int = 1  #: sequences of the offsets for each of the caller's: more than 1 where used lengths divide them
 
     def __str__(self) -> str:
         """For people."""
-        return self.name if self.name == DENSE else f"{self.sequences} packed sequences"
+        return self.name if self.name == DENSE else f"{self.sequences // self.parts} packed sequences"
 
     @property
     def ragged(self) -> bool:
@@ -45,7 +46,7 @@ class Extent:
         geometric mean of both, as most of the work lies in longer sequences, and most tiles in shorter ones."""
         if not self.ragged:
             return total
-        mean = -(-total // max(1, self.sequences))
+        mean = -(-total // max(1, self.sequences // self.parts))
         return round(math.sqrt(mean * self.longest)) if self.longest else mean
 
 

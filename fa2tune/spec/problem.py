@@ -5,9 +5,10 @@ Pure data: importable without torch or triton.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from fa2tune.spec.extent import DENSE, RAGGED, WHOLE, Extent
@@ -53,8 +54,7 @@ def head_dim_parts(head_dim: int) -> tuple[int, int]:
 
 def bucket_of(seqlen_q: int, seqlen_k: int) -> int:
     """The bucket a call falls into: the longer length, rounded up to a bucket; lengths beyond the ends take the end."""
-    length = max(seqlen_q, seqlen_k)
-    return next((bucket for bucket in BUCKETS if length <= bucket), BUCKETS[-1])
+    return BUCKETS[min(bisect_left(BUCKETS, max(seqlen_q, seqlen_k)), len(BUCKETS) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,10 @@ class Specialization:
     @property
     def ragged(self) -> bool:
         return self.extent == RAGGED
+
+
+#: Asked for dozens of times where a plan is made.
+_specialization = lru_cache(maxsize=1024)(Specialization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class Problem:
 
     @property
     def specialization(self) -> Specialization:
-        return Specialization(
+        return _specialization(
             self.dtype, self.head_dim, self.head_dim_v, self.mask.name, self.precision, self.aligned, self.wide, self.negate,
             self.score.name, self.extent.name,
         )  # fmt: skip

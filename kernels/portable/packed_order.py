@@ -26,13 +26,14 @@ def _sides(cu_seqlens, index, sequences, total, BEHIND: tl.constexpr):
 
 @triton.jit
 def packed_order_kernel(
-    cu_seqlens_q, cu_seqlens_k, order, batch, seqlen_q, seqlen_k, BLOCK_Q: tl.constexpr,
+    cu_seqlens_q, cu_seqlens_k, order, batch, seqlen_q, seqlen_k, BLOCK_Q: tl.constexpr, IN_TURNS: tl.constexpr,
 ):  # fmt: skip
     """cu_seqlens_q, cu_seqlens_k [batch + 1] int32 -> order [1 + seqlen_q // BLOCK_Q + batch + 1, WORDS] int32: the head
     [tiles, 0, keys of the longest sequences], and an entry a tile of BLOCK_Q queries, [first row within its sequence, row where
     that ends, its rows, key where it ends, its keys]. seqlen_q, seqlen_k: rows of all together. Sequences of more keys come
-    first, and of each the last tile, the longest of a causal mask; those of as many keys and tiles take turns. Every row of q
-    is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
+    first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes after the
+    other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every row of q is
+    in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
     own = tl.program_id(0)
     lanes = tl.arange(0, STEP)
     first_q, rows = _sides(cu_seqlens_q, own + lanes * 0, batch, seqlen_q, True)
@@ -48,20 +49,28 @@ def packed_order_kernel(
         _, other_keys = _sides(cu_seqlens_k, index, batch, seqlen_k, False)
         other_tiles = tl.cdiv(other_rows, BLOCK_Q)
         earlier = (other_keys > keys) | ((other_keys == keys) & (other_tiles > tiles))
-        same = (other_keys == keys) & (other_tiles == tiles) & (index <= batch)
+        like = (other_keys == keys) & (other_tiles == tiles) & (index <= batch)
         before += tl.where(earlier, other_tiles, 0)
-        alike += same.to(tl.int32)
-        lower += (same & (index < own)).to(tl.int32)
+        alike += like.to(tl.int32)
+        lower += (like & (index < own)).to(tl.int32)
         every += other_tiles
     room = seqlen_q // BLOCK_Q + batch + 1  # sequences that overlap, against the rules, may have more tiles
     word = tl.arange(0, WORDS)[None, :]
     if own == 0:
         tl.store(order + word, tl.where(word == 0, tl.minimum(tl.sum(every, 0), room), 0), mask=word < 2)
     mine = tl.max(tiles, 0)
-    turns = tl.sum(alike, 0)
-    place = tl.sum(before, 0) + tl.sum(lower, 0)
-    if (place == 0) & (mine > 0):
-        tl.store(order + 2, tl.max(keys, 0) * turns)
+    same = tl.sum(alike, 0)
+    place = tl.sum(before, 0)
+    rank = tl.sum(lower, 0)
+    if (place + rank == 0) & (mine > 0):
+        tl.store(order + 2, tl.max(keys, 0) * same)
+    turns = tl.minimum(same, tl.cdiv(IN_TURNS, tl.maximum(mine, 1)))
+    alone = same - turns
+    if rank < alone:
+        place += rank * mine
+        turns = 1
+    else:
+        place += alone * mine + rank - alone
     place += (mine - 1) * turns  # of the first tile
     for first in range(0, mine, STEP):
         tile = first + lanes

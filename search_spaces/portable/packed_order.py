@@ -4,6 +4,9 @@ from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import SearchSpace
 
 WORDS = 8  #: int32 of an entry, 32 bytes
+#: Tiles, of sequences that are alike, whose sequences take turns: all. Fewer keep less K and V in use at a time, and were not
+#: measured; by simulation 64 balance as well (docs/experiments/varlen.md).
+IN_TURNS = ALL = 1 << 30
 
 
 def order_shape(problem: Problem, block: int) -> tuple[int, int]:
@@ -13,7 +16,13 @@ def order_shape(problem: Problem, block: int) -> tuple[int, int]:
 
 SPACE = SearchSpace(
     name="packed_order",
-    dimensions={"BLOCK_Q": (64, 128, 192), "num_warps": (1,), "num_stages": (1,), "maxnreg": (0,)},
+    dimensions={
+        "BLOCK_Q": (64, 128, 192),
+        "IN_TURNS": (32, 64, ALL),
+        "num_warps": (1,),
+        "num_stages": (1,),
+        "maxnreg": (0,),
+    },
     constraints=(),
-    default=lambda spec, arch: {"BLOCK_Q": 128, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
+    default=lambda spec, arch: {"BLOCK_Q": 128, "IN_TURNS": IN_TURNS, "num_warps": 1, "num_stages": 1, "maxnreg": 0},
 )

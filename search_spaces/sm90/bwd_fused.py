@@ -250,7 +250,7 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "packed_tensors_within_32_bits",
-            "descriptors of packed tensors start as far ahead of the tensor as it is long, which is untried from 4 GiB on",
+            "packed tensors that want 64-bit strides are untried",
             lambda config, spec, arch: not spec.ragged or not spec.wide,
         ),
         Constraint(

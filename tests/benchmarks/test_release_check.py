@@ -9,11 +9,17 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import torch
 from benchmark_scripts import script
 
+from fa2tune import gpus
+from fa2tune.calling import serving
 from fa2tune.compiling import binaries
 from fa2tune.compiling.binaries import BinariesError, File, New
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem
 
 release = script("release_check")
 grid = script("triton_grid")
@@ -68,6 +74,39 @@ def test_a_fake_triton_has_a_version_and_does_not_import(tmp_path: Path) -> None
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4.0.0rc1", "no"] and grid.version_of(folder) == "4.0.0rc1"
+
+
+def test_a_cold_start_is_one_of_the_release_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = script("cold_start")
+    child = {"seconds": [1.0, 0.1, 0.05, 0.08, 0.06], "programs": ["ptxas"], "said": ""}
+    monkeypatch.setattr(cold, "ran", lambda what, env: child if what == "start" else {})
+    assert cold.start({}) == (child["seconds"], ["ptxas"])
+    child |= {"error": "RuntimeError: no NVIDIA driver", "said": "Traceback"}
+    with pytest.raises(click.ClickException, match="no NVIDIA driver\nTraceback"):
+        cold.start({})
+
+
+def test_the_results_have_calls_whose_keys_are_split() -> None:
+    child = script("release_child")
+    queries, keys = child.LENGTHS[" decoding"]
+    for dim, causal in child.RESULTS:
+        heads = 2048 // dim
+        problem = Problem("bf16", 2, heads, heads, queries, keys, dim, dim, CAUSAL if causal else FULL)
+        (served,) = serving.explain_problem(problem, gpus.named("h200"), ("fwd",)).kernels
+        assert served.split is not None
+
+
+def test_the_reference_of_few_queries_aligns_the_mask_to_the_last_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    child, arange = script("release_child"), torch.arange
+    monkeypatch.setattr(torch, "arange", lambda count, device: arange(count))
+    generator = torch.Generator().manual_seed(0)
+    q, do = (torch.randn(1, 2, 4, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 2, 37, 16, generator=generator) for _ in range(2))
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    seen = torch.ones(4, 37, dtype=torch.bool).tril(37 - 4)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    (o * do).sum().backward()
+    assert max(child._errors(torch, q, k, v, do, o, True).values()) < 1e-5
 
 
 def test_nan_is_no_right_result() -> None:

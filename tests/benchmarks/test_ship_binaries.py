@@ -108,6 +108,17 @@ def test_a_check_names_what_differs(
     assert run(tmp_path, "--check") == (1, f"{path}: No such file or directory\n")
 
 
+def test_an_estimate_counts_and_takes_a_sample(few: list[precompile.BinaryJob], tmp_path: Path) -> None:
+    status, said = run("--estimate", 0)
+    assert status == 0 and said.splitlines()[1:] == [f"sm_80 {name:18}     3 binaries" for name in ("bwd_dq", "all")]
+    status, said = run("--estimate", 3, "--workers", 1)
+    assert status == 0 and run(tmp_path)[0] == 0
+    told = float(said.splitlines()[-2].partition("binaries")[2].split()[0])
+    made = (tmp_path / "sm_80.kernels").stat().st_size / 1e6
+    assert said.endswith(f"both files: {told:.1f} MB\n") and abs(told - made) < 0.02, "of all three, so no guess"
+    assert run()[0] == 2
+
+
 def test_shipped_files_serve_rows_under_any_triton(
     few: list[precompile.BinaryJob], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

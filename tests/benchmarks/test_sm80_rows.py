@@ -115,6 +115,23 @@ def test_rows_say_that_they_are_ported_and_keep_the_limits(racing: Any, tmp_path
         assert (row.binary_hash is None) == (gpu.arch != 80)
 
 
+def test_a_race_is_filed_for_gpus_of_the_same_limits(racing: Any, tmp_path: Path) -> None:
+    _carry_out(racing(L4))
+    out = tmp_path / "out"
+
+    def filed(also: str) -> Any:
+        return CliRunner().invoke(sm80_rows.main, ["file", str(tmp_path), str(out), "--gpu", "l4", "--also", also])
+
+    refused = filed("a10,a100")
+    assert refused.exit_code == 1 and "--also: got a100-sxm-80gb, whose shared_per_block" in refused.output
+    assert not out.exists()
+    assert filed("a10,rtx-5090").exit_code == 0
+    of_l4, of_a10, of_5090 = (list(reader.read(out / f"{name}.sqlite")) for name in ("l4", "a10", "rtx-5090"))
+    assert [(row.key.gpu, row.key.arch, row.key.sm_count) for row in of_a10] == [("a10", 86, 72)] * 6
+    assert {row.key.arch for row in of_5090} == {120}
+    assert [row.config for row in of_a10] == [row.config for row in of_l4] == [row.config for row in of_5090]
+
+
 def test_fp16_races_what_won_in_bf16(racing: Any) -> None:
     _carry_out(racing())
     again = racing()

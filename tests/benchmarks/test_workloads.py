@@ -1,9 +1,8 @@
-"""benchmarks/workloads.py without a GPU: which calls it draws, what it accepts as right, what it reports."""
+"""benchmarks/workloads.py without a GPU: what it accepts as right, what it reports."""
 
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,13 @@ import pytest
 import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
+from peer_fakes import right, without_gpu
 
 from fa2tune.measuring import reference
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
-workloads = script("workloads")
-
-
-def test_random_calls_keep_the_stated_bounds_and_shares() -> None:
-    for seed in map(str, range(12)):
-        calls = list(workloads.drawn(seed).values())
-        assert calls == list(workloads.drawn(seed).values()) and len(calls) == 100
-        assert sum(p.seqlen_q != p.seqlen_k for p in calls) >= 20
-        assert sum(p.group > 1 for p in calls) >= 30
-        assert sum(p.head_dim != p.head_dim_v for p in calls) >= 10
-        assert {p.mask for p in calls} == {FULL, CAUSAL}
-        for p in calls:
-            assert 1 <= p.batch <= 64 and 1 <= p.heads_q <= 96 and p.heads_q % p.heads_kv == 0
-            assert 64 <= p.seqlen_q <= 32768 and 64 <= p.seqlen_k <= 32768
-            assert p.head_dim % 8 == p.head_dim_v % 8 == 0 and min(p.head_dim, p.head_dim_v) >= 16
-            assert max(p.head_dim, p.head_dim_v) <= 256 and workloads.bytes_of(p) <= workloads.MOST_BYTES
-    assert list(workloads.drawn("0").values()) != calls
+workloads, side_by_side = script("workloads"), script("side_by_side")
 
 
 def test_operations_count_what_the_mask_lets_see() -> None:
@@ -65,43 +49,27 @@ def test_expected_results_are_those_of_the_float64_reference(mask: Mask, seqlen_
 
 
 def test_the_ratio_is_that_of_the_fastest_peer_by_rounds() -> None:
-    problem = Problem("bf16", 1, 1, 1, 100, 100, 64, 64, FULL)
-    found = workloads.verdict(
-        {"fa2tune": [1.0, 2.0, 1.0], "fa4": [1.5, 3.0, 1.5], "fa2": [9.0, 9.0, 9.0]}, problem, "fwd"
-    )
+    found = side_by_side.verdict({"fa2tune": [1.0, 2.0, 1.0], "fa4": [1.5, 3.0, 1.5], "fa2": [9.0, 9.0, 9.0]}, 2e9)
+    assert found["tflops"] == 2.0
     assert (found["best_peer"], found["ratio"], found["us"]["fa2tune"]) == ("fa4", 1.5, 1000.0)
-    assert workloads.verdict({"fa4": [1.0]}, problem, "fwd")["ratio"] == 0.0, "fa2tune cannot run it: lost"
-    assert workloads.verdict({"fa2tune": [1.0]}, problem, "fwd")["ratio"] is None
-    assert workloads.verdict({}, problem, "bwd")["ratio"] == 0.0
+    assert side_by_side.verdict({"fa4": [1.0]}, 1.0)["ratio"] == 0.0, "fa2tune cannot run it: lost"
+    assert side_by_side.verdict({"fa2tune": [1.0]}, 1.0)["ratio"] is None
+    assert side_by_side.verdict({}, 1.0)["ratio"] == 0.0
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run on the CPU; a peer's time is what its name says."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(workloads, "graphed", lambda call, stream: (call, 1))
-    times = {"fa2tune": 1.0, "good": 2.0, "forward-only": 0.5}
-    monkeypatch.setattr(workloads, "raced", lambda graphs: {name: [times[name]] for name in graphs})
+    without_gpu(monkeypatch, {"fa2tune": 1.0, "good": 2.0, "forward-only": 0.5})
 
 
 def peers() -> dict[str, Any]:
-    def right(problem: Problem) -> Any:
-        def attention(q: Any, k: Any, v: Any) -> Any:
-            tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            return reference.attention(*tensors, mask=problem.mask, softmax_scale=problem.head_dim**-0.5)[0].transpose(
-                1, 2
-            )
-
-        return attention
-
     def unable(problem: Problem) -> Any:
-        raise workloads.Unfit("not this one")
+        raise side_by_side.Unfit("not this one")
 
     return {
-        "fa2tune": workloads.Peer(right), "good": workloads.Peer(right), "unable": workloads.Peer(unable),
-        "wrong": workloads.Peer(lambda problem: lambda q, k, v: right(problem)(q, k, 2 * v)),
-        "forward-only": workloads.Peer(right, backward=False),
+        "fa2tune": side_by_side.Peer(right), "good": side_by_side.Peer(right), "unable": side_by_side.Peer(unable),
+        "wrong": side_by_side.Peer(lambda problem: lambda q, k, v: right(problem)(q, k, 2 * v)),
+        "forward-only": side_by_side.Peer(right, backward=False),
     }  # fmt: skip
 
 
@@ -127,9 +95,9 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(workloads, "named", lambda: problems)
     monkeypatch.setattr(workloads, "measure", measure)
-    monkeypatch.setattr(workloads, "_warm", lambda: None)
+    monkeypatch.setattr(side_by_side, "warm", lambda: None)
     environment = {**dict.fromkeys(("driver", "torch", "triton", "cudnn", "flash-attn-4"), "1"), "gpu": "H200"}
-    monkeypatch.setattr(workloads, "_environment", lambda: environment)
+    monkeypatch.setattr(side_by_side, "environment", lambda: environment)
     path = tmp_path / "w.json"
     run = lambda *more: CliRunner().invoke(workloads.main, ["--out", str(path), *more])  # noqa: E731
     assert run("--only", "a").exit_code == 0 and measured == [80]
@@ -156,7 +124,7 @@ def test_a_file_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_peers_that_cannot_take_a_call_say_why() -> None:
     make = workloads.PEERS["fa2"].make
     for mask, why in ((band(3, 0), "no windows"), (CAUSAL, "top left")):
-        with pytest.raises(workloads.Unfit, match=why):
+        with pytest.raises(side_by_side.Unfit, match=why):
             make(Problem("bf16", 1, 1, 1, 8, 9, 16, 16, mask))
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 9, 1, 16)
     one = workloads._sdpa("MATH")(Problem("bf16", 1, 1, 1, 1, 9, 16, 16, CAUSAL))(q, k, k)

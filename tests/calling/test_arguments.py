@@ -15,6 +15,7 @@ import torch
 
 import fa2tune
 from fa2tune.calling import arguments, dispatch, ops
+from fa2tune.spec.combinations import LACKING
 
 Q = torch.zeros(1, 4, 32, 64)
 #: Of torch.nn.functional.scaled_dot_product_attention, as its documentation begins.
@@ -28,8 +29,11 @@ SDPA = str(torch.nn.functional.scaled_dot_product_attention.__doc__).split("(", 
         ({"scale": 0.1}, "got scale=, use softmax_scale= instead"),
         ({"return_attn_probs": True}, "use return_lse=True"),
         ({"attn_mask": Q}, "got attn_mask=, which is not supported yet (masks as tensors)"),
-        ({"dropout_p": 0.0}, "got dropout_p=, which is not supported yet (dropout); dropout_p=0.0 can be left out"),
-        ({"dropout_p": 0.1}, "got dropout_p=, which is not supported yet (dropout)"),
+        (
+            {"dropout_p": 0.0},
+            "got dropout_p=, which is not supported yet (attention dropout); dropout_p=0.0 can be left out",
+        ),
+        ({"dropout_p": 0.1}, "got dropout_p=, which is not supported yet (attention dropout)"),
         ({"window_size": (128, 0)}, "got window_size=, use window=(left, right) instead"),
         ({"sliding_window": 128}, "use window=(sliding_window - 1, 0)"),
         ({"alibi_slopes": Q}, "ALiBi"),
@@ -104,7 +108,7 @@ def test_a_warm_call_refuses_positional_extras(monkeypatch: pytest.MonkeyPatch) 
 def test_every_argument_of_sdpa_is_known() -> None:
     names = set(re.findall(r"[a-z]\w*(?==)", SDPA))
     assert {"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"} <= names
-    known = {*arguments.INSTEAD, *arguments.NOT_YET, *arguments.NEEDLESS}
+    known = {*arguments.INSTEAD, *LACKING, *arguments.NEEDLESS}
     assert names <= known
     assert not known & set(arguments.ALLOWED)
 

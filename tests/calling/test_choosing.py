@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from fa2tune.compiling import choice, limits
 from fa2tune.launching import passes
 from fa2tune.rows import lookup
 from fa2tune.rows.lookup import Toolchain
+from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.score import NONE
@@ -115,3 +118,39 @@ def test_another_problem_is_worked_out_anew_and_the_same_one_is_not() -> None:
     assert chooser.of(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL)) is chooser
     other = chooser.of(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, FULL))
     assert other is not chooser and other.layers is chooser.layers and other.node is chooser.node
+
+
+def test_a_new_length_of_a_bucket_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing.forget()
+    asked: list[str] = []
+    candidates = lookup.candidates
+
+    def counted(key: Any, *rest: Any) -> Any:
+        asked.append(key.kernel)
+        return candidates(key, *rest)
+
+    monkeypatch.setattr(lookup, "candidates", counted)
+    lengths = [Problem("bf16", 1, 32, 8, 1, length, 128, 128, FULL) for length in range(3000, 3020)]
+    first, *others = (choosing.choose(problem, "fwd", H200) for problem in lengths)
+    assert asked == ["fwd"] and all(one.answer is first.answer for one in others)
+    choosing.choose(replace(lengths[0], seqlen_k=5000), "fwd", H200)  # another bucket
+    choosing.choose(replace(lengths[0], aligned=False, tma=False), "fwd", H200)
+    assert asked == ["fwd"] * 3
+
+
+def test_what_choosers_share_changes_no_choice() -> None:
+    choosing.forget()
+    extents = (WHOLE, Extent("ragged", 3, 700))
+    asked = [
+        Problem("bf16", 2, 16, heads_kv, length, keys, dim, dim, mask, aligned=tma, tma=tma, extent=extent)
+        for length, keys, dim, mask, tma, extent in product(
+            (1, 1000), (1000, 1001), (64, 96), (CAUSAL, band(100, 0)), (True, False), extents
+        )
+        for heads_kv in (16, 2)
+    ]
+    for problem in asked:
+        own = Chooser(problem, H200, choosing.layers(), choosing.toolchain())
+        ours = Chooser(problem, H200)
+        assert ours.choose("fwd") == own.choose("fwd")
+        for deterministic in (True, False):
+            assert choosing.choose_backward(ours, deterministic) == choosing.choose_backward(own, deterministic)

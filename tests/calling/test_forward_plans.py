@@ -34,7 +34,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(split_schedule, "config_of", lambda *of: split)
     monkeypatch.setattr(forward_plans, "SplitPlan", splitting)
     monkeypatch.setattr(forward_plans, "ForwardPlan", lambda *of: "tuned")
-    monkeypatch.setattr(forward_plans, "_REFUSED", set())
+    monkeypatch.setattr(forward_plans, "_REFUSED", {})
     return asked
 
 

@@ -51,8 +51,13 @@ def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> N
 
 @pytest.mark.usefixtures("proved")
 def test_the_length_chooses_the_row() -> None:
-    for sequences, longest, bucket in ((16, 0, 1024), (16, 1024, 1024), (2, 8192, 8192)):
-        problem = replace(posed(128), extent=Extent(RAGGED, sequences, longest))
+    for sequences, longest, parts, bucket in (
+        (16, 0, 1, 1024),
+        (16, 1024, 1, 1024),
+        (2, 8192, 1, 8192),
+        (6, 0, 3, 8192),
+    ):
+        problem = replace(posed(128), extent=Extent(RAGGED, sequences, longest, parts))
         choice = choosing.choose(problem, "bwd_fused", H200, True, node=NODE)
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 

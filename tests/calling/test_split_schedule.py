@@ -109,6 +109,51 @@ def test_explain_names_the_kernels_that_run():
     assert served.split is not None and set(served.binaries) == {"fwd_split", "fwd_combine"}
     assert f"keys are split into {served.split['SPLITS']} parts" in str(found)
     assert "tiles have the 4 query heads of a key head as rows" in str(found)
-    assert found.as_dict()["kernels"][0]["split"] == dict(served.split)
+    told = found.as_dict()["kernels"][0]
+    assert told["split"] == told["config"] == told["runs"]["fwd_split"] == dict(served.split)
+    assert list(told["runs"]) == ["fwd_split", "fwd_combine"] and told["runs"]["fwd_combine"]["SPLITS"] > 1
     whole = serving.explain_problem(replace(DECODING, batch=8, seqlen_q=2000, seqlen_k=2000), H200, ("fwd",))
     assert whole.kernels[0].split is None and "fwd_split" not in str(whole)
+
+
+def test_explain_says_that_no_row_runs_and_which_would():
+    found = serving.explain_problem(DECODING, H200, ("fwd",))
+    served, told = found.kernels[0], found.as_dict()["kernels"][0]
+    assert (found.status, served.status) == ("estimated", "estimated") and found.next == "nothing to do"
+    assert (
+        found.verdict
+        == "Estimated: fwd runs fwd_split, fwd_combine, with a config of the schedule model that no row has."
+    )
+    assert (
+        "otherwise warp_specialized, measured on h200" in str(served) and str(served).count("x portable default") == 1
+    )
+    assert all(told[name] is None for name in ("implementation", "obtained", "time_us", "gain", "lead"))
+    row = served.row
+    assert told["otherwise"]["implementation"] == "warp_specialized" and told["otherwise"]["time_us"] == row.time_us
+    assert told["otherwise"]["config"] == choosing.choose(DECODING, "fwd", H200).config
+    assert serving.served_by(DECODING, H200, backward=False) == {"fwd": "fwd_split + fwd_combine"}
+    training = serving.explain_problem(DECODING, H200)
+    (backward,) = {one.status for one in training.kernels[1:]}  # stale under another Triton than the rows'
+    assert training.status == {"tuned": "estimated", "stale": "stale"}[backward]
+
+
+def test_a_config_for_few_tiles_is_no_rows_either():
+    short = Problem("bf16", 1, 16, 16, 512, 512, 128, 128, CAUSAL)
+    found = serving.explain_problem(short, H200, ("fwd",))
+    served, told = found.kernels[0], found.as_dict()["kernels"][0]
+    assert served.few_tiles and served.status == "estimated" and list(served.runs) == ["sm90/fwd"]
+    assert found.verdict == "Estimated: fwd runs warp_specialized, with a config of the schedule model that no row has."
+    assert told["config"]["BLOCK_M"] == 64 and told["gain"] is None
+    assert told["otherwise"]["config"]["BLOCK_M"] == told["changed"]["BLOCK_M"]["row"] == 128
+    choice = choosing.choose(short, "fwd", H200)
+    assert choice.step == "schedule model, few tiles" and choice.lead is None and choice.row is not None
+    tuned = choosing.choose(replace(short, batch=32), "fwd", H200)
+    assert not tuned.few_tiles and "problem exact" in tuned.step and tuned.lead > 1
+
+
+def test_explain_says_of_a_call_that_nothing_compiles_what_it_lacks(monkeypatch):
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.triton_version", lambda: "")
+    found = serving.explain_problem(replace(DECODING, batch=8, seqlen_q=2000, seqlen_k=2000), H200, ("fwd",))
+    said = "there is no file of binaries, and no Triton is installed to compile it."
+    assert found.verdict == f"Cannot run here: {found.as_dict()['lacking']}." and found.verdict.endswith(said)
+    assert found.next == "pip install --upgrade 'triton>=3.6'" and "not to be had" in str(found.kernels[0].binaries)

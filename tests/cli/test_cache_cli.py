@@ -404,7 +404,13 @@ def test_explain_says_for_which_bucket_and_size_a_row_was_measured_and_what_runs
     assert "measured on h200 for the bucket of 4096 (16k tokens, heads x head dim 2048), fresh" in said
     assert "x port. default: speed relative to the portable default config." in said and split not in said
     said = short("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 1, "--seqlen-k", 9000)
-    assert split in said and "keys are split into" in said
+    assert split in said and "keys are split into" in said and "otherwise descriptor, measured on h200 for" in said
+    assert said.startswith("Estimated: fwd runs fwd_split, fwd_combine")
+    ladder = explained("--gpu", "h200", "--causal", "--pass", "fwd", "--seqlen", 1, "--seqlen-k", 9000).output
+    first, rest = ladder.split("\nfwd: schedule model, keys split\n")[1].split("\notherwise: ")
+    assert first.startswith("  runs      fwd_split: BLOCK_M 16, ")
+    assert "  runs      fwd_combine: " in first and first.count("  loads     ") == 2 and "loads" not in rest
+    assert "problem nearest bucket, GPU exact" in rest and "  config    descriptor: " in rest
 
 
 def test_stale_shipped_rows_are_copied_before_they_are_renewed(

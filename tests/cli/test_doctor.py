@@ -304,6 +304,10 @@ def test_with_machine_code_a_triton_that_is_missing_is_a_note(kernels: Path, mon
     monkeypatch.setitem(_checks.REQUIRED, "triton", (99, 1))
     done = run()
     assert done.exit_code == 0 and done.output.startswith("Ready: ")
+    assert "\nNext: pip install --upgrade 'triton>=99.1'\n" in done.output, "no tune without it"
+    monkeypatch.setattr(devices, "library", no_driver)
+    build = run("--no-gpu")
+    assert build.exit_code == 0 and build.output.startswith("Ready for calls whose machine code is in a file;")
     note = r"^note +triton .*\n? *-> pip install --upgrade 'triton>=99.1'; calls whose machine code is in a file"
     assert re.search(note, done.output, re.MULTILINE), done.output
 
@@ -331,6 +335,19 @@ def test_one_damaged_binary_is_found(kernels: Path) -> None:
     assert done.exit_code == 1 and done.output.startswith("Not ready: named kernels.")
     assert f"{kernels}, 3 binaries, 1 damaged" in done.output
     assert "ship the file again; until then calls compile those kernels" in done.output
+
+
+def test_a_shipped_file_is_installed_again_and_without_triton_its_calls_are_errors(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.write_bytes(kernels.read_bytes()[:-5])
+    monkeypatch.delenv("FA2TUNE_KERNELS")
+    monkeypatch.setattr(reader, "shipped_paths", lambda: [kernels.with_suffix(".sqlite")])
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.triton_version", lambda: "")
+    binaries.forget()
+    (found,) = _checks.binaries_files()
+    assert found.found == f"{kernels}: ends too early: it was truncated"
+    assert found.fix.startswith("install fa2tune again") and "until then calls are an error" in found.fix
 
 
 # --- JSON, speed

@@ -6,6 +6,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry
+from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Specialization
 from fa2tune.tuning.search import compile_check
 
@@ -121,6 +122,15 @@ def test_the_forward_that_showed_it(dtype: str, causal: bool, rescale: str, rows
     assert limits.before_compile(variant, spec, config, h200) is None
     binary = compiler.build(variant, spec, config, 90)
     assert operandcheck.check(binary) == ()
+
+
+def test_the_packed_forward_that_showed_it() -> None:
+    """Where the blocks of a tile were known to be 1 or more: two Q tiles of 128 rows, three loops."""
+    variant = registry.variant_named("sm90/fwd")
+    spec = Specialization("fp16", 64, 64, "causal", extent=RAGGED)
+    config = {**variant.space.default(spec, 90), "BLOCK_M": 128, "Q_STAGES": 2}
+    assert variant.space.broken(config, spec, 90) is None
+    assert operandcheck.check(compiler.build(variant, spec, config, 90)) == ()
 
 
 def test_a_candidate_that_shows_it_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:

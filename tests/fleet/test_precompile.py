@@ -676,16 +676,19 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_saved(
 # ---- the tuner's rows
 
 
-def test_the_machine_code_of_rows_is_filed_once(one_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_code_of_rows_is_filed_once(
+    one_key: Path, fake_builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [row for row in reader.read(one_key) if row.key.kernel in ("fwd", "bwd") and not row.specialized]
     rows = replace_all(rows, triton=fingerprint.triton_version())
     path = tmp_path / "user.kernels"
     old = replace_all(rows, triton="3.5.0")
     assert precompile.file_rows(old, path) == (0, []) and not path.exists(), "this Triton did not tune them"
     filed, failures = precompile.file_rows(rows, path)
-    assert filed == len(File(path).entries) > 0 and not failures
+    assert filed == len(File(path).entries) == len(fake_builds) and not failures
+    kernels = {str(entry.about["kernel"]) for entry in File(path).entries.values()}
+    assert kernels == {"fwd", "fwd_split", "fwd_combine"}, "with those of calls of few queries"
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     here = replace(measured_code.toolchain(driver=""), triton="9.9")
     assert not any(here.stale(row) for row in rows if row.key.kernel == "fwd")
-    monkeypatch.setattr(compiler, "compile_kernel", lambda *asked: pytest.fail("compiled"))
-    assert precompile.file_rows(rows, path) == (0, [])
+    assert precompile.file_rows(rows, path) == (0, []) and len(fake_builds) == filed

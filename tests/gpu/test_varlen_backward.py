@@ -12,6 +12,7 @@ from fa2tune.calling import choosing, dispatch
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import FUSED, SPLIT, Problem, Specialization
@@ -58,7 +59,7 @@ FORMS = {
 def config_of(spec, form):
     """The config of a form, or None: the search space has no such form for these head dims."""
     variant = variant_named("sm90/bwd_fused")
-    config = {**variant.space.default(spec, 90), **FORMS.get(form, {})}
+    config = {**variant.space.default(spec, 90), **bwd_fused.PACKED, **FORMS.get(form, {})}
     return None if variant.space.broken(config, spec, 90) else config
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import fa2tune
 from fa2tune.compat import flash_attn, flash_attn_4, terms, torch_varlen
 from fa2tune.measuring import reference
+from fa2tune.spec.combinations import LACKING
 from fa2tune.spec.mask import mask_of
 
 
@@ -135,7 +136,7 @@ CALLS = (
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.__module__}.{call.__name__}")
 def test_what_there_is_not_is_refused_by_name(call):
     q, k, v = tensors()
-    names = [name for name in inspect.signature(call).parameters if name in terms.ABSENT]
+    names = [name for name in inspect.signature(call).parameters if name in LACKING]
     assert names
     required = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seq_q", "cu_seq_k", "max_seqlen_q", "max_seqlen_k",
                               "max_q", "max_k"))  # fmt: skip
@@ -207,4 +208,4 @@ def test_a_last_dimension_that_is_not_contiguous_is_copied():
 def test_the_page_lists_everything_that_is_refused():
     page = (Path(__file__).parents[2] / "docs" / "drop-ins.md").read_text(encoding="utf-8")
     listed = page[page.index("## Refused") :]
-    assert [name for name in terms.ABSENT if f"`{name}`" not in listed] == []
+    assert [name for name in LACKING if f"`{name}`" not in listed] == []

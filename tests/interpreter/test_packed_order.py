@@ -10,6 +10,7 @@ import torch
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import passes
 from fa2tune.launching.launch import bind
+from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
@@ -17,12 +18,12 @@ from fa2tune.spec.mask import CAUSAL
 BLOCK = 64
 
 
-def ordered(starts_q, starts_k, rows, keys):
+def ordered(starts_q, starts_k, rows, keys, in_turns=space.ALL):
     """The head and the entries that it names."""
     q, k = torch.empty(1, 1, rows, 16, dtype=torch.float16), torch.empty(1, 1, keys, 16, dtype=torch.float16)
     problem = passes.describe(q, k, k, CAUSAL, 1.0, extent=Extent(RAGGED, len(starts_q) - 1))
     variant = variant_named("portable/packed_order")
-    config = {**variant.space.default(problem.specialization, 90), "BLOCK_Q": BLOCK}
+    config = {**variant.space.default(problem.specialization, 90), "BLOCK_Q": BLOCK, "IN_TURNS": in_turns}
     names = ("cu_seqlens_q", "cu_seqlens_k", "order")
     order = torch.full(order_shape(problem, BLOCK), -(2**30), dtype=torch.int32)
     given = [torch.tensor(side, dtype=torch.int32) for side in (starts_q, starts_k)]
@@ -43,9 +44,10 @@ def ordered(starts_q, starts_k, rows, keys):
     ],
     ids=["mixed", "alike", "one", "more than are read at once", "none"],
 )
-def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k):
+@pytest.mark.parametrize("in_turns", [1, 3, space.ALL])
+def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k, in_turns):
     rows, keys = 330, 410
-    found, entries = ordered(starts_q, starts_k, rows, keys)
+    found, entries = ordered(starts_q, starts_k, rows, keys, in_turns)
     sequences = []  # (keys, tiles, first row, row behind it, key behind it)
     for (first, end), behind, seen in zip(
         pairwise((*starts_q, rows)), (*starts_k[1:], starts_k[-1]),
@@ -55,9 +57,11 @@ def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k)
             sequences.append((seen, -(-(end - first) // BLOCK), first, end, behind))
     expected = []
     for kind in sorted({one[:2] for one in sequences}, reverse=True):
-        for tile in reversed(range(kind[1])):
-            alike = [one for one in sequences if one[:2] == kind]
-            expected += [[tile * BLOCK, end, end - first, behind, kind[0]] for *_, first, end, behind in alike]
+        alike = [one for one in sequences if one[:2] == kind]
+        alone = max(0, len(alike) - -(-in_turns // kind[1]))
+        for some in (*([one] for one in alike[:alone]), alike[alone:]):
+            for tile in reversed(range(kind[1])):
+                expected += [[tile * BLOCK, end, end - first, behind, kind[0]] for *_, first, end, behind in some]
     assert entries == expected
     assert found == sum(one[0] for one in sequences if one[:2] == max(sequences)[:2])
 

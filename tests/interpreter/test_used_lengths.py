@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fa2tune
 from fa2tune.calling import dispatch, used_lengths
 from fa2tune.compat import flash_attn_4, torch_varlen
+from fa2tune.launching import passes
 from fa2tune.rows import reader
 
 #: (queries, keys) of a sequence, and how many of each are used
@@ -81,6 +84,26 @@ def test_of_one_side_only_and_more_than_there_is(call):
             lengths = side.diff() if used is None else torch.minimum(used, side.diff())
             assert torch.equal(made.diff()[::3], lengths)
             assert made[0] == 0 and made[-1] == side[-1] and bool((made.diff() >= 0).all())
+
+
+def test_rows_of_the_cache_are_chosen_by_the_callers_sequences(call, monkeypatch):
+    """Not by the three that each becomes: their mean is a third. The tiles of all three are launched."""
+    tensors, offsets, (used_q, used_k), *_ = call
+    asked = []
+    made = passes.describe
+    monkeypatch.setattr(passes, "describe", lambda *given, **more: asked.append(made(*given, **more)) or asked[-1])
+    run = fa2tune.attention_varlen
+    for one in (run, torch.compile(run, fullgraph=True, backend="eager")):
+        one(*tensors, *offsets, seqused_k=used_k)
+        one(*tensors, *offsets)
+    explained = fa2tune.explain(*tensors, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], seqused_q=used_q).problem
+    used, plain, compiled, _, _ = (one.extent for one in asked)
+    assert used == compiled == explained.extent and str(used) == str(plain) == "4 packed sequences"
+    assert (used.sequences, plain.sequences) == (12, 4)
+    for total in (66, 4000, 70000):
+        assert used.length(total) == plain.length(total) == -(-total // 4)
+    assert replace(used, longest=900).length(400) == replace(plain, longest=900).length(400) == 300
+    assert used.tiles(1, 66, 16) == 66 // 16 + 12 + 1
 
 
 def test_the_drop_ins_take_them(call):

@@ -7,7 +7,8 @@ import gc
 import re
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -19,16 +20,20 @@ import pytest
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, ops
+from fa2tune.calling import choosing, dispatch, forward_plans, ops
 from fa2tune.calling.choosing import Chooser
 from fa2tune.calling.defaults import default_config
-from fa2tune.compiling import compiler, registry
-from fa2tune.compiling.choice import Choice
-from fa2tune.compiling.compiler import CompileError
+from fa2tune.calling.serving import explain
+from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, registry
+from fa2tune.compiling.choice import BY_FEW_TILES, Choice
+from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.registry import variant_named
+from fa2tune.fleet import precompile
 from fa2tune.launching import cuda, launch, passes, precompiled
 from fa2tune.launching.cuda import Chain, CudaError, Function, Maps
 from fa2tune.launching.image import Image, MapFormat
+from fa2tune.rows import reader
+from fa2tune.rows.row import Row
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import SPLIT, STRATEGIES, Problem, Specialization
 
@@ -716,6 +721,116 @@ def test_nor_does_one_that_fails_for_good(serving: Driver, monkeypatch: pytest.M
     monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
     assert kept(failing) == []
     assert said == ["it does not compile", "a reason against portable/fwd"]
+
+
+# ---- machine code of a user's rows, and no Triton
+
+
+def filed(path: Path, rows: Sequence[Row], without: tuple[str, ...] = ()) -> None:
+    """What ``fa2tune tune`` files with rows, save for the code itself; ``without``: kernels that are left out."""
+    made = {}
+    for variant, spec, point in precompile.jobs_of(rows)[90]:
+        if variant.short_name not in without:
+            binary = dict(point)
+            blocks = [compiler.block_of(variant, spec, binary, n) for n in compiler.described(variant, spec, binary)]
+            its_image = Image(
+                variant.short_name.replace("/", "_"), b"\x7fELF", 1000, 4, 1, False, False,
+                tuple(MapFormat(3, 2, 9, tuple(block)) for block in blocks),
+            )  # fmt: skip
+            code, triton = precompiled.code_of(variant, spec, binary, 90), rows[0].triton
+            about = {**precompiled.about(variant, spec, binary, 90), "triton": triton}
+            new = binaries.New(code, about, precompiled.launch_of(its_image), its_image.cubin)
+            made[precompiled.key_of(code, triton)] = new
+    binaries.save(path, binaries.packed(made, precompile.sources()))
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    """Rows of one head dim, dtype and mask."""
+    path = next(path for path in reader.shipped_paths() if path.stem == "h200")
+    return [r for r in reader.read(path) if (r.key.head_dim, r.key.dtype, r.key.mask) == (128, "bf16", "full")]
+
+
+@pytest.fixture
+def loaded(serving: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that are loaded, where there is no Triton."""
+    found, function = list[str](), Function
+
+    def loading(image: Image, *rest: Any) -> Function:
+        found.append(image.name)
+        return function(image, *rest)
+
+    def none(*asked: Any) -> Any:
+        raise NoTritonError(ModuleNotFoundError("No module named 'triton'"), "a kernel")
+
+    monkeypatch.setattr(launch, "Function", loading)
+    monkeypatch.setattr(compiler, "compile_kernel", none)
+    precompiled.triton_build()  # is remembered, for other tests
+    for module in (fingerprint, precompiled):
+        monkeypatch.setattr(module, "triton_version", lambda: "")
+    monkeypatch.setattr(choosing, "toolchain", lambda: measured_code.toolchain(driver=""))
+    monkeypatch.setattr(dispatch, "SERVED", Counter())
+    monkeypatch.setattr(forward_plans, "_REFUSED", {})
+    choosing.log_once.cache_clear()
+    return found
+
+
+def call_of(batch: int, heads: int, queries: int, keys: int) -> list[torch.Tensor]:
+    """q, k and v of head dim 128; a quarter as many key heads."""
+    sizes = (heads, queries), (heads // 4, keys), (heads // 4, keys)
+    return [torch.zeros(batch, *size, 128, dtype=torch.bfloat16) for size in sizes]
+
+
+DECODING, SHORT, LONG = (2, 32, 1, 8192), (1, 16, 512, 512), (4, 32, 4096, 4096)
+
+
+def test_calls_of_few_queries_and_few_tiles_load_what_the_tuner_filed(
+    loaded: list[str], rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filed(tmp_path / "user.kernels", rows)
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(tmp_path / "user.kernels"))
+    decoding = call_of(*DECODING)
+    explained = explain(*decoding).kernels[0]
+    assert {text.partition(",")[0] for text in (explained.binaries or {}).values()} == {"precompiled"}
+    ops.attention(*decoding)
+    assert loaded == list(explained.runs or ()) == ["fwd_split", "fwd_combine"]
+    ops.attention(*call_of(*SHORT))
+    ops.attention(*call_of(*LONG))
+    assert "sm90_fwd" in loaded
+    (last,) = dispatch.SERVED.keys() - {forward_plans.KEYS_SPLIT, BY_FEW_TILES}
+    assert "problem exact" in last and set(dispatch.SERVED.values()) == {1}
+
+
+def test_backwards_of_few_key_heads_do_too(
+    loaded: list[str], rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filed(tmp_path / "user.kernels", rows)
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(tmp_path / "user.kernels"))
+    q, k, v = (tensor.requires_grad_() for tensor in call_of(1, 16, 1024, 1024))
+    ops.attention(q, k, v).sum().backward()
+    assert {"bwd_spread", "bwd_gather"} < set(loaded)
+
+
+def test_without_the_kernels_that_split_keys_the_row_serves_and_both_say_so(
+    loaded: list[str],
+    rows: list[Row],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    filed(tmp_path / "user.kernels", rows, ("fwd_split",))
+    monkeypatch.setenv("FA2TUNE_KERNELS", str(tmp_path / "user.kernels"))
+    decoding = call_of(*DECODING)
+    found = explain(*decoding)
+    said = (
+        "fwd: to split keys among programs is expected to be faster, but fwd_split: no file of binaries has this kernel"
+    )
+    assert said in str(found) and "no Triton is installed" in str(found)
+    assert found.kernels[0].split is None and list(found.kernels[0].runs or ()) == ["sm90/fwd"]
+    ops.attention(*decoding)
+    assert set(loaded) == {"sm90_fwd"} and forward_plans.KEYS_SPLIT not in dispatch.SERVED
+    assert "next: keys are not split" in caplog.text
+    assert "fa2tune has no machine code of fwd_split" in str(explain(*decoding))
 
 
 # ---- held against what the compiler makes

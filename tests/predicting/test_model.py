@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ def test_sass_of_mma_sync_and_of_plain_fma() -> None:
     assert sass.loops(body.format("HMMA.1688.F32.TF32 R4, R8, R12, R4"))[0].tensor_flops == 2048
     assert sass.loops(body.format("FFMA R4, R8, R12, R4"))[0].ffma == 1
     assert sass.loops(body.format("MOV R4, R8")) == ()
+
+
+def test_sass_of_roles_behind_a_jump_table() -> None:
+    """Each role's loop is found, whichever of them the listing has first, and no loop around several of them."""
+    loop = ".L_{0}:\n /*0000*/ {1} ;\n /*0010*/ @P0 BRA `(.L_{0}) ;\n /*0020*/ BRA `(.L_9) ;\n"
+    role = ".L_1{0}:\n /*0000*/ MOV R1, R2 ;\n" + loop
+    product = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0"
+    roles = [role.format(1, product), role.format(2, product), role.format(3, "LDS.128 R12, [R13]")]
+    head = "\n.L_9:\n /*0000*/ LDS.U8 R2, [R3] ;\n /*0010*/ BRX R2 -0x20 ;\n"
+    for listed in permutations((*roles, ".L_10:\n /*0000*/ EXIT ;\n")):
+        assert [(one.products, one.issue) for one in sass.loops(head + "".join(listed))] == [(1, 2), (1, 2)]
 
 
 def visible(p: Problem, row: int, column: int) -> bool:

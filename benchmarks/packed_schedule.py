@@ -1,0 +1,91 @@
+"""Simulates in which order the Hopper kernels take the tiles of packed sequences: time over the least possible.
+
+    python benchmarks/packed_schedule.py
+
+Causal. A tile takes as long as the blocks that it multiplies, and OVERHEAD of them more; the next tile goes to whoever is free.
+The least is the mean of all programs, or the longest tile. Memory and caches are left out. Forward: tiles in the order of
+kernels/portable/packed_order.py, by how many tiles take turns. Backward: key tiles in the order of cu_seqlens, by
+HEADS_PER_WAVE; documents lie in no order, so the mean and the worst of 12 shuffles are shown, and the longest sequence first.
+Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Sequence
+
+import click
+from packed import PACKINGS, Packing
+
+from fa2tune.search_spaces.portable.packed_order import ALL
+
+MULTIPROCESSORS = 132
+OVERHEAD = {"forward": 1.0, "backward": 3.0}  #: blocks, of 128 keys and of 64 or 128 queries
+L2_BYTES = 32 << 20  #: as kernels/lib/hopper_forward.py has it
+SHUFFLES = 12
+
+
+def over_least(costs: Sequence[float], programs: int, fixed: bool) -> float:
+    """``fixed``: each program's second tile is known from the start, the last program's first, as in the forward."""
+    busy = [sum(costs[n] for n in (p, 2 * programs - 1 - p) if n < len(costs)) for p in range(programs)]
+    left = costs[2 * programs :]
+    if not fixed:
+        busy, left = [0.0] * programs, costs
+    heapq.heapify(busy)
+    for cost in left:
+        heapq.heappush(busy, heapq.heappop(busy) + cost)
+    return max(busy) / max(sum(costs) / programs, max(costs))
+
+
+def in_order(lengths: Sequence[int], block: int, in_turns: int) -> Iterable[tuple[int, int]]:
+    """(keys, first row) of each tile, as packed_order_kernel has them."""
+    alike = [(length, -(-length // block)) for length in lengths if length]
+    for kind in sorted(set(alike), reverse=True):
+        length, tiles = kind
+        turns = min(alike.count(kind), -(-in_turns // tiles))
+        for _ in range(alike.count(kind) - turns):
+            yield from ((length, tile * block) for tile in reversed(range(tiles)))
+        for tile in reversed(range(tiles)):
+            yield from [(length, tile * block)] * turns
+
+
+def forward(packing: Packing, in_turns: int) -> float:
+    """128 query rows and 128 keys a tile; at head dim 64 tiles of 64 by 64, three programs a multiprocessor."""
+    side, shared = (128, 1) if packing.dim == 128 else (64, 3)
+    longest, group = max(packing.lengths), packing.heads_q // packing.heads_kv
+    held = L2_BYTES // (4 * packing.dim) // (longest * packing.lengths.count(longest))
+    band = min(group * max(1 << power for power in range(7) if power == 0 or held >= 1 << power), packing.heads_q)
+    tiles = [-(-min(row + side, keys) // side) for keys, row in in_order(packing.lengths, side, in_turns)]
+    heads = [min(band, packing.heads_q - first) for first in range(0, packing.heads_q, band)]
+    costs = [blocks + OVERHEAD["forward"] for width in heads for blocks in tiles for _ in range(width)]
+    return over_least(costs, MULTIPROCESSORS * shared, True)
+
+
+def backward(packing: Packing, lengths: Sequence[int], wave: int) -> float:
+    """128 keys a tile, of which the first of a sequence are seen by most queries."""
+    block, group = 64 if packing.dim == 128 else 128, packing.heads_q // packing.heads_kv
+    tiles = [group * (-(-n // block) - key // block) for n in lengths for key in range(0, n, 128)]
+    heads = [min(wave, packing.heads_kv - first) for first in range(0, packing.heads_kv, wave)]
+    costs = [blocks + OVERHEAD["backward"] for width in heads for blocks in tiles for _ in range(width)]
+    return over_least(costs, MULTIPROCESSORS, False)
+
+
+@click.command(help=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    for name, packing in PACKINGS.items():
+        turns = {"none": 1, "32": 32, "64": 64, "all": ALL}
+        found = ", ".join(f"{label} {forward(packing, count):.3f}" for label, count in turns.items())
+        click.echo(f"{name}: forward, tiles in turns: {found}")
+        for wave in (1, 4, 8, 16):
+            draw, times = random.Random(0), []
+            for _ in range(SHUFFLES):
+                lengths = draw.sample(packing.lengths, len(packing.lengths))
+                times.append(backward(packing, lengths, wave))
+            first = backward(packing, sorted(packing.lengths, reverse=True), wave)
+            mean = sum(times) / len(times)
+            click.echo(f"  backward, {wave} heads: {mean:.3f}, at worst {max(times):.3f}, longest first {first:.3f}")
+
+
+if __name__ == "__main__":
+    main()

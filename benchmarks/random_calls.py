@@ -1,0 +1,237 @@
+"""100 random dense calls beside the best peer of each, drawn after the code was frozen: the seed is the commit's hash.
+
+    python benchmarks/random_calls.py --seed HASH --prepare                      # compiles on all cores; no GPU
+    python benchmarks/random_calls.py --seed HASH --out r.json [--seconds 480]   # resumes from the file
+    python benchmarks/random_calls.py --seed HASH --list                         # what is drawn; no GPU
+    python benchmarks/random_calls.py --table r.json [--page docs/benchmarks.md] # a file, as Markdown
+
+Peers, checks and times are those of benchmarks/workloads.py. Where no peer runs a call, the portable kernels are the peer. The
+kinds of calls are in random order, so that the calls that one run reaches are a sample of all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import marked
+import side_by_side
+import workloads
+
+from fa2tune import gpus
+from fa2tune.calling import group_schedule, split_schedule
+from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.compiling import compiler
+from fa2tune.fleet import precompile
+from fa2tune.fleet.precompile import BinaryJob
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts, key_splits, passes
+from fa2tune.launching import precompiled as shipped
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import ITEMSIZE, SPLIT, STRATEGIES, Problem
+
+#: Bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
+MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
+#: Ratios to the best peer: no call may be below the first; a share of calls must reach the second, where 1 % counts as level.
+LEAST, LEVEL, SHARE = 0.9, 0.99, 0.95
+PORTABLE = "portable"
+
+
+# ---- what is drawn
+
+
+def drawn(seed: str, count: int = 100) -> dict[str, Problem]:
+    """Random calls: batch 1 to 64, heads 1 to 96 and lengths 64 to 32k log-uniform, head dims 16 to 256 in steps of 8, both
+    masks. A fifth have unequal lengths, three in ten grouped heads, a tenth another head dim for V, at least."""
+    source = random.Random(seed)
+    kinds = ["unequal"] * (count // 5) + ["grouped"] * (3 * count // 10) + ["V apart"] * (count // 10)
+    kinds += ["any"] * (count - len(kinds))
+    source.shuffle(kinds)
+    return {f"{place} {kind}": _draw(source, kind) for place, kind in enumerate(kinds)}
+
+
+def _draw(source: random.Random, kind: str) -> Problem:
+    def logarithmic(low: int, high: int) -> int:
+        return round(math.exp(source.uniform(math.log(low), math.log(high))))
+
+    def head_dim() -> int:
+        return 8 * source.randint(2, 32)
+
+    while True:
+        heads_kv, seqlen, dim = logarithmic(1, 96), logarithmic(64, 32768), head_dim()
+        group = source.randint(2, 96) if kind == "grouped" else 1
+        problem = Problem(
+            "bf16", logarithmic(1, 64), heads_kv * group, heads_kv, seqlen,
+            logarithmic(64, 32768) if kind == "unequal" else seqlen, dim, head_dim() if kind == "V apart" else dim,
+            source.choice((FULL, CAUSAL)),
+        )  # fmt: skip
+        if (kind == "unequal" and problem.seqlen_k == seqlen) or (kind == "V apart" and problem.head_dim_v == dim):
+            continue
+        fits = problem.heads_q <= 96 and bytes_of(problem) <= MOST_BYTES
+        if (
+            fits
+            and (workloads.operations(problem, "fwd") + workloads.operations(problem, "bwd")) / ASSUMED_TFLOPS / 1e9
+            <= MOST_MS
+        ):
+            return problem
+
+
+def bytes_of(problem: Problem) -> int:
+    """Of all tensors of a backward: q, dq; k, dk; v, dv; o, do."""
+    queries = problem.heads_q * problem.seqlen_q * (problem.head_dim + problem.head_dim_v)
+    keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return 2 * problem.batch * (queries + keys) * ITEMSIZE[problem.dtype]
+
+
+# ---- measuring
+
+
+def portable(problem: Problem) -> side_by_side.Attention:
+    """The portable kernels, with the configs that would serve if there were no others."""
+    import torch
+
+    gpu = gpus.device(0)
+    chooser = Chooser(problem, gpu)
+    forward = chooser.choose("fwd", False).config
+    configs = {kernel: chooser.choose(kernel, False).config for kernel in STRATEGIES[SPLIT]}
+    scale, mask = problem.head_dim**-0.5, problem.mask
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:  # (batch, heads, seqlen, dim)
+            o, lse = passes.forward(q, k, v, mask=mask, softmax_scale=scale, config=forward)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+
+        @staticmethod
+        def backward(ctx: Any, do: Any) -> Any:
+            saved = ctx.saved_tensors
+            return passes.backward(do, None, *saved, mask=mask, softmax_scale=scale, strategy=SPLIT, configs=configs)
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        tensors = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return Attend.apply(*tensors).transpose(1, 2)  # type: ignore[no-untyped-call]
+
+    return attention
+
+
+STAND_IN = side_by_side.Peer(portable)
+
+
+def measure(
+    problem: Problem, peers: Mapping[str, side_by_side.Peer], stand_in: side_by_side.Peer = STAND_IN, device: str = "cuda"
+) -> dict[str, Any]:  # fmt: skip
+    """As ``workloads.measure``; a pass that no peer runs is timed again beside the portable kernels."""
+    found = workloads.measure(problem, peers, device)
+    alone = [name for name in ("fwd", "bwd") if name in found and found[name]["best_peer"] is None]
+    if alone:
+        ours = {side_by_side.SUBJECT: peers[side_by_side.SUBJECT], PORTABLE: stand_in}
+        again = workloads.measure(problem, ours, device)
+        found |= {name: again[name] for name in alone if name in again}
+        found["missing"] |= again["missing"]
+    return found
+
+
+# ---- compiling ahead
+
+
+def jobs(problems: Iterable[Problem], gpu: Gpu) -> list[BinaryJob]:
+    """Every binary that these calls take, forward and backward, of which no file of binaries has one."""
+    found: dict[BinaryJob, None] = {}
+    for problem in problems:
+        chooser = Chooser(problem, gpu)
+        choices = {"fwd": chooser.choose("fwd"), **choose_backward(chooser, False)[1]}
+        for kernel, choice in choices.items():
+            needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
+            measured = choice.measured
+            if group_schedule.parts_of(problem, kernel, choice, gpu) > 1:
+                needed += group_parts.needed(problem, gpu.arch)
+            split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
+            if split is not None:
+                needed, measured = key_splits.kernels(problem, split, gpu.arch), ""
+            for variant, config, posed in needed:
+                binary = compiler.binary_config(variant, config)
+                image, _ = shipped.find(variant, posed.specialization, binary, gpu.arch, measured)
+                if image is None:
+                    found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
+    return list(found)
+
+
+def prepare(problems: Iterable[Problem], gpu: Gpu) -> None:
+    """Compile them, into Triton's own cache."""
+    todo = jobs(problems, gpu)
+    done = precompile.compile_all(todo, gpu.arch)
+    click.echo(f"{len(todo)} binaries for {gpu.name}, {len(done.failures)} of which do not compile")
+    for (variant, spec, _), why in done.failures:
+        click.echo(f"{variant.short_name}, head dim {spec.head_dim}/{spec.head_dim_v}, {spec.mask}: {why}")
+
+
+# ---- the record and the table
+
+
+def summary(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Per pass, whether what has been measured meets the bars, and the calls below the lower one."""
+    for pass_ in ("fwd", "bwd"):
+        found = {name: call[pass_]["ratio"] for name, call in calls.items() if pass_ in call}
+        ratios = {name: ratio for name, ratio in found.items() if ratio is not None}
+        if not ratios:
+            continue
+        level = sum(ratio >= LEVEL for ratio in ratios.values())
+        below = sorted((ratio, name) for name, ratio in ratios.items() if ratio < LEAST)
+        mean = math.exp(statistics.fmean(math.log(max(ratio, 0.01)) for ratio in ratios.values()))
+        met = not below and level >= SHARE * len(ratios)
+        without = f", {len(found) - len(ratios)} without any peer" if len(found) > len(ratios) else ""
+        yield (
+            f"{pass_}: {'met' if met else 'not met'}: {level} of {len(ratios)} level with the best peer or ahead ({SHARE:.0%} "
+            f"are asked for), {len(below)} below {LEAST} (none may be), geometric mean {mean:.3f}{without}"
+        )
+        yield from (f"{pass_}: {ratio} {name}" for ratio, name in below)
+
+
+def report(record: Mapping[str, Any]) -> Iterator[str]:
+    yield from (*workloads.setting(record), "", *workloads.table(record), "")
+    yield from (f"- {line}" for line in summary(record["calls"]))
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--seed", default="", help="The commit's hash.")
+@click.option("--prepare", "compiled", is_flag=True, help="Compile what the calls take, on all cores; measure nothing.")
+@click.option("--gpu", "name", default="h200", show_default=True, help="Of --prepare.")
+@click.option("--list", "listed", is_flag=True, help="Print what is drawn, measure nothing.")
+@click.option("--peers", help=f"{', '.join(workloads.PEERS)}.  [default: those that are here]")
+@click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
+@marked.page_option
+@click.option(
+    "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
+)
+def main(seed: str, compiled: bool, name: str, listed: bool, peers: str | None, seconds: float, out: Path | None,
+         shown: Path | None, page: Path | None) -> None:  # fmt: skip
+    if shown is not None:
+        record = json.loads(shown.read_text("utf-8"))
+        marked.publish(page, "random_calls", "random_calls", "\n".join(report(record)))
+        return
+    if not seed:
+        raise click.BadParameter("is missing: the hash of the commit that is measured", param_hint="--seed")
+    problems = drawn(seed)
+    if listed:
+        click.echo("\n".join(f"{name}: {workloads.told(problem)}" for name, problem in problems.items()))
+        return
+    if compiled:
+        prepare(problems.values(), gpus.named(name))
+        return
+    here = side_by_side.asked(peers, workloads.PEERS)
+    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": seed})
+    side_by_side.fill(record, problems, functools.partial(workloads.recorded, measure, here), seconds, out)
+    click.echo("\n".join(summary(record["calls"])))
+
+
+if __name__ == "__main__":
+    main()

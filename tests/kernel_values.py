@@ -1,0 +1,282 @@
+"""What tests/kernels_in_python.py computes with: integers, what is unknown, global and shared memory, and TMA's copies."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+
+class Fault(AssertionError):
+    """What the GPU would not do, or would do to memory that is another's."""
+
+
+class Unknown:
+    """A number, tile or layout that nothing here depends on. ``shape``: where it is known."""
+
+    def __init__(self, shape: Any = None) -> None:
+        if shape is not None:
+            self.shape = shape
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return UNKNOWN
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return UNKNOWN
+
+    def __bool__(self) -> bool:
+        raise Fault("control flow depends on what a tile holds")
+
+    def __iter__(self) -> Any:
+        raise Fault("an unknown is taken apart")
+
+    def _absorb(self, *_: Any) -> Any:
+        return UNKNOWN
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _absorb
+    __and__ = __rand__ = __or__ = __ror__ = __mod__ = __neg__ = __invert__ = __getitem__ = __rfloordiv__ = _absorb
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _absorb  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+
+UNKNOWN = Unknown()
+
+
+def array(x: Any) -> Any:
+    return x.a if isinstance(x, Int) else np.asarray(x)
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """As C has it; of a division by 0, which is no fault on a GPU, anything."""
+    safe = np.where(b == 0, 1, b)
+    return np.abs(a) // np.abs(safe) * np.sign(a) * np.sign(safe)
+
+
+class Int:
+    """Integers or booleans of any shape. ``wide``: of 64 bits."""
+
+    def __init__(self, a: Any, wide: bool = False) -> None:
+        self.a, self.wide = np.asarray(a), wide
+        if self.a.dtype != bool:
+            self.a = self.a.astype(np.int64)
+            if not wide and self.a.size and not (self.a.min() >= -(1 << 31) and self.a.max() < 1 << 31):
+                raise Fault(f"more than 32 bits: {self.a.min()} to {self.a.max()}")
+
+    def _with(self, how: Callable[[Any, Any], Any], other: Any, turned: bool = False) -> Any:
+        if isinstance(other, Unknown | float):
+            return UNKNOWN
+        if isinstance(other, Pointer):
+            return NotImplemented
+        both = (array(other), self.a) if turned else (self.a, array(other))
+        if how not in (operator.and_, operator.or_):
+            both = both[0].astype(np.int64), both[1].astype(np.int64)
+        return Int(how(*both), self.wide or getattr(other, "wide", False))
+
+    def __bool__(self) -> bool:
+        return bool(self.a.item())
+
+    def __index__(self) -> int:
+        return int(self.a.item())
+
+    def __getitem__(self, key: Any) -> Int:
+        return Int(self.a[key], self.wide)
+
+    def __invert__(self) -> Int:
+        return Int(~self.a)
+
+    def __neg__(self) -> Int:
+        return Int(-self.a, self.wide)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.a.shape
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=UNKNOWN)
+
+    def to(self, dtype: Any, **_: Any) -> Any:
+        return Int(self.a + 0, dtype == tl.int64) if dtype in (tl.int32, tl.int64) else UNKNOWN
+
+    def reshape(self, shape: Sequence[int]) -> Int:
+        return Int(self.a.reshape([int(n) for n in shape]), self.wide)
+
+    def permute(self, order: Sequence[int]) -> Int:
+        return Int(self.a.transpose(order), self.wide)
+
+    __hash__ = object.__hash__
+
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "xor", "lt", "le", "gt", "ge", "eq", "ne")},
+    "and": operator.and_, "or": operator.or_, "floordiv": quotient, "mod": lambda a, b: a - quotient(a, b) * b,
+}  # fmt: skip
+for _name, _how in _OPERATORS.items():
+    setattr(Int, f"__{_name}__", lambda self, other, how=_how: self._with(how, other))
+    setattr(Int, f"__r{_name}__", lambda self, other, how=_how: self._with(how, other, True))
+
+
+class Buffer:
+    """Global memory of one tensor: its words, where they count (int32), and how often each was written or added to."""
+
+    def __init__(self, name: str, base: int, count: int, itemsize: int, words: Any = None) -> None:
+        self.name, self.base, self.itemsize, self.words = name, base, itemsize, words
+        self.written = np.zeros(count, np.int32)
+        self.lock = threading.Lock()
+
+    def at(self, index: Any, doing: str) -> Any:
+        if index.size and not (index.min() >= 0 and index.max() < len(self.written)):
+            raise Fault(f"{doing} {self.name} at {index.min()} to {index.max()} of {len(self.written)}")
+        return index
+
+
+class Pointer:
+    def __init__(self, buffer: Buffer, index: Any = 0) -> None:
+        self.buffer, self.index = buffer, index if isinstance(index, Int) else Int(index, True)
+        self.dtype = SimpleNamespace(element_ty=UNKNOWN)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.buffer, Int(self.index.a, True) + other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Pointer:
+        return Pointer(self.buffer, Int(self.index.a, True) - other)
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.buffer, self.index[key])
+
+    def to(self, _: Any) -> Pointer:
+        return self
+
+    def places(self, mask: Any, doing: str) -> tuple[Any, Any]:
+        index, mask = np.broadcast_arrays(self.index.a, array(True if mask is None else mask))
+        self.buffer.at(index[mask], doing)
+        return index, mask
+
+
+def load_words(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
+    index, mask = pointer.places(mask, "a load of")
+    if pointer.buffer.words is None:
+        return UNKNOWN
+    with pointer.buffer.lock:
+        found = np.where(mask, pointer.buffer.words[np.where(mask, index, 0)], array(other))
+    return Int(found)
+
+
+def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    index, mask = pointer.places(mask, "a store to")
+    index, buffer = index[mask], pointer.buffer
+    with buffer.lock:
+        np.add.at(buffer.written, index, 1)
+        if buffer.words is not None:
+            buffer.words[index] = np.broadcast_to(array(value), mask.shape)[mask]
+
+
+def atomic_add(pointer: Pointer, value: int, **_: Any) -> Int:
+    with pointer.buffer.lock:
+        place = pointer.places(None, "an addition to")[0]
+        before = pointer.buffer.words[place].copy()
+        pointer.buffer.words[place] += value
+    return Int(before)
+
+
+class Shared:
+    """Shared memory; of int32 with its words. An index outside it is a fault."""
+
+    def __init__(self, dtype: Any, shape: Sequence[int], words: Any = None, barriers: Any = None) -> None:
+        self.dtype, self.shape, self.words, self.barriers = dtype, [int(n) for n in shape], words, barriers
+        self.numel = int(np.prod(self.shape))
+
+    def index(self, at: Any) -> Any:
+        if not 0 <= (place := operator.index(at)) < self.shape[0]:
+            raise Fault(f"slot {place} of {self.shape[0]} in shared memory")
+        if self.barriers is not None:
+            return self.barriers[place]
+        return Shared(self.dtype, self.shape[1:], None if self.words is None else self.words[place])
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
+        shape = list(self.shape)
+        shape[dim] = length
+        return Shared(self.dtype, shape, None if self.words is None else self.words[int(start) : int(start) + length])
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        found = Shared(self.dtype, shape)
+        if found.numel != self.numel:
+            raise Fault(f"{self.shape} reshaped to {list(shape)}")
+        return found
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.dtype, [self.shape[n] for n in order])
+
+    def reinterpret(self, dtype: Any, shape: Sequence[int], _: Any) -> Shared:
+        found = Shared(dtype, shape)
+        if found.numel * dtype.primitive_bitwidth > self.numel * self.dtype.primitive_bitwidth:
+            raise Fault(f"{shape} in the memory of {self.shape}")
+        return found
+
+    _reinterpret = reinterpret
+
+    def load(self, _: Any = None) -> Any:
+        return UNKNOWN if self.words is None else Int(self.words.copy())
+
+    def store(self, value: Any) -> None:
+        if self.words is not None:
+            self.words[...] = array(value)
+
+
+@dataclass
+class Descriptor:
+    """A tensor map, slowest dimension first. ``seen`` (kind, buffer, elements) is told of every copy.
+
+    As PTX's tensor copies in tile mode: an element with a coordinate outside 0 to its dimension's size is zero or dropped; of
+    any other each coordinate is multiplied by its dimension's byte stride, and the sum with the base is taken modulo 2^64. The
+    bytes of a box count whole."""
+
+    buffer: Buffer
+    base: int
+    sizes: Sequence[int]
+    strides: Sequence[int]  #: bytes, of all dimensions
+    block_shape: list[int]
+    dtype: Any
+    layout: Any = UNKNOWN
+    seen: Callable[[str, Buffer, Any], None] = lambda *_: None
+
+    def __post_init__(self) -> None:
+        rank, size = len(self.sizes), self.dtype.primitive_bitwidth // 8
+        fits = rank <= 5 and all(0 < n <= 1 << 32 for n in self.sizes) and self.base % 16 == 0
+        if not fits or not all(n % 16 == 0 and 0 <= n < 1 << 40 for n in self.strides[:-1]) or self.strides[-1] != size:
+            raise Fault(f"no tensor map: base {self.base:#x}, sizes {self.sizes}, byte strides {self.strides}")
+        if not all(0 < n <= 256 for n in self.block_shape[:-1]):
+            raise Fault(f"no box: {self.block_shape}")
+        count = int(np.prod(self.block_shape))
+        self.block_type = SimpleNamespace(shape=self.block_shape, numel=count, nbytes=count * size)
+
+    def copy(self, kind: str, coordinates: Sequence[Any], place: Shared) -> None:
+        if list(place.shape) != list(self.block_shape):
+            raise Fault(f"{kind} of a block {self.block_shape} and shared memory {place.shape}")
+        at = [int(array(one)) for one in coordinates]
+        if len(at) != len(self.sizes) or not all(-(1 << 31) <= one < 1 << 31 for one in at):
+            raise Fault(f"{kind} at {at} of {self.sizes}")
+        addresses = np.array([self.base], np.uint64)
+        for one, size, stride, length in zip(at, self.sizes, self.strides, self.block_shape, strict=True):
+            there = np.array([n for n in range(one, one + length) if 0 <= n < size], np.uint64)
+            with np.errstate(over="ignore"):  # modulo 2^64
+                addresses = (addresses[:, None] + there[None, :] * np.uint64(stride)).reshape(-1)
+        if not addresses.size:
+            return
+        index = [(int(a) - self.buffer.base) // self.buffer.itemsize for a in (addresses.min(), addresses.max())]
+        self.buffer.at(np.array(index), f"{kind} at {at} touches")
+        elements = ((addresses - np.uint64(self.buffer.base)) // np.uint64(self.buffer.itemsize)).astype(np.int64)
+        self.seen(kind, self.buffer, elements)
+        if kind != "load":
+            with self.buffer.lock:
+                np.add.at(self.buffer.written, elements, 1)

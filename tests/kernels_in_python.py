@@ -1,0 +1,284 @@
+"""Gluon kernels run by Python itself, for their addresses and their protocol; what tiles hold is not computed.
+
+Every device function is the kernel's own. Its module's names for the hardware are replaced: integers are NumPy's, checked for
+32 bits, and divided as C divides; what is computed in floating point is ``UNKNOWN``; partitions are threads that wait for each
+other at mbarriers and numbered barriers. An access outside its tensor raises ``Fault``.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from kernel_values import (
+    UNKNOWN,
+    Descriptor,
+    Fault,
+    Int,
+    Pointer,
+    Shared,
+    Unknown,
+    array,
+    atomic_add,
+    load_words,
+    quotient,
+    store_words,
+)  # fmt: skip
+from triton.runtime import jit
+
+PATIENCE = 20  #: seconds until a wait is a deadlock
+_HERE = threading.local()
+
+
+class Barrier:
+    """An mbarrier in shared memory."""
+
+    def __init__(self) -> None:
+        self.count = self.left = self.bytes = self.phase = 0
+
+    def _settle(self) -> None:
+        if self.left < 0:
+            raise Fault("more arrivals at an mbarrier than it counts")
+        if self.left == 0 and self.bytes == 0:
+            self.left, self.phase = self.count, self.phase + 1
+            _HERE.program.changed.notify_all()
+
+    def come(self, arrivals: int, promised: int) -> None:
+        with _HERE.program.changed:
+            self.left -= arrivals
+            self.bytes += promised
+            self._settle()
+
+    def wait(self, parity: int) -> None:
+        _HERE.program.until(lambda: self.phase & 1 != parity, f"an mbarrier of {self.count} in phase {self.phase}")
+
+
+class _Mbarrier:
+    MBarrierLayout = Unknown
+
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.left = count
+
+    @staticmethod
+    def expect(barrier: Barrier, nbytes: int) -> None:
+        barrier.come(1, nbytes)
+
+    @staticmethod
+    def arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
+        if bool(pred):
+            barrier.come(count, 0)
+
+    @staticmethod
+    def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
+        if bool(pred):
+            barrier.wait(int(phase))
+
+    @staticmethod
+    def invalidate(barrier: Barrier) -> None:
+        pass
+
+
+def _tma_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, place: Shared) -> None:
+    descriptor.copy("load", coordinates, place)
+    barrier.come(0, -descriptor.block_type.nbytes)
+
+
+@dataclass
+class Program:
+    """One program of a grid: what its partitions share."""
+
+    number: int
+    programs: int
+    warps: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    met: dict[int, list[int]] = field(
+        default_factory=dict
+    )  #: numbered barrier -> threads that have come, times it was full
+    errors: list[BaseException] = field(default_factory=list)
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.errors or holds(), PATIENCE):
+                raise Fault(f"deadlock: {_HERE.name} waits for {what}")
+            if self.errors and not holds():
+                raise Fault("another partition failed")
+
+    def meet(self, number: int, threads: int, waits: bool) -> None:
+        with self.changed:
+            state = self.met.setdefault(number, [0, 0])
+            state[0] += 32 * _HERE.warps
+            turn = state[1]
+            if state[0] > threads:
+                raise Fault(f"{state[0]} threads at barrier {number} of {threads}")
+            if state[0] == threads:
+                state[:] = [0, turn + 1]
+                self.changed.notify_all()
+        if waits:
+            self.until(lambda: state[1] > turn, f"barrier {number}")
+
+
+def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
+    """What of inline PTX counts here."""
+    if "bar.sync $1" in text or "bar.arrive" in text:
+        if len(given) < 3 or bool(given[2]):
+            _HERE.program.meet(int(array(given[0])), int(array(given[1])), "bar.sync" in text)
+    elif "atom.relaxed" in text:
+        return atomic_add(given[0], 1)
+    elif "ld.acquire" in text:
+        return load_words(given[0])
+    elif "shfl" in text or text.startswith("mov.b32 $0, $1"):
+        return given[0]
+    elif "st.relaxed" in text:
+        store_words(given[0], 1, given[1] != 0)
+    elif "global.add.u32" in text:
+        index, mask = given[0].places(given[1] != 0, "a count in")
+        with given[0].buffer.lock:
+            np.add.at(given[0].buffer.words, index[mask], 1)
+    elif "global.add.v4" in text:
+        quads = given[0].index.a.reshape(-1)[:, None] + np.arange(4)
+        store_words(Pointer(given[0].buffer, Int(quads, True)), UNKNOWN)
+    return UNKNOWN
+
+
+def _elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any, **_: Any) -> Any:
+        if any(isinstance(one, Unknown | float) for one in given):
+            return UNKNOWN
+        return Int(how(*map(array, given)), any(getattr(one, "wide", False) for one in given))
+
+    return call
+
+
+def _reduced(how: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, axis=None, **_: UNKNOWN if isinstance(x, Unknown) else Int(how(x.a, axis=axis), x.wide)
+
+
+def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any) -> Any:
+    return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Unknown(list(shape))
+
+
+def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
+    program, started = _HERE.program, []
+    for number, ((function, given), count) in enumerate(zip(partitions, (program.warps, *warps), strict=True)):
+        name = f"partition {number} of program {program.number}"
+        started.append(_spawn(program, name, count, lambda function=function, given=given: function(*given)))
+    for thread in started:
+        thread.join()
+
+
+def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any]) -> threading.Thread:
+    def run() -> None:
+        _HERE.program, _HERE.name, _HERE.warps = program, name, warps
+        try:
+            work()
+        except BaseException as error:
+            with program.changed:
+                program.errors.append(error)
+                program.changed.notify_all()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+    if dtype == tl.int64:
+        return Shared(dtype, shape, barriers=[Barrier() for _ in range(shape[0])])
+    return Shared(dtype, shape, np.zeros(shape, np.int64) if dtype == tl.int32 else None)
+
+
+def _split(x: Any) -> Any:
+    return (UNKNOWN, UNKNOWN) if isinstance(x, Unknown) else (Int(x.a[..., 0]), Int(x.a[..., 1]))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.to(dtype) if isinstance(x, Int) else Int(x, True)
+
+
+def _arange(start: Any, end: Any, **_: Any) -> Any:
+    return UNKNOWN if isinstance(end, Unknown) else Int(np.arange(start, end))
+
+
+def _range(*ends: Any, **_: Any) -> Any:
+    return map(Int, range(*map(operator.index, ends)))
+
+
+#: Names of the language that make what is unknown of anything.
+_FLOATING = (
+    "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
+    "exp2", "log2", "fma", "sqrt", "div_rn", "convert_layout", "join", "dot", "math", "abs",
+)  # fmt: skip
+_LANGUAGE = SimpleNamespace(
+    constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
+    minimum=_elementwise(np.minimum), maximum=_elementwise(np.maximum), where=_elementwise(np.where),
+    cdiv=_elementwise(lambda a, b: quotient(a + b - 1, b)), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
+    load=load_words, store=store_words, atomic_add=atomic_add, inline_asm_elementwise=_assembly,
+    program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),
+    zeros=lambda shape, *rest: _filled(shape, 0, *rest), full=_filled, zeros_like=lambda x: x * 0, split=_split,
+    to_tensor=lambda x: x if isinstance(x, Int | Unknown) else Int(x), reshape=lambda x, shape: x.reshape(shape),
+    permute=lambda x, order: x.permute(order), allocate_shared_memory=_allocate, warp_specialize=_specialize,
+    int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
+    **dict.fromkeys(_FLOATING, UNKNOWN),
+)  # fmt: skip
+
+
+def _awaited(_: int, deps: Sequence[Any]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+#: Names in modules of kernels -> what they are here.
+_NAMES: Mapping[str, Any] = {
+    "gl": _LANGUAGE, "tl": _LANGUAGE, "mbarrier": _Mbarrier, "tma_load": _tma_load,
+    "tma_store": lambda descriptor, at, place: descriptor.copy("store", at, place),
+    "tma_reduce_add": lambda descriptor, at, place: descriptor.copy("reduction", at, place),
+    "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
+    "warpgroup_mma": lambda a, b, acc, **_: acc, "warpgroup_mma_wait": _awaited, "range": _range,
+    "of_carried": lambda *_: UNKNOWN, "repack": lambda p: p, "rescaled": lambda acc, _: acc,
+}  # fmt: skip
+_MODULES: dict[str, dict[str, Any]] = {}
+
+
+def in_python(x: Any) -> Any:
+    """A device function, or a constant, as it is here."""
+    if isinstance(x, tl.constexpr):
+        return x.value
+    if isinstance(x, jit.JITFunction | jit.ConstexprFunction):
+        return lambda *given, **named: _function(x.fn)(*given, **named)
+    return x
+
+
+def _function(fn: Any) -> Any:
+    if (names := _MODULES.get(fn.__module__)) is None:
+        found = {name: in_python(value) for name, value in fn.__globals__.items()}
+        names = _MODULES[fn.__module__] = {
+            **found,
+            **{name: _NAMES[name] for name in _NAMES if name in found},
+            "range": _NAMES["range"],
+        }
+    called = types.FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__)
+    called.__kwdefaults__ = fn.__kwdefaults__
+    return called
+
+
+def launch(kernel: Any, grid: int, warps: int, arguments: Mapping[str, Any]) -> None:
+    """All programs at once. ``arguments``: by name, of which integers are ``Int``, and device functions themselves."""
+    function = _function(kernel.fn)
+    given = {name: in_python(value) for name, value in arguments.items()}
+    programs = [Program(number, grid, warps) for number in range(grid)]
+    threads = [_spawn(one, f"program {one.number}", warps, lambda: function(**given)) for one in programs]
+    for thread in threads:
+        thread.join()
+    for one in programs:
+        for error in sorted(one.errors, key=lambda error: "another partition" in str(error)):
+            raise error
+        for number, (left, _) in one.met.items():
+            if left:
+                raise Fault(f"program {one.number} leaves {left} threads at barrier {number}")
