@@ -11,6 +11,12 @@ legal ones drawn at random, each checked by the error rule and compared with SDP
 time divided by this one, median over rounds.
 
     python benchmarks/sm80_race.py --pass fwd --configs 0 --try '{"SCHEDULE": "double", "BLOCK_N": 32}' --every
+
+With --in-order every backward config also races with dQ summed in a fixed order (kernels/sm80/bwd_ordered.py), by so many
+programs a head, or (0) as many as suit this GPU; that two calls have equal bits is checked before. SDPA's deterministic
+backward is raced with them.
+
+    python benchmarks/sm80_race.py --pass bwd --configs 0 --headdim 64,128,256 --in-order 0,1,4 --out in_order.json
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +41,17 @@ import sm80_on_hopper
 from sm80_on_hopper import ARCH, assembled
 
 from fa2tune import gpus
+from fa2tune.calling import ordered
 from fa2tune.cli._options import comma_separated
 from fa2tune.compiling import compiler, registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
 from fa2tune.measuring import verify
 from fa2tune.rows.describe import describe
 from fa2tune.spec.mask import Mask, row_mask_named
-from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Specialization
+from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 from fa2tune.tuning.search.candidates import legal
 
@@ -63,6 +72,20 @@ class Cell:
     mask: Mask
     length: int
     configs: Sequence[Config]
+    in_order: Sequence[
+        int
+    ] = ()  #: programs a head, by which each config races with dQ summed in a fixed order; 0: what suits
+
+
+PEER, STEADY_PEER = "SDPA FlashAttention-2", "SDPA FlashAttention-2, deterministic"
+IN_ORDER = "in order"  #: how the names of such methods begin
+
+
+def ordered_choice(problem: Problem, config: Config, gpu: Gpu, buffers: int = 0) -> Choice:
+    """The config with dQ summed in a fixed order, by so many programs a head, or by as many as suit ``gpu``."""
+    buffers = buffers or ordered.buffers_of(problem, config, gpu)[0]
+    free = registry.variant_of("bwd_fused", config)
+    return Choice(registry.variant_named(registry.IN_ORDER[free.name]), {**config, "DQ_BUFFERS": buffers})
 
 
 def _asked(variant: Variant, spec: Specialization, config: Config) -> Asked:
@@ -119,7 +142,7 @@ def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
 
 def cells(
     wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
-    tried: Sequence[tuple[int, Config]] = (),
+    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (),
 ) -> Iterator[Cell]:  # fmt: skip
     """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
     dim, or 0: for all), and ``count`` other legal configs, the same at every length."""
@@ -140,7 +163,7 @@ def cells(
                 )
                 drawn = random.Random(f"{seed} {pass_} {dim} {mask}").sample(others, min(count, len(others)))
                 for length in lengths:
-                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *named, *drawn])
+                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *named, *drawn], in_order)
 
 
 def _binaries(cell: Cell) -> Iterator[Asked]:
@@ -150,8 +173,13 @@ def _binaries(cell: Cell) -> Iterator[Asked]:
         portable = registry.portable_of("fwd")
         yield _asked(portable, spec, portable.space.default(spec, ARCH))
     for config in cell.configs:
-        for variant, its_config in passes.runs(kernel, spec, config, ARCH):
-            yield _asked(variant, spec, its_config)
+        forms: list[Config | Choice] = [config]
+        if cell.in_order and cell.pass_ == "bwd":  # two sums: with one there is nothing to set to zero
+            ours = registry.variant_named(registry.IN_ORDER[registry.variant_of(kernel, config).name])
+            forms.append(Choice(ours, {**config, "DQ_BUFFERS": 2}))
+        for form in forms:
+            for variant, its_config in passes.runs(kernel, spec, form, ARCH):
+                yield _asked(variant, spec, its_config)
 
 
 def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
@@ -173,45 +201,67 @@ def _methods(cell: Cell) -> tuple[dict[str, Callable[[], Any]], dict[str, float]
             do, q, k, v, o, lse, sums_q, sums_k, longest_q, longest_k, 0.0, causal, seed, offset, scale=scale
         )[:3]
 
-    def own(config: Config) -> Callable[[], Any]:
+    def steady_peer() -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return peer()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    problem = passes.describe(q, k, v, cell.mask, scale, **({} if cell.pass_ == "fwd" else {"o": o, "do": do}))
+
+    def own(config: Config | Choice) -> Callable[[], Any]:
         if cell.pass_ == "fwd":
-            forwards = passes.ForwardPlan(passes.describe(q, k, v, cell.mask, scale), q, k, v, scale, config)
+            forwards = passes.ForwardPlan(problem, q, k, v, scale, config)
             return lambda: forwards(q, k, v)[:1]
-        problem = passes.describe(q, k, v, cell.mask, scale, o=o, do=do)
         backwards = passes.BackwardPlan(problem, do, None, q, k, v, o, scale, FUSED, {"bwd_fused": config})
         return lambda: backwards(do, None, q, k, v, o, lse)
 
-    found, off, wanted = {"SDPA FlashAttention-2": peer}, {}, peer()
-    for config in cell.configs:
-        fault = wrong(cell.pass_, cell.head_dim, cell.mask.name, tuple(sorted(config.items())))
-        if fault:
-            click.echo(
-                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {describe(config)}: {fault}", err=True
-            )
+    forms: dict[str, Config | Choice] = {describe(config): config for config in cell.configs}
+    found, off, wanted = {PEER: peer}, {}, peer()
+    if cell.in_order and cell.pass_ == "bwd" and (here := gpus.present()) is not None:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no time for that
+        found[STEADY_PEER] = steady_peer
+        for config, buffers in product(cell.configs, cell.in_order):
+            choice = ordered_choice(problem, config, here, buffers)
+            forms[f"{IN_ORDER}, {choice.config['DQ_BUFFERS']} sums: {describe(config)}"] = choice
+    for name, form in forms.items():
+        where = f"{cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {name}"
+        config = form.config if isinstance(form, Choice) else form
+        if fault := wrong(cell.pass_, cell.head_dim, cell.mask.name, tuple(sorted(config.items()))):
+            click.echo(f"wrong, not timed: {where}: {fault}", err=True)
             continue
         try:
-            method = own(config)
-            pairs = zip(method(), wanted, strict=True)
+            method = own(form)
+            got = method()
         except (compiler.CompileError, cuda.CudaError) as error:
-            click.echo(f"left out: {describe(config)}: {error}", err=True)
+            click.echo(f"left out: {name}: {error}", err=True)
             continue
-        off[describe(config)] = max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
-        if off[describe(config)] < TOLERANCE:
-            found[describe(config)] = method
+        if isinstance(form, Choice) and not all(map(torch.equal, got, method())):
+            click.echo(f"not deterministic, not timed: {where}", err=True)
+            continue
+        off[name] = max(
+            float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in zip(got, wanted, strict=True)
+        )
+        if off[name] < TOLERANCE:
+            found[name] = method
         else:
-            click.echo(
-                f"wrong, not timed: {cell.pass_} {cell.head_dim} {cell.mask} {cell.length} {describe(config)}",
-                err=True,
-            )
+            click.echo(f"wrong, not timed: {where}", err=True)
     return found, off
 
 
 @cache
 def wrong(pass_: str, dim: int, mask: str, config: tuple[tuple[str, Any], ...]) -> str:
     """By the error rule, with lengths that are multiples of nothing: what is wrong, or ""."""
-    variant, spec = registry.variant_named(KERNELS[pass_]), Specialization("bf16", dim, dim, mask)
+    variant, spec, asked = registry.variant_named(KERNELS[pass_]), Specialization("bf16", dim, dim, mask), dict(config)
     try:
-        verify.check(variant.serves, dict(config), spec, ARCH, "cuda")
+        if "DQ_BUFFERS" in asked:
+            forward = registry.portable_of("fwd").space.default(spec, ARCH)
+            in_order = Choice(registry.variant_named(registry.IN_ORDER[variant.name]), asked)
+            configs = {"fwd": forward, variant.serves: in_order}
+            verify.check_backward(configs, spec, FUSED, "cuda")  # type: ignore[arg-type]
+        else:
+            verify.check(variant.serves, asked, spec, ARCH, "cuda")
     except (verify.WrongResult, compiler.CompileError, cuda.CudaError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -240,7 +290,7 @@ def race(cell: Cell, rounds: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         for name, start, end in marks if number else ():  # the first warms up
             times[name].append(start.elapsed_time(end) / calls)
-    peer = times["SDPA FlashAttention-2"]
+    peer = times[PEER]
     return {
         "pass": cell.pass_, "head_dim": cell.head_dim, "mask": cell.mask.name, "length": cell.length,
         "methods": {
@@ -268,21 +318,28 @@ def every(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def best(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line a cell, with the fastest config, and one a pass: the least and the geometric mean."""
+    """A line a cell, with the fastest config, and one a pass: the least and the geometric mean. Those in a fixed order have
+    lines of their own, and so does SDPA's deterministic backward."""
     ratios: dict[str, list[float]] = {}
     for one in results:
-        own = {name: found["ratio"] for name, found in one["methods"].items() if name != "SDPA FlashAttention-2"}
-        if own:
+        kinds: dict[str, dict[str, float]] = {}
+        for name, found in one["methods"].items():
+            kind = (
+                f" {IN_ORDER}" if name.startswith(IN_ORDER) else ", SDPA deterministic" if name == STEADY_PEER else ""
+            )
+            if name != PEER:
+                kinds.setdefault(f"{one['pass']}{kind}", {})[name] = found["ratio"]
+        for kind, own in kinds.items():
             name = max(own, key=own.__getitem__)
-            ratios.setdefault(one["pass"], []).append(own[name])
+            ratios.setdefault(kind, []).append(own[name])
             figures = one["methods"][name]
             yield (
-                f"{one['pass']} {one['head_dim']:3} {one['mask']:6} {one['length']:5}: {own[name]:.3f} x "
+                f"{kind} {one['head_dim']:3} {one['mask']:6} {one['length']:5}: {own[name]:.3f} x "
                 f"({figures['tflops']:.0f} TFLOP/s)  {name}"
             )
-    for pass_, found in ratios.items():
+    for kind, found in ratios.items():
         mean = math.exp(statistics.mean(map(math.log, found)))
-        yield f"{pass_}: at least {min(found):.3f} x, geometric mean {mean:.3f} x over {len(found)} cells"
+        yield f"{kind}: at least {min(found):.3f} x, geometric mean {mean:.3f} x over {len(found)} cells"
 
 
 def parsed(change: str) -> tuple[int, Config]:
@@ -308,18 +365,26 @@ def parsed(change: str) -> tuple[int, Config]:
 @click.option("--every", "all_of_them", is_flag=True, help="Print every config, not only the best.")
 @click.option("--gpu", default="a100", show_default=True, help="Whose limits and defaults count.")
 @click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as its shared memory holds.")
+@click.option(
+    "--in-order",
+    callback=comma_separated(int),
+    default="",
+    help="Backward configs with dQ summed in a fixed order, too, by so many programs a head; 0: as many as suit this GPU.",
+)
 @click.option("--rounds", default=10, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
     wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
-    all_of_them: bool, gpu: str, crowd: bool, rounds: int, seed: int, cores: int, out: Path | None,
+    all_of_them: bool, gpu: str, crowd: bool, in_order: list[int] | None, rounds: int, seed: int, cores: int, out: Path | None,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
-    found = list(cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried]))
+    found = list(
+        cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order or ())
+    )
     here = gpus.present()
     if here is None or here.arch != 90:
         raise click.ClickException("needs a GPU of compute capability 9.0")

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling import schedule
+from fa2tune.calling import ordered, schedule
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
-from fa2tune.compiling import limits, measured_code
+from fa2tune.compiling import limits, measured_code, registry
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting
@@ -271,8 +271,24 @@ def choose(
     return Chooser(problem, gpu, among, node).choose(kernel, kind)
 
 
-def choose_backward(chooser: Chooser, deterministic: bool) -> tuple[str, dict[str, Choice]]:
-    """Strategy of a backward, and the choice for each of its kernels."""
+def choose_in_order(chooser: Chooser) -> Choice | None:
+    """The choice of the fused kernel for a deterministic backward, with dQ summed in a fixed order; None: the split kernels
+    serve."""
+    if not registry.FUSED_IN_ORDER:
+        return None
+    strategy, kinds = chooser.strategy(False)
+    if strategy != FUSED:
+        return None
+    free = chooser.choose(ordered.KERNEL, kinds.get(ordered.KERNEL))
+    return ordered.instead_of(chooser.problem, free, chooser.gpu)
+
+
+def choose_backward(
+    chooser: Chooser, deterministic: bool, in_order: bool = True
+) -> tuple[str, dict[str, Choice]]:  # fmt: skip
+    """Strategy of a backward, and the choice for each of its kernels. ``in_order``: a deterministic one may be fused."""
+    if deterministic and in_order and (found := choose_in_order(chooser)) is not None:
+        return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
     return strategy, {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
 

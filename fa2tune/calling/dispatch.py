@@ -27,6 +27,7 @@ from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.compiler import HostTrouble, NoTritonError
 from fa2tune.launching import passes
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
@@ -39,7 +40,7 @@ from fa2tune.launching.passes import (
 )
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -119,6 +120,26 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
         raise failure
     finally:
         del failure  # else this frame and the error would hold each other
+
+
+def _backward_plan(chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made]) -> Made:
+    """``_plan`` of a whole backward. A deterministic fused one that does not compile or load here, or that there is nothing to
+    compile with, gives way to the split one: no other fused kernel is deterministic."""
+    strategy, choices = choose_backward(chooser, deterministic)
+    if deterministic and strategy == FUSED:
+        try:
+            plan = make(strategy, choices)
+        except Exception as error:
+            if not is_refusal(error) and not isinstance(error, NoTritonError | HostTrouble | OSError):
+                raise
+            log_once(
+                f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"
+            )
+        else:
+            SERVED.update(choice.step for choice in choices.values())
+            return plan
+        strategy, choices = choose_backward(chooser, deterministic, in_order=False)
+    return _plan(chooser, choices, partial(make, strategy))
 
 
 def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str], make: Make[Made]) -> Made:
@@ -280,8 +301,7 @@ def backward(
 
         try:
             with uncollected():
-                strategy, choices = choose_backward(chooser, deterministic)
-                plan = _plan(chooser, choices, partial(make, strategy))
+                plan = _backward_plan(chooser, deterministic, make)
         except CaptureMiss as miss:
             plan = _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(make, SPLIT))
             return plan(do, dlse, q, k, v, o, lse, *offsets)

@@ -9,10 +9,12 @@ tiles are given out as the kernels do, each to the multiprocessor that is free f
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from functools import lru_cache
 
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
+from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -103,6 +105,7 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     if is_empty(problem) or problem.extent.ragged or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     choice = choice_of(kernel, given)
+    choice = replace(choice, variant=in_any_order(choice.variant))
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
     bounds = {parts: predicted_us(problem, kernel, choice, gpu, parts, False) for parts in group_parts.allowed(problem)}
     times = {1: predicted_us(problem, kernel, choice, gpu, 1)}

@@ -26,6 +26,7 @@ from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler, fingerprint
+from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
@@ -58,13 +59,15 @@ def explain_problem(
 
 def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     """The whole backward, and the kernels of its strategy."""
-    (answer, refused), problem = chooser.find_backward(deterministic), chooser.problem
+    in_order = choosing.choose_in_order(chooser) if deterministic else None
+    split = deterministic and in_order is None  # in a fixed order the row is that of any call
+    (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
         choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
-    strategy, kinds = chooser.strategy(deterministic)
-    return [whole, *(_served(chooser, kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy])]
+    strategy, kinds = chooser.strategy(split)
+    return [whole, *(_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy])]
 
 
 def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, str], ...]:
@@ -75,10 +78,10 @@ def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, s
     return tuple((what, layer.name) for what, layer in lookup.near_misses(key, chooser.layers))
 
 
-def _served(chooser: Chooser, kernel: str, kind: Kind = None) -> Served:
-    """As the dispatcher finds it. ``kind``: as ``Chooser.choose`` has it."""
+def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | None = None) -> Served:
+    """As the dispatcher finds it. ``kind``: as ``Chooser.choose`` has it; ``choice``: what serves in place of that."""
     (answer, refused), problem, gpu = chooser.find_preferring(kernel, kind), chooser.problem, chooser.gpu
-    choice = chooser.suited(answer) if answer else chooser.default(kernel)
+    choice = choice or (chooser.suited(answer) if answer else chooser.default(kernel))
     in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
     scheduled = choice.row if answer and choice.row is not answer.row else None

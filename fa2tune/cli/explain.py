@@ -17,7 +17,7 @@ from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu
 from fa2tune.fleet import lookup_cost
 from fa2tune.rows import reader
 from fa2tune.spec.mask import Mask, mask_of
-from fa2tune.spec.problem import BACKWARD, DTYPES, SPLIT, Problem
+from fa2tune.spec.problem import BACKWARD, DTYPES, FUSED, SPLIT, STRATEGIES, Problem
 
 if TYPE_CHECKING:
     from fa2tune.calling.explanation import Explanation, Served
@@ -95,7 +95,9 @@ def explain(
         for served in found.kernels:
             click.echo()
             if served.kernel == BACKWARD and deterministic:
-                click.echo(f"{SPLIT} is the deterministic strategy")
+                fused = any(one.kernel in STRATEGIES[FUSED] for one in found.kernels)
+                how = f"{FUSED}, with dQ summed in a fixed order," if fused else SPLIT
+                click.echo(f"{how} is the deterministic strategy")
             for line in _ladder(served, choosing.toolchain()):
                 _tables.say(line, EVIDENCE_INDENT)
 

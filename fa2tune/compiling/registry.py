@@ -282,6 +282,19 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
 PACKED_ON_HOPPER = False
 
 
+#: Whether deterministic calls may take a fused kernel in its form of a fixed order. Off: it has not been run on a GPU
+#: (docs/experiments/mma-sync.md).
+FUSED_IN_ORDER = False
+#: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.
+IN_ORDER = {"sm80/bwd_fused": "sm80/bwd_ordered"}
+
+
+def in_any_order(variant: Variant) -> Variant:
+    """Of a kernel with a fixed order, the one without; another as it is."""
+    free = next((name for name, ordered in IN_ORDER.items() if ordered == variant.name), None)
+    return variant if free is None else variant_named(free)
+
+
 def refused_extent(variant: Variant, spec: Specialization, config: Config) -> str | None:
     """Why a tuned kernel cannot compute sequences of their own lengths, or None."""
     if spec.extent != RAGGED or not variant.serves:

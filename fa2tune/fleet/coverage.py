@@ -173,8 +173,9 @@ def needs(
         chooser = choosing.Chooser(problem, gpu, layers, toolchain)
         answers = {"fwd": chooser.find("fwd")[0]}
         if training:
-            strategy, kinds = (SPLIT, {}) if deterministic else chooser.strategy(False)
-            if not deterministic:
+            split = deterministic and choosing.choose_in_order(chooser) is None
+            strategy, kinds = (SPLIT, {}) if split else chooser.strategy(False)
+            if not split:
                 answers[BACKWARD] = chooser.find_backward(False)[0]
             answers |= {kernel: chooser.find(kernel, kinds.get(kernel))[0] for kernel in STRATEGIES[strategy]}
         for kernel, answer in answers.items():

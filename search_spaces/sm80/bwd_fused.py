@@ -12,7 +12,7 @@ from fa2tune.search_spaces.lib.ampere import (
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 STEP = 16  #: rows or columns of a product's operands that are in registers at once
 ROW_UNIT = 128  #: query rows of the workspaces are whole multiples: whole blocks, of any config
@@ -129,5 +129,15 @@ SPACE = SearchSpace(
             lambda config, spec, arch: shared_bytes(config, spec) <= shared_limit(arch),
         ),
     ),
+    default=default,
+)
+
+MOST_BUFFERS = 256
+#: Of kernels/sm80/bwd_ordered.py: the same configs, and how many sums of dQ there are, which calling/ordered.py chooses for a
+#: call. Nothing is searched; a config without it is the other kernel's, which has one sum.
+IN_ORDER = SearchSpace(
+    name="bwd_ordered_sm80",
+    dimensions={**SPACE.dimensions, "DQ_BUFFERS": added(*range(1, MOST_BUFFERS + 1), older=1)},
+    constraints=SPACE.constraints,
     default=default,
 )

@@ -46,6 +46,7 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
 FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
+FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
 HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bwd_dkdv"}
 
 
@@ -57,11 +58,11 @@ HOPPER = {"sm90/fwd", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bw
         # one mask's hooks, and which sides it bounds
         ("kernels.masks.causal", "columns <= rows + offset)", "columns < rows + offset)", PORTABLE, {"causal"}),
         ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
-         PORTABLE | HOPPER | {"sm80/fwd", "sm80/bwd_fused"}, {"band"}),
+         PORTABLE | HOPPER | {"sm80/fwd", *FUSED_AMPERE}, {"band"}),
         ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
-         {"sm90/fwd", "sm90/bwd_dq", "sm80/fwd", "sm80/bwd_fused"}, {"causal"}),
+         {"sm90/fwd", "sm90/bwd_dq", "sm80/fwd", *FUSED_AMPERE}, {"causal"}),
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
-         {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm80/bwd_fused"}, {"causal"}),
+         {"sm90/bwd_fused", "sm90/bwd_dkdv", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd", "portable/fwd_split"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),

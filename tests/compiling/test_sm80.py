@@ -26,6 +26,7 @@ from fa2tune.tuning.request.plan import TuneRequest, make_plan
 from fa2tune.tuning.run import open_jobs
 
 FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("sm80/bwd_fused")
+ORDERED = registry.variant_named("sm80/bwd_ordered")
 BOTH = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
 #: One GPU of each compute capability that these kernels are for.
 SERVED = ("a100", "a10", "orin-agx-64gb", "l4", "rtx-4090", "rtx-5090", "rtx-pro-6000")
@@ -142,6 +143,9 @@ FORMS = [
     (BACKWARD, 256, "causal", 120, {}),
     (BACKWARD, 64, "band", 80, {}),
     (BACKWARD, 128, "chunked", 86, {}),
+    (ORDERED, 64, "causal", 86, {}),
+    (ORDERED, 128, "full", 80, {}),
+    (ORDERED, 64, "band", 120, {}),
 ]
 
 
@@ -165,13 +169,25 @@ def test_machine_code_is_what_it_is_made_of(
     products = set(re.findall(r"\bHMMA\S*", listing))
     assert products == {"HMMA.16816.F32.BF16"}
     sums = re.findall(r"\bRED\S*", listing)
-    assert bool(sums) == (variant is BACKWARD)
+    assert bool(sums) == (variant is not FORWARD)
     # blocks under the mask, and clear ones
     loops = sass.counts(binary.cubin_path)
     assert len(loops) >= 2 and all(loop.mma == "HMMA" and loop.copies and loop.mufu for loop in loops)
     assert min(loop.issue for loop in loops) < max(loop.issue for loop in loops)
     # other compilers spill more: Triton 3.8 102 words where 3.6 spills 42. No loop moves half a word for each of its products
     assert all(2 * loop.local_bytes <= loop.products * 128 for loop in loops)
+
+
+def test_a_fixed_order_costs_no_trip_anything() -> None:
+    """The loops are those of the other kernel: what differs from tile to tile is worked out between tiles."""
+    spec, found = spec_of(128), []
+    for variant in (BACKWARD, ORDERED):
+        binary, _ = built(variant, spec, 80)
+        found.append((binary.shared_bytes, sass.counts(binary.cubin_path)))
+    (shared, free), (its_shared, its) = found
+    assert its_shared == shared and [loop.products for loop in its] == [loop.products for loop in free]
+    for one, other in zip(free, its, strict=True):
+        assert other.issue <= 1.1 * one.issue, "more instructions in a trip"
 
 
 def test_no_loop_of_the_forward_at_64_spills() -> None:
@@ -233,6 +249,12 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
             assert limits.before_compile(variant, spec_of(64, "causal"), config, gpus.named("a10")) is None
     asked = {name for name, _, _ in race._binaries(found[-1])}
     assert asked == {"sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish", "portable/fwd"}
+    (both,) = race.cells(("bwd",), (64,), ("causal",), (512,), 0, "a100", 0, in_order=(0, 2))
+    asked = {name for name, _, _ in race._binaries(both)}
+    assert {"sm80/bwd_fused", "sm80/bwd_ordered", "sm80/bwd_ordered_zero", "sm80/bwd_ordered_finish"} <= asked
+    problem = Problem("bf16", 1, 32, 32, 16384, 16384, 64, 64, CAUSAL)
+    choice = race.ordered_choice(problem, both.configs[0], gpus.named("h200"))
+    assert choice.variant is ORDERED and choice.config == {**both.configs[0], "DQ_BUFFERS": 8}
     changes = [
         race.parsed('{"BLOCK_N": 32}'),
         race.parsed('64:{"SCHEDULE": "fa2"}'),
@@ -252,6 +274,12 @@ def test_the_race_takes_legal_configs_and_reports_the_best() -> None:
         }
         return {"pass": "fwd", "head_dim": 64, "mask": "full", "length": length, "methods": methods}
 
+    steady = {"in order, 8 sums: a": 1.0, "in order, 8 sums: b": 0.8, "SDPA FlashAttention-2, deterministic": 0.7}
+    lines = [line.split(" (")[0] for line in race.best([timed(512, a=1.1, **steady)])]
+    assert lines[:3] == [
+        "fwd  64 full     512: 1.100 x", "fwd in order  64 full     512: 1.000 x",
+        "fwd, SDPA deterministic  64 full     512: 0.700 x",
+    ]  # fmt: skip
     lines = list(race.best([timed(512, a=1.1, b=1.2), timed(2048, a=0.9)]))
     assert [line.split(": ")[1].split(" x")[0] for line in lines[:2]] == ["1.200", "0.900"]
     assert lines[2] == "fwd: at least 0.900 x, geometric mean 1.039 x over 2 cells"

@@ -39,3 +39,36 @@ def test_it_is_right_and_races(gpu: str, kernel: str, checked: list[str]) -> Non
     errors, failures, samples = json.loads(done.stdout.splitlines()[-1])
     assert (errors, failures) == (checked, {})
     assert min(samples) >= 4
+
+
+IN_ORDER = """
+import json
+import torch
+import fa2tune
+from fa2tune import gpus
+from fa2tune.compiling import registry
+from fa2tune.launching import ported
+ported.begin(gpus.named("a100"))
+registry.FUSED_IN_ORDER = True
+torch.manual_seed(0)
+found = []
+for length, heads, heads_kv, dim in ((1024, 16, 16, 128), (4096, 8, 2, 64), (1500, 4, 4, 256)):
+    q = torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, heads_kv, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    def gradients(deterministic):
+        o = fa2tune.attention(q, k, v, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(o.float().square().sum(), (q, k, v))
+    free, *equal = gradients(False), gradients(True), gradients(True), gradients(True)
+    off = max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in zip(equal[0], free))
+    said = fa2tune.explain(q, k, v, causal=True, deterministic=True)
+    same = all(torch.equal(a, b) for one in equal[1:] for a, b in zip(one, equal[0]))
+    found.append([same, off, [*said.kernels[-1].binaries]])
+print(json.dumps(found))
+"""
+
+
+def test_a_deterministic_call_is_fused_with_equal_bits() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_ORDER], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for same, off, kernels in json.loads(done.stdout.splitlines()[-1]):
+        assert same and off < 0.02 and "sm80/bwd_ordered" in kernels

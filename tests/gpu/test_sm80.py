@@ -11,16 +11,21 @@ import pytest
 import torch
 from hopper_cases import as_they_are, check, inside_a_wider_one, sequence_first
 
+import fa2tune
+from fa2tune.calling import choosing, dispatch, ordered
 from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import FUSED, Problem
 from fa2tune.spec.variant import Variant
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
     reason="no GPU with mma.sync and cp.async",
 )
+ORDERED = registry.variant_named("sm80/bwd_ordered")
 FORWARD, BACKWARD = registry.variant_named("sm80/fwd"), registry.variant_named("sm80/bwd_fused")
 both = pytest.mark.parametrize("variant", [FORWARD, BACKWARD], ids=["fwd", "bwd_fused"])
 masks = pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
@@ -158,3 +163,98 @@ def test_strides(variant: Variant, dim: int, view: Any) -> None:
 def test_lse_has_a_gradient_or_none(variant: Variant) -> None:
     for with_dlse in (False, True):
         checked(variant, posed(333, 203, mask=CAUSAL), {}, with_dlse=with_dlse)
+
+
+# ---- dQ in a fixed order
+
+
+def in_order(problem: Problem, buffers: int, **changes: Any) -> Choice:
+    return Choice(ORDERED, {**config_of(BACKWARD, problem, **changes), "DQ_BUFFERS": buffers})
+
+
+def bits(problem: Problem, choice: Choice, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
+    """Gradients of so many equal calls."""
+    made = reference.make_inputs(problem, "cuda", with_dlse=True)
+    scale = problem.head_dim**-0.5
+    forward = registry.portable_of("fwd").space.default(problem.specialization, 80)
+    q, k, v, options = made.q, made.k, made.v, {"mask": problem.mask, "softmax_scale": scale}
+    o, lse = passes.forward(q, k, v, config=forward, **options)
+    found = []
+    for _ in range(runs):
+        with verify._strict("ieee"):  # memory holds NaN
+            configs = {"bwd_fused": choice}
+            found.append(
+                passes.backward(made.do, made.dlse, q, k, v, o, lse, strategy=FUSED, configs=configs, **options)
+            )
+    return found
+
+
+def same(problem: Problem, choice: Choice) -> None:
+    first, *others = bits(problem, choice)
+    for other in others:
+        for name, one, another in zip(("dq", "dk", "dv"), first, other, strict=True):
+            assert torch.equal(one, another), f"{name} of {problem}, {dict(choice.config)}"
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask("band", 100, 30), Mask("chunked", 96)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (256, 256), (72, 40)])
+def test_in_order_head_dims_and_lengths(dims: tuple[int, int], mask: Mask) -> None:
+    """Programs of one tile and of several, an even and an odd number of turns, the last one whole or not."""
+    for lengths in (*LENGTHS, (700, 1100), (1100, 700), (40, 2000)):
+        problem = posed(*lengths, dims=dims, mask=mask)
+        tiles = -(-lengths[1] // config_of(BACKWARD, problem)["BLOCK_N"])
+        for buffers in sorted({1, min(2, tiles), min(3, tiles), tiles}):
+            check(BACKWARD, in_order(problem, buffers), problem)  # type: ignore[arg-type]
+
+
+@masks
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
+        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)), ("one", 64, 128, 4, (2, 4, 2)),
+    ],
+    ids=lambda form: f"{form[0]}{form[1]}",
+)  # fmt: skip
+def test_in_order_forms(form: tuple[Any, ...], mask: Mask) -> None:
+    through, block_m, block_n, warps, split = form
+    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
+    changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
+    for lengths in ((203, 333), (700, 1100)):
+        problem = posed(*lengths, mask=mask)
+        check(BACKWARD, in_order(problem, 2, **changes), problem)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (6, 3)])
+@pytest.mark.parametrize("wave", [1, 16])
+def test_in_order_grouped_heads(wave: int, heads: tuple[int, int]) -> None:
+    problem = posed(203, 700, mask=CAUSAL, heads=heads)
+    for buffers in (2, 3):
+        check(BACKWARD, in_order(problem, buffers, HEADS_PER_WAVE=wave), problem)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask("band", 500, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_in_order_calls_have_equal_bits(dim: int, mask: Mask) -> None:
+    for lengths, heads in (((2048, 2048), (8, 8)), ((1500, 2222), (8, 2)), ((4096, 4096), (2, 1))):
+        problem = posed(*lengths, dims=(dim, dim), mask=mask, heads=heads)
+        for buffers in (1, 3, 8):
+            same(problem, in_order(problem, buffers))
+
+
+def test_in_order_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose rows name the fused kernel."""
+    monkeypatch.setattr(registry, "FUSED_IN_ORDER", True)
+    problem, gpu = posed(1024, 1024, dims=(128, 128), mask=CAUSAL, heads=(16, 16)), dispatch.gpu_of(0)
+    chooser = choosing.Chooser(problem, gpu)
+    strategy, choices = choosing.choose_backward(chooser, True)
+    if strategy != FUSED:
+        pytest.skip(f"deterministic calls of {gpu.name} are split")
+    assert choices[ordered.KERNEL].variant is ORDERED
+    dispatch.reload()
+    q, k, v = (torch.randn(2, 16, 1024, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    first, second = (
+        torch.autograd.grad(fa2tune.attention(q, k, v, causal=True, deterministic=True).sum(), (q, k, v)) for _ in "12"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    dispatch.reload()

@@ -1,0 +1,111 @@
+"""The fused backward by mma.sync with dQ summed in a fixed order, for deterministic calls: whether it serves, and of how many
+programs a key head has. Arithmetic on the host.
+
+A head has DQ_BUFFERS programs, each with float32 sums of dQ of its own, and tiles of keys that it walks one after the other
+(kernels/sm80/bwd_ordered.py). More programs fill more multiprocessors; each costs memory for its sums, which are zeroed before
+and added up after. The other kernel has a program for each tile, and one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from fa2tune.calling import group_schedule
+from fa2tune.calling.empty import is_empty
+from fa2tune.compiling import limits, registry
+from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.compiler import Binary
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.search_spaces.sm80 import bwd_fused
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
+
+KERNEL = "bwd_fused"
+#: Share of the GPU's memory that the sums may take.
+MOST_MEMORY = 1 / 16
+#: Registers of a thread where a config has no cap.
+REGISTERS = 255
+#: Share of the peak rate that the kernel reaches. Rough: it is only to say what a byte costs in query rows.
+RATE = 0.5
+#: Of times this near to the least the one of the fewest buffers is taken.
+AS_NEAR = 0.05
+#: Where tiles are expected to be walked at less than this share of the speed that they have as programs of their own, with
+#: one sum that stays in L2, the split kernels serve (docs/experiments/ported.md: they have half of it or less).
+LEAST_SPEED = 0.5
+
+
+def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
+    """Programs that a multiprocessor holds at once, if threads have as many registers as they may."""
+    binary = Binary(
+        KERNEL, spec, config, gpu.arch, bwd_fused.shared_bytes(config, spec), config["num_warps"],
+        config["maxnreg"] or REGISTERS, 0, "",
+    )  # fmt: skip
+    return max(1, limits.blocks_per_sm(binary, gpu))
+
+
+def longest(costs: Sequence[float], programs: int) -> float:
+    """Of the sums over what each of ``programs`` walks of these tiles, turns going there and back, the largest. The first
+    program has the most where tiles get shorter, or the last one, whose turn back was the last."""
+    there, back = 2 * programs, 2 * programs - 1
+    first = sum(costs[0::there]) + sum(costs[back::there])
+    last = sum(costs[programs - 1 :: there]) + sum(costs[programs::there])
+    return max(first, last)
+
+
+def buffer_bytes(problem: Problem) -> int:
+    """Of one sum."""
+    rows = problem.batch * problem.heads_q * bwd_fused.padded_rows(problem)
+    return 4 * rows * padded_head_dim(problem.head_dim)
+
+
+def _memory_us(problem: Problem, walked: float, programs: int, buffers: int, gpu: Gpu) -> float:
+    """Microseconds for what goes to and from memory: zeros and sums, and where L2 does not hold the sums of all ``programs``
+    that run at once, what a program adds to, there and back, and Q and dO, once for the programs of a head. ``walked``: query
+    rows of all programs."""
+    rate, one = gpu.hbm_gbs * 1e3 * group_schedule.COPY_RATE, buffer_bytes(problem)
+    held_rows = programs * one // (problem.batch * problem.heads_q)
+    read = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v) / buffers
+    row = 2 * 4 * padded_head_dim(problem.head_dim) + read if held_rows > gpu.l2_bytes else 0.0
+    return (2 * buffers * one + walked * row) / rate
+
+
+@lru_cache(maxsize=1024)
+def _buffers(problem: Problem, keys: int, programs: int, gpu: Gpu) -> tuple[int, float]:
+    """``buffers_of``. ``keys``: of a tile; ``programs``: that the GPU runs at once."""
+    columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
+    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE  # operations a microsecond
+    rate = peak / programs / (5 * keys * columns)  # query rows a microsecond of a program
+    rows = group_schedule.rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    costs = [problem.group * own + float(group_schedule.START_ROWS) for own in rows]
+    heads, walked = problem.batch * problem.heads_kv, problem.batch * problem.heads_q * sum(rows)
+    least, times = max(max(costs), heads * sum(costs) / programs) / rate, {}
+    most = max(1, int(gpu.hbm_bytes * MOST_MEMORY) // buffer_bytes(problem))
+    for buffers in range(1, min(len(costs), most, bwd_fused.MOST_BUFFERS) + 1):
+        # programs are nearly alike: the GPU takes them in rounds
+        worked = -(-heads * buffers // programs) * longest(costs, buffers) / rate
+        moved = _memory_us(problem, walked, min(programs, heads * buffers), buffers, gpu)
+        times[buffers] = max(worked, moved)
+    wanted = (1 + AS_NEAR) * min(times.values())
+    found = next(buffers for buffers, time in times.items() if time <= wanted)
+    return found, least / times[found]
+
+
+def buffers_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, float]:
+    """(DQ_BUFFERS, by the least expected time, the share of the speed that tiles would have as programs of their own)."""
+    programs = held(config, problem.specialization, gpu) * gpu.sm_count
+    return _buffers(problem, config["BLOCK_N"], programs, gpu)
+
+
+def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
+    """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
+    no such form, or the split kernels are expected to be faster."""
+    name = registry.IN_ORDER.get(free.variant.name)
+    if name is None or is_empty(problem) or problem.extent.ragged:
+        return None
+    parts = group_schedule.parts_of(problem, KERNEL, free, gpu)
+    buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)
+    if speed < LEAST_SPEED:
+        return None
+    return replace(free, variant=registry.variant_named(name), config={**free.config, "DQ_BUFFERS": buffers})

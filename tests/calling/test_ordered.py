@@ -1,0 +1,157 @@
+"""Which deterministic calls the fused backward in a fixed order serves, and of how many programs a head has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, dispatch, ordered, serving
+from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.compiler import CompileError, NoTritonError, binary_config
+from fa2tune.launching.launch import CaptureMiss
+from fa2tune.rows import lookup
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, Problem
+
+A100, H200, L4 = (gpus.named(name) for name in ("a100", "h200", "l4"))
+#: Where no row is stale.
+NODE = lookup.Toolchain(triton="3.6.0")
+FREE, ORDERED = (registry.variant_named(f"sm80/bwd_{name}") for name in ("fused", "ordered"))
+
+
+def posed(
+    length: int = 4096, dim: int = 128, mask: Mask = CAUSAL, heads: tuple[int, int] = (16, 16), **more: Any
+) -> Problem:
+    return Problem("bf16", max(1, 16384 // length), *heads, length, length, dim, dim, mask, **more)
+
+
+def chosen(problem: Problem, gpu: Any = A100) -> tuple[str, Mapping[str, Choice]]:
+    return choosing.choose_backward(choosing.Chooser(problem, gpu, node=NODE), True)
+
+
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it will be once the kernel has run on a GPU."""
+    monkeypatch.setattr(registry, "FUSED_IN_ORDER", True)
+
+
+def test_deterministic_calls_are_split_until_then() -> None:
+    strategy, choices = chosen(posed())
+    assert strategy == SPLIT and set(choices) == {"bwd_dq", "bwd_dkdv"}
+
+
+@pytest.mark.usefixtures("proved")
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_the_fused_kernel_s_row_serves_them(dim: int, mask: Mask) -> None:
+    for length in (512, 4096, 16384):
+        problem = posed(length, dim, mask, (2048 // dim, 2048 // dim))
+        strategy, choices = chosen(problem)
+        free = choosing.choose_backward(choosing.Chooser(problem, A100, node=NODE), False)[1]["bwd_fused"]
+        assert free.variant is FREE and strategy == FUSED and list(choices) == ["bwd_fused"]
+        found = choices["bwd_fused"]
+        assert found.variant is ORDERED and found.row is free.row
+        assert found.config == {**free.config, "DQ_BUFFERS": found.config["DQ_BUFFERS"]}
+        assert binary_config(ORDERED, found.config) == binary_config(FREE, free.config), "a launch chooses the rest"
+        assert ORDERED.space.broken(found.config, problem.specialization, 80) is None
+
+
+@pytest.mark.usefixtures("proved")
+@pytest.mark.parametrize(
+    ("problem", "gpu"),
+    [
+        (posed(), H200),  # whose fused kernel has no such form
+        (posed(aligned=False, tma=False), A100),
+        (replace(posed(), dtype="fp32"), A100),
+        (replace(posed(), batch=1, extent=Extent(RAGGED, 16)), A100),
+        (posed(65536, 256, FULL, (1, 1)), L4),
+    ],
+    ids=["h200", "unaligned", "fp32", "packed", "little memory"],
+)
+def test_others_are_split(problem: Problem, gpu: Any) -> None:
+    assert chosen(problem, gpu)[0] == SPLIT
+
+
+@pytest.mark.parametrize(("programs", "tiles"), [*product((1, 2, 3, 4, 7, 8), (1, 2, 5, 8, 9, 16, 31, 64))])
+def test_the_longest_way(programs: int, tiles: int) -> None:
+    """As the kernel has it: turns go there and back."""
+    if programs <= tiles:
+        for costs in ([1.0] * tiles, [float(tiles - one) for one in range(tiles)]):
+            ways = [0.0] * programs
+            for tile, cost in enumerate(costs):
+                turn, place = divmod(tile, programs)
+                ways[place if turn % 2 == 0 else programs - 1 - place] += cost
+            assert ordered.longest(costs, programs) == max(ways)
+
+
+def test_programs_fill_the_gpu_and_fit_its_memory() -> None:
+    for gpu, dim, mask, length in product(
+        (A100, H200, L4), (64, 128, 256), (CAUSAL, FULL), (512, 2048, 8192, 16384, 65536)
+    ):
+        problem = posed(length, dim, mask, (2048 // dim, 2048 // dim))
+        arch = 80 if gpu is H200 else gpu.arch
+        config = FREE.space.default(problem.specialization, arch)
+        buffers, speed = ordered.buffers_of(problem, config, gpu)
+        tiles, most = -(-length // config["BLOCK_N"]), gpu.hbm_bytes * ordered.MOST_MEMORY
+        assert 1 <= buffers <= tiles and (buffers == 1 or buffers * ordered.buffer_bytes(problem) <= most)
+        assert 0 < speed <= 1.0 and (gpu is L4 or dim == 256 or speed > 0.75)
+    (buffers, speed) = ordered.buffers_of(posed(16384), FREE.space.default(posed().specialization, 80), H200)
+    assert buffers == 8 and speed > 0.9, "16 heads of 8 programs for 132 multiprocessors"
+
+
+def test_tiles_of_few_keys_are_bound_by_memory() -> None:
+    """Where sums leave L2, a tile of 64 keys moves twice as much for an operation, and an L4 has a sixth of the bandwidth."""
+    speeds = {}
+    for length in (512, 8192):
+        problem = posed(length)
+        config = FREE.space.default(problem.specialization, L4.arch)
+        assert config["BLOCK_N"] == 64
+        speeds[length] = ordered.buffers_of(problem, config, L4)[1]
+    assert speeds[512] > 0.9 and speeds[8192] < ordered.LEAST_SPEED
+
+
+@pytest.mark.usefixtures("proved")
+def test_a_split_group_has_programs_for_each_part() -> None:
+    problem = posed(8192, heads=(16, 1))
+    _, choices = chosen(problem)
+    free = Choice(FREE, {name: value for name, value in choices["bwd_fused"].config.items() if name != "DQ_BUFFERS"})
+    parts = ordered.group_schedule.parts(problem, choices, A100)
+    assert parts == ordered.group_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
+
+
+@pytest.mark.usefixtures("proved")
+def test_explain_tells_it() -> None:
+    found = serving.explain_problem(posed(), A100, (BACKWARD,), deterministic=True, present=False)
+    whole, fused = found.kernels
+    assert whole.row is not None and whole.row.strategy == FUSED and fused.kernel == "bwd_fused"
+    assert fused.changed is not None and fused.changed["DQ_BUFFERS"] == (1, fused.config["DQ_BUFFERS"])
+    assert fused.binaries is not None
+    assert [*fused.binaries][-1] == "sm80/bwd_ordered_finish" and "sm80/bwd_ordered" in fused.binaries
+
+
+@pytest.mark.usefixtures("proved")
+@pytest.mark.parametrize("error", [CompileError("no registers"), NoTritonError(ImportError("none")), OSError("full")])
+def test_what_does_not_load_gives_way_to_the_split_kernels(error: Exception) -> None:
+    def make(strategy: str, choices: Mapping[str, Choice]) -> tuple[str, list[str]]:
+        if strategy == FUSED:
+            raise error
+        return strategy, sorted(choices)
+
+    chooser = choosing.Chooser(posed(), A100, node=NODE)
+    assert dispatch._backward_plan(chooser, True, make) == (SPLIT, ["bwd_dkdv", "bwd_dq"])
+
+
+@pytest.mark.usefixtures("proved")
+def test_other_errors_stay() -> None:
+    def make(strategy: str, choices: Mapping[str, Choice]) -> None:
+        raise CaptureMiss("sm80/bwd_ordered")
+
+    with pytest.raises(CaptureMiss, match="sm80/bwd_ordered"):
+        dispatch._backward_plan(choosing.Chooser(posed(), A100, node=NODE), True, make)
