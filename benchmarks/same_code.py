@@ -25,6 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,8 +42,8 @@ from fa2tune.spec.problem import BACKWARD
 
 HERE = Path(__file__).parent.parent
 
-# In a child, with a tree on sys.path: what is asked for, and jobs, on stdin -> hashes of sources; then of each job's compiler
-# input, of its inlined code, or of its machine code and its PTX.
+# In a child, with a tree on sys.path: what is asked for, jobs, and sources of rows, on stdin -> hashes of sources; then of each
+# job's compiler input, of its inlined code, or of its machine code and its PTX.
 CHILD = """
 import ast, dataclasses, hashlib, json, re, subprocess, sys
 from triton.runtime import jit
@@ -77,7 +78,7 @@ def inlined(source, options, arch):
     text = next(iter(stages.values()))(made, {}).str_nodebug()
     places = {}  # values are called after variables
     return re.sub(r"%\\w+", lambda name: places.setdefault(name[0], f"%{len(places)}"), text)
-asked, jobs = json.load(sys.stdin)
+asked, jobs, sources = json.load(sys.stdin)
 found = []
 def named(kernel):  # a path, which older trees shorten
     return registry.variants().get(kernel) or registry.variants()[kernel.removeprefix("portable/")]
@@ -102,7 +103,8 @@ for kernel, spec, config, arch in jobs:
         texts[0] += subprocess.run(command, capture_output=True, check=True, text=True).stdout
         texts[1] += compiler.compile_kernel(one, spec, its_config, arch).asm["ptx"]
     found.append([hashlib.sha256(text.encode()).hexdigest() for text in texts if text])
-print(json.dumps([dict(fingerprint.kernel_hashes()), found]))
+hashes = fingerprint.kernel_hashes()
+print(json.dumps([{**hashes, **{source: hashes.get(source) for source in sources}}, found]))
 """
 
 Job = tuple[
@@ -110,12 +112,15 @@ Job = tuple[
 ]  #: kernel, specialization, config (None: the default), architecture
 
 
-def _run(tree: Path, asked: str, jobs: list[Job]) -> tuple[dict[str, str], list[list[str]]]:
-    """(row.hashed_as -> hash, what is asked of each job), as ``tree`` has them."""
+def _run(
+    tree: Path, asked: str, jobs: list[Job], sources: Iterable[str] = ()
+) -> tuple[dict[str, str], list[list[str]]]:
+    """(row.source -> hash, what is asked of each job), as ``tree`` has them. ``sources``: of rows; a whole backward's names the
+    kernels that it runs."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps([asked, jobs]), cwd=tree, env=environment, capture_output=True,
-        text=True,
+        [sys.executable, "-c", CHILD], input=json.dumps([asked, jobs, sorted(sources)]), cwd=tree, env=environment,
+        capture_output=True, text=True,
     )  # fmt: skip
     if done.returncode:
         raise click.ClickException(f"{tree}: {done.stderr.strip().splitlines()[-1]}")
@@ -172,7 +177,7 @@ def main(old_tree: Path, files: tuple[Path, ...], lacking: dict[str, Any]) -> No
     others = {row.triton for row in rows} - {triton_version()}
     if others:
         raise click.BadParameter(f"files: rows of Triton {', '.join(sorted(others))}, but here is {triton_version()}")
-    before, after = (_run(tree, "input", [])[0] for tree in (old_tree.absolute(), HERE))
+    before, after = (_run(tree, "input", [], {row.source for row in rows})[0] for tree in (old_tree.absolute(), HERE))
     fresh_then = [row for row in rows if row.kernel_hash == _hash(before, row) != _hash(after, row)]
     distinct = {json.dumps(job, sort_keys=True): job for job in (_job(row, lacking) for row in fresh_then)}
     jobs = list(distinct.values())
