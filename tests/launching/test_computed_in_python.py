@@ -12,6 +12,7 @@ import torch
 from gpu_in_python import PythonGpu
 
 from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
@@ -32,6 +33,9 @@ class Call(NamedTuple):
     packed: bool = False
     batch: int = 1
     spare: int = 9  #: rows behind the last sequence
+
+    def __str__(self) -> str:
+        return f"{self.dims[0]}-{self.mask}"
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -85,15 +89,17 @@ def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def computed(
     gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
 ) -> None:
+    """``kernel``: "sm90/fwd", ..."""
     extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
-    backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
+    backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     q, k, v = (tensors[name] for name in "qkv")
     problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, **backward)
-    variant = registry.variant_named(f"sm90/{kernel}")
-    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **settings})
-    assert not variant.space.broken(config, problem.specialization, 90)
+    variant = registry.variant_named(kernel)
+    config = variant.suited(problem, {**variant.space.default(problem.specialization, gpu.arch), **settings})
+    assert not variant.space.broken(config, problem.specialization, gpu.arch)
     assert all(config[name] == value for name, value in settings.items())
-    plan = passes.Kernels({kernel: config}, problem, tensors, SCALE, 0)
+    served = "fwd" if kernel.endswith("fwd") else "bwd_fused"
+    plan = passes.Kernels({served: Choice(variant, config)}, problem, tensors, SCALE, 0)
     addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
     gpu.run(plan, [*addresses, gpu.place_workspaces()])
 
@@ -125,19 +131,19 @@ def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: in
     q, k, v = (given[name] for name in "qkv")
     lse = torch.full(q.shape[1:3] if call.packed else q.shape[:3], torch.nan)
     tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": lse, **offsets(call)}
-    computed(gpu, call, "fwd", tensors, settings)
+    computed(gpu, call, "sm90/fwd", tensors, settings)
     compare({"o": tensors["o"], "lse": lse}, wanted(call, given))
 
 
-def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
-    given = inputs(call, seed)
+def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/bwd_fused") -> None:
+    given = inputs(call, 0)
     right = wanted(call, given)
     q, k, v, do = (given[name] for name in ("q", "k", "v", "do"))
     o, lse = unset(q, call.dims[1]), right["lse"].float()
     o.copy_(right["o"])
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-    computed(gpu, call, "bwd_fused", {**tensors, **gradients, **offsets(call)}, settings)
+    computed(gpu, call, kernel, {**tensors, **gradients, **offsets(call)}, settings)
     compare(gradients, right)
 
 
@@ -161,9 +167,7 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "settings"), FORWARDS, ids=lambda x: f"{x.dims[0]}-{x.mask}" if isinstance(x, Call) else ""
-)
+@pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)
 def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     check_forward(gpu, call, settings)
 
@@ -201,6 +205,29 @@ def test_backward(gpu: PythonGpu, form: str, mask: Mask, packed: bool) -> None:
 def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> None:
     lengths = PACKING if packed else ((140, 140),)
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
+
+
+THROUGH_REGISTERS = {"P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "num_warps": 4, "QUERY_WARPS": 2}
+
+
+ONE = {"P_THROUGH": "one", "EARLY": False}
+BY_MMA_SYNC = [
+    (Call(((130, 200),), (4, 2), (64, 64), CAUSAL), THROUGH_REGISTERS),
+    (Call(((100, 230),), (2, 1), (96, 96), FULL), {}),
+    (Call(((150, 150),), (1, 1), (128, 128), band(40, 10)), {}),
+    (Call(((90, 200),), (2, 1), (128, 64), CAUSAL), ONE),
+]
+
+
+@pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
+@pytest.mark.parametrize(("call", "settings"), BY_MMA_SYNC, ids=str)
+def test_backward_by_mma_sync(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, call: Call, settings: dict[str, Any]
+) -> None:
+    gpu = PythonGpu(monkeypatch, values=True, arch=80)
+    if kernel == "bwd_ordered":
+        settings = {**settings, "DQ_BUFFERS": 2}
+    check_backward(gpu, call, settings, f"sm80/{kernel}")
 
 
 @pytest.mark.parametrize(
