@@ -89,17 +89,21 @@ def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def computed(
     gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
 ) -> None:
-    """``kernel``: "sm90/fwd", ..."""
+    """``kernel``: "sm90/fwd", ...; several with commas, one after the other."""
     extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
     backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     q, k, v = (tensors[name] for name in "qkv")
     problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, **backward)
-    variant = registry.variant_named(kernel)
-    config = variant.suited(problem, {**variant.space.default(problem.specialization, gpu.arch), **settings})
-    assert not variant.space.broken(config, problem.specialization, gpu.arch)
-    assert all(config[name] == value for name, value in settings.items())
-    served = "fwd" if kernel.endswith("fwd") else "bwd_fused"
-    plan = passes.Kernels({served: Choice(variant, config)}, problem, tensors, SCALE, 0)
+    chosen = {}
+    for name in kernel.split(","):
+        variant = registry.variant_named(name)
+        asked = {dimension: value for dimension, value in settings.items() if dimension in variant.space.dimensions}
+        config = variant.suited(problem, {**variant.space.default(problem.specialization, gpu.arch), **asked})
+        assert not variant.space.broken(config, problem.specialization, gpu.arch)
+        assert all(config[dimension] == value for dimension, value in asked.items())
+        chosen[variant.serves or "bwd_fused"] = Choice(variant, config)
+    shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in chosen else {}
+    plan = passes.Kernels(chosen, problem, tensors, SCALE, 0, shared)
     addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
     gpu.run(plan, [*addresses, gpu.place_workspaces()])
 
@@ -205,6 +209,20 @@ def test_backward(gpu: PythonGpu, form: str, mask: Mask, packed: bool) -> None:
 def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> None:
     lengths = PACKING if packed else ((140, 140),)
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
+
+
+SPLIT = [
+    (Call(((130, 200),), (4, 2), (128, 128), CAUSAL), {}),
+    (Call(((150, 100),), (2, 1), (64, 64), FULL, batch=2), {}),
+    (Call(((140, 140),), (1, 1), (128, 128), band(40, 10)), {}),
+    (Call(((130, 130),), (1, 1), (256, 256), Mask("chunked", 64)), {}),
+    (Call(((100, 130),), (1, 1), (192, 128), CAUSAL), {}),
+]
+
+
+@pytest.mark.parametrize(("call", "settings"), SPLIT, ids=str)
+def test_split_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
+    check_backward(gpu, call, settings, "sm90/bwd_dq,sm90/bwd_dkdv")
 
 
 THROUGH_REGISTERS = {"P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "num_warps": 4, "QUERY_WARPS": 2}
