@@ -281,6 +281,20 @@ def _hidden_behind(x: Any, columns: Any, last: Any, bits: str) -> Any:
     return _where(columns <= last, x, otherwise)
 
 
+def _raise_peak(peak: Any, top: Any, _: int) -> Any:
+    """All rows as those of one warp."""
+    if isinstance(top, Unknown):
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    if not (top.a > peak.a + 8).any():
+        return peak, peak * 0 + 1.0, Int(np.zeros(peak.shape, np.int64))
+    highest = computed(lambda a, b: np.maximum(a.max(1, keepdims=True), b), top, peak)
+    return highest, computed(lambda a, b: np.exp2(a - b), peak, highest), Int(np.ones(peak.shape, np.int64))
+
+
+def _scaled_if(raised: Any, x: Any, shrink: Any, _: int) -> Any:
+    return x if isinstance(x, Unknown) or not raised.a.any() else x * shrink[:, :1]
+
+
 def _real(how: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **_: UNKNOWN if any(isinstance(x, Unknown) for x in given) else computed(how, *given)
 
@@ -321,6 +335,7 @@ _NAMES: Mapping[str, Any] = {
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p: p,
     "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "mma_v2": _mma, "hidden_behind": _hidden_behind,
+    "raise_peak": _raise_peak, "scaled_if": _scaled_if,
 }  # fmt: skip
 _MODULES: dict[str, dict[str, Any]] = {}
 

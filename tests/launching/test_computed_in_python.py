@@ -1,5 +1,6 @@
-"""What the Hopper kernels compute, run by Python (tests/kernels_in_python.py), beside float64 attention with gradients: dense
-and packed, in all forms that a config can ask for. Results are poisoned with NaN, as is what lies between packed sequences."""
+"""What the kernels of kernels/sm90 and kernels/sm80 compute, run by Python (tests/kernels_in_python.py), beside float64
+attention with gradients: dense and packed, in the forms that a config can ask for. Results are poisoned with NaN, as is what
+lies between packed sequences."""
 
 from __future__ import annotations
 
@@ -130,12 +131,12 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> N
         assert error <= LARGEST_ERROR * max(1.0, expected[~infinite].abs().max().item()), (name, error)
 
 
-def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
-    given = inputs(call, seed)
+def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/fwd") -> None:
+    given = inputs(call, 0)
     q, k, v = (given[name] for name in "qkv")
     lse = torch.full(q.shape[1:3] if call.packed else q.shape[:3], torch.nan)
     tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": lse, **offsets(call)}
-    computed(gpu, call, "sm90/fwd", tensors, settings)
+    computed(gpu, call, kernel, tensors, settings)
     compare({"o": tensors["o"], "lse": lse}, wanted(call, given))
 
 
@@ -237,6 +238,12 @@ BY_MMA_SYNC = [
 ]
 
 
+@pytest.mark.parametrize(("schedule", "sums"), [("fa2", "first"), ("double", "mma"), ("double", "add")])
+@pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC], ids=str)
+def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedule: str, sums: str) -> None:
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
+
+
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
 @pytest.mark.parametrize(("call", "settings"), BY_MMA_SYNC, ids=str)
 def test_backward_by_mma_sync(
@@ -260,6 +267,7 @@ def test_a_fault_is_found(
     check_forward(gpu, call, settings)
     monkeypatch.setitem(kernels_in_python._NAMES, name, instead)
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     gpu.bound.clear()
     with pytest.raises(AssertionError, match=r"'o', |deadlock|mbarrier"):
         check_forward(gpu, call, settings)
