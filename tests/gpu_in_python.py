@@ -27,10 +27,11 @@ UNSET = 0x2F2F2F2F
 
 
 class PythonGpu:
-    """Compute capability 9.0. Plans made while it is there are for it. ``values``: tensors hold numbers (``place_values``)."""
+    """Plans made while it is there are for it. ``values``: tensors hold numbers (``place_values``); ``arch``: its compute
+    capability."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, values: bool = False) -> None:
-        self.values = values
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, values: bool = False, arch: int = 90) -> None:
+        self.values, self.arch = values, arch
         self.buffers: dict[int, Buffer] = {}
         self.maps: dict[int, tuple[Any, ...]] = {}
         self.bound: list[tuple[Any, ...]] = []
@@ -42,7 +43,7 @@ class PythonGpu:
         monkeypatch.setattr(launch, "load", self._load)
         monkeypatch.setattr(launch, "sm_count", lambda _: PROGRAMS)
         for where in (launch, passes):
-            monkeypatch.setattr(where, "arch_of", lambda _: 90)
+            monkeypatch.setattr(where, "arch_of", lambda _: arch)
         made, placed = passes.bind, passes._placed
         monkeypatch.setattr(passes, "bind", lambda *given: self.bound.append(given[:3]) or made(*given))
 

@@ -107,6 +107,10 @@ class Int:
     def type(self) -> Any:
         return SimpleNamespace(layout=UNKNOWN)
 
+    @property
+    def dtype(self) -> Any:
+        return tl.int64 if self.wide else tl.int32
+
     def to(self, dtype: Any, **_: Any) -> Any:
         if dtype in (tl.int32, tl.int64):
             return Int(self.a + 0, dtype == tl.int64)
@@ -169,6 +173,9 @@ class Pointer:
     def to(self, _: Any) -> Pointer:
         return self
 
+    def reshape(self, shape: Sequence[int]) -> Pointer:
+        return Pointer(self.buffer, self.index.reshape(shape))
+
     def places(self, mask: Any, doing: str) -> tuple[Any, Any]:
         index, mask = np.broadcast_arrays(self.index.a, array(True if mask is None else mask))
         self.buffer.at(index[mask], doing)
@@ -193,15 +200,18 @@ def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
             buffer.words[index] = np.broadcast_to(buffer.held(value), mask.shape)[mask]
 
 
-def add_words(pointer: Pointer, value: Any) -> None:
-    index, buffer = pointer.places(None, "an addition to")[0], pointer.buffer
+def add_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    index, mask = pointer.places(mask, "an addition to")
+    buffer = pointer.buffer
     with buffer.lock:
-        np.add.at(buffer.written, index, 1)
+        np.add.at(buffer.written, index[mask], 1)
         if buffer.words is not None:
-            np.add.at(buffer.words, index, buffer.held(value))
+            np.add.at(buffer.words, index[mask], np.broadcast_to(buffer.held(value), mask.shape)[mask])
 
 
-def atomic_add(pointer: Pointer, value: int, **_: Any) -> Int:
+def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Any:
+    if pointer.buffer.dtype is not None:
+        return add_words(pointer, value, mask)
     with pointer.buffer.lock:
         place = pointer.places(None, "an addition to")[0]
         before = pointer.buffer.words[place].copy()

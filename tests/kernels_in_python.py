@@ -189,7 +189,7 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
     return Int(np.where(chosen, array(one), array(other)), any(getattr(each, "wide", False) for each in (one, other)))
 
 
-def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any) -> Any:
+def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any, **__: Any) -> Any:
     return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Real(np.full(shape, value), dtype)
 
 
@@ -205,6 +205,7 @@ def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
 def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any]) -> threading.Thread:
     def run() -> None:
         _HERE.program, _HERE.name, _HERE.warps, _HERE.products = program, name, warps, Products()
+        _HERE.asked, _HERE.groups = [], []
         try:
             work()
         except BaseException as error:
@@ -250,6 +251,50 @@ def _range(*ends: Any, **_: Any) -> Any:
     return map(Int, range(*map(operator.index, ends)))
 
 
+class _AsyncCopy:
+    """Copies by cp.async: done when they are waited for, and not before."""
+
+    @staticmethod
+    def async_copy_global_to_shared(place: Shared, pointer: Any, mask: Any = None) -> None:
+        _HERE.asked.append((place, load_words(pointer, mask, 0)))
+
+    @staticmethod
+    def commit_group() -> None:
+        _HERE.groups.append(_HERE.asked)
+        _HERE.asked = []
+
+    @staticmethod
+    def wait_group(left: int) -> None:
+        while len(_HERE.groups) > left:
+            for place, tile in _HERE.groups.pop(0):
+                place.store(tile)
+
+
+def _mma(a: Any, b: Any, acc: Any) -> Any:
+    if any(isinstance(one, Unknown) for one in (a, b)):
+        return Unknown(acc.shape)
+    return computed(lambda x, y, z: np.matmul(x, y) + z, a, b, acc)
+
+
+def _hidden_behind(x: Any, columns: Any, last: Any, bits: str) -> Any:
+    otherwise = float(np.array(int(bits[2:], 16), np.uint32).view(np.float32))
+    return _where(columns <= last, x, otherwise)
+
+
+def _raise_peak(peak: Any, top: Any, _: int) -> Any:
+    """All rows as those of one warp."""
+    if isinstance(top, Unknown):
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    if not (top.a > peak.a + 8).any():
+        return peak, peak * 0 + 1.0, Int(np.zeros(peak.shape, np.int64))
+    highest = computed(lambda a, b: np.maximum(a.max(1, keepdims=True), b), top, peak)
+    return highest, computed(lambda a, b: np.exp2(a - b), peak, highest), Int(np.ones(peak.shape, np.int64))
+
+
+def _scaled_if(raised: Any, x: Any, shrink: Any, _: int) -> Any:
+    return x if isinstance(x, Unknown) or not raised.a.any() else x * shrink[:, :1]
+
+
 def _real(how: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **_: UNKNOWN if any(isinstance(x, Unknown) for x in given) else computed(how, *given)
 
@@ -265,10 +310,10 @@ _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
     minimum=_elementwise(np.fmin), maximum=_elementwise(np.fmax), where=_where,
     cdiv=_elementwise(lambda a, b: quotient(a + b - 1, b)), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
-    convert_layout=lambda x, *_, **__: x,
+    convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
     load=load_words, store=store_words, atomic_add=atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),
-    zeros=lambda shape, *rest: _filled(shape, 0, *rest), full=_filled, zeros_like=lambda x: x * 0, split=_split,
+    zeros=lambda shape, *rest, **_: _filled(shape, 0, *rest), full=_filled, zeros_like=lambda x: x * 0, split=_split,
     to_tensor=lambda x: x if isinstance(x, Int | Unknown | Real) else Int(x), reshape=lambda x, shape: x.reshape(shape),
     permute=lambda x, order: x.permute(order), allocate_shared_memory=_allocate, warp_specialize=_specialize,
     int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
@@ -289,7 +334,8 @@ _NAMES: Mapping[str, Any] = {
     "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p: p,
-    "rescaled": lambda acc, shrink: acc * shrink,
+    "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "mma_v2": _mma, "hidden_behind": _hidden_behind,
+    "raise_peak": _raise_peak, "scaled_if": _scaled_if,
 }  # fmt: skip
 _MODULES: dict[str, dict[str, Any]] = {}
 

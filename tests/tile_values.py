@@ -63,6 +63,12 @@ class Real:
     def permute(self, order: Sequence[int]) -> Real:
         return self._like(self.a.transpose(order))
 
+    def expand_dims(self, axis: int) -> Real:
+        return self._like(np.expand_dims(self.a, axis))
+
+    def broadcast_to(self, shape: Sequence[int]) -> Real:
+        return self._like(np.broadcast_to(self.a, [int(n) for n in shape]))
+
     __hash__ = object.__hash__
 
 

@@ -1,5 +1,6 @@
-"""What the Hopper kernels compute, run by Python (tests/kernels_in_python.py), beside float64 attention with gradients: dense
-and packed, in all forms that a config can ask for. Results are poisoned with NaN, as is what lies between packed sequences."""
+"""What the kernels of kernels/sm90 and kernels/sm80 compute, run by Python (tests/kernels_in_python.py), beside float64
+attention with gradients: dense and packed, in the forms that a config can ask for. Results are poisoned with NaN, as is what
+lies between packed sequences."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 from gpu_in_python import PythonGpu
 
 from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
@@ -32,6 +34,9 @@ class Call(NamedTuple):
     packed: bool = False
     batch: int = 1
     spare: int = 9  #: rows behind the last sequence
+
+    def __str__(self) -> str:
+        return f"{self.dims[0]}-{self.mask}"
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -85,15 +90,21 @@ def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def computed(
     gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
 ) -> None:
+    """``kernel``: "sm90/fwd", ...; several with commas, one after the other."""
     extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
-    backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
+    backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     q, k, v = (tensors[name] for name in "qkv")
     problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, **backward)
-    variant = registry.variant_named(f"sm90/{kernel}")
-    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **settings})
-    assert not variant.space.broken(config, problem.specialization, 90)
-    assert all(config[name] == value for name, value in settings.items())
-    plan = passes.Kernels({kernel: config}, problem, tensors, SCALE, 0)
+    chosen = {}
+    for name in kernel.split(","):
+        variant = registry.variant_named(name)
+        asked = {dimension: value for dimension, value in settings.items() if dimension in variant.space.dimensions}
+        config = variant.suited(problem, {**variant.space.default(problem.specialization, gpu.arch), **asked})
+        assert not variant.space.broken(config, problem.specialization, gpu.arch)
+        assert all(config[dimension] == value for dimension, value in asked.items())
+        chosen[variant.serves or "bwd_fused"] = Choice(variant, config)
+    shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in chosen else {}
+    plan = passes.Kernels(chosen, problem, tensors, SCALE, 0, shared)
     addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
     gpu.run(plan, [*addresses, gpu.place_workspaces()])
 
@@ -120,24 +131,24 @@ def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> N
         assert error <= LARGEST_ERROR * max(1.0, expected[~infinite].abs().max().item()), (name, error)
 
 
-def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
-    given = inputs(call, seed)
+def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/fwd") -> None:
+    given = inputs(call, 0)
     q, k, v = (given[name] for name in "qkv")
     lse = torch.full(q.shape[1:3] if call.packed else q.shape[:3], torch.nan)
     tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": lse, **offsets(call)}
-    computed(gpu, call, "fwd", tensors, settings)
+    computed(gpu, call, kernel, tensors, settings)
     compare({"o": tensors["o"], "lse": lse}, wanted(call, given))
 
 
-def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], seed: int = 0) -> None:
-    given = inputs(call, seed)
+def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/bwd_fused") -> None:
+    given = inputs(call, 0)
     right = wanted(call, given)
     q, k, v, do = (given[name] for name in ("q", "k", "v", "do"))
     o, lse = unset(q, call.dims[1]), right["lse"].float()
     o.copy_(right["o"])
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-    computed(gpu, call, "bwd_fused", {**tensors, **gradients, **offsets(call)}, settings)
+    computed(gpu, call, kernel, {**tensors, **gradients, **offsets(call)}, settings)
     compare(gradients, right)
 
 
@@ -161,9 +172,7 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "settings"), FORWARDS, ids=lambda x: f"{x.dims[0]}-{x.mask}" if isinstance(x, Call) else ""
-)
+@pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)
 def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     check_forward(gpu, call, settings)
 
@@ -203,6 +212,49 @@ def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> No
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
 
 
+SPLIT = [
+    (Call(((130, 200),), (4, 2), (128, 128), CAUSAL), {}),
+    (Call(((150, 100),), (2, 1), (64, 64), FULL, batch=2), {}),
+    (Call(((140, 140),), (1, 1), (128, 128), band(40, 10)), {}),
+    (Call(((130, 130),), (1, 1), (256, 256), Mask("chunked", 64)), {}),
+    (Call(((100, 130),), (1, 1), (192, 128), CAUSAL), {}),
+]
+
+
+@pytest.mark.parametrize(("call", "settings"), SPLIT, ids=str)
+def test_split_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
+    check_backward(gpu, call, settings, "sm90/bwd_dq,sm90/bwd_dkdv")
+
+
+THROUGH_REGISTERS = {"P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "num_warps": 4, "QUERY_WARPS": 2}
+
+
+ONE = {"P_THROUGH": "one", "EARLY": False}
+BY_MMA_SYNC = [
+    (Call(((130, 200),), (4, 2), (64, 64), CAUSAL), THROUGH_REGISTERS),
+    (Call(((100, 230),), (2, 1), (96, 96), FULL), {}),
+    (Call(((150, 150),), (1, 1), (128, 128), band(40, 10)), {}),
+    (Call(((90, 200),), (2, 1), (128, 64), CAUSAL), ONE),
+]
+
+
+@pytest.mark.parametrize(("schedule", "sums"), [("fa2", "first"), ("double", "mma"), ("double", "add")])
+@pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC], ids=str)
+def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedule: str, sums: str) -> None:
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
+
+
+@pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
+@pytest.mark.parametrize(("call", "settings"), BY_MMA_SYNC, ids=str)
+def test_backward_by_mma_sync(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, call: Call, settings: dict[str, Any]
+) -> None:
+    gpu = PythonGpu(monkeypatch, values=True, arch=80)
+    if kernel == "bwd_ordered":
+        settings = {**settings, "DQ_BUFFERS": 2}
+    check_backward(gpu, call, settings, f"sm80/{kernel}")
+
+
 @pytest.mark.parametrize(
     ("name", "instead", "settings"),
     [("shrunk", lambda acc, *_: acc, {"RESCALE": "now"}), ("await_room", lambda *_: None, {"NUMBERED": False})],
@@ -215,6 +267,7 @@ def test_a_fault_is_found(
     check_forward(gpu, call, settings)
     monkeypatch.setitem(kernels_in_python._NAMES, name, instead)
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     gpu.bound.clear()
     with pytest.raises(AssertionError, match=r"'o', |deadlock|mbarrier"):
         check_forward(gpu, call, settings)
