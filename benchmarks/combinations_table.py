@@ -43,7 +43,8 @@ def conflicts(found: Iterable[table.Clash]) -> Iterator[str]:
 def refused() -> Iterator[str]:
     arguments: dict[str, list[str]] = {}
     for name, absent in table.LACKING.items():
-        arguments.setdefault(absent.what, []).append(f"`{name}`")
+        free = " or ".join(f"`{value!r}`" for value in absent.neutral if value is not None)
+        arguments.setdefault(absent.what, []).append(f"`{name}`{f' other than {free}' if free else ''}")
     yield from _rows(("argument", "needs"), ((", ".join(names), what) for what, names in arguments.items()))
 
 

@@ -110,7 +110,7 @@ def measure(
     raced = ours if pair.kind == "length" or pair.waves >= MANY_WAVES else peers
     calls = {"below": pair.below, "above": pair.above}
     graphs = {side: side_by_side.captured(one, raced, *workloads.posed(one, device)) for side, one in calls.items()}
-    found: dict[str, Any] = {"missing": {side: dict(one.missing) for side, one in graphs.items()}}
+    found: dict[str, Any] = {"missing": {side: dict(one.missing) for side, one in graphs.items() if one.missing}}
     bars = allowed(pair, gpu) if pair.kind == "length" else {}
     for pass_ in ("fwd", "bwd"):
         both = [name for name in raced if all(name in one.of[pass_] for one in graphs.values())]

@@ -366,6 +366,8 @@ def compile_all(found: Iterable[Binary]) -> None:
 
 def switched(asked: Sequence[str]) -> None:
     """Tests ("pytest", ...) or a script, with packed calls on Hopper kernels."""
+    if any(word.startswith("-n") for word in asked):
+        raise click.BadParameter("--switch holds in this process alone: no -n")
     registry.PACKED_ON_HOPPER = True
     if asked[0] == "pytest":
         import pytest

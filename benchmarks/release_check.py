@@ -68,7 +68,7 @@ def environment(folder: Path, site: Path, *before: Path, **more: str) -> dict[st
     }  # fmt: skip
 
 
-def ran(what: str, env: Mapping[str, str], hidden: bool = False, timeout: float = 120) -> dict[str, Any]:
+def ran(what: str, env: Mapping[str, str], hidden: bool = False, timeout: float = 400) -> dict[str, Any]:
     """A child's result, and under "said" what it wrote to stderr, at exit too."""
     command = [sys.executable, str(Path(__file__).with_name("release_child.py").resolve()), what]
     command += ["--hidden"] if hidden else []

@@ -173,7 +173,7 @@ def beside(
 ) -> dict[str, Any]:  # fmt: skip
     """Pass -> its ``verdict``, and "missing". Arguments as ``captured`` has them."""
     found = captured(problem, peers, inputs, do, check, done)
-    timed = {name: verdict(raced(found.of[name]), done[name]) for name in done if found.of[name]}
+    timed = {name: verdict(raced(found.of[name]), done[name]) for name in done}
     return {**timed, "missing": dict(found.missing)}
 
 

@@ -77,7 +77,8 @@ def _said(name: str, value: Any, q: Any, k: Any, layout: Any) -> str:
         return f"got {name}=, leave it out: {NEEDLESS[name]}"
     if name in LACKING:
         absent = LACKING[name]
-        neutral = not isinstance(value, torch.Tensor) and any(value == one for one in (None, *absent.neutral))
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        neutral = plain and any(value == one for one in (None, *absent.neutral))
         leave_out = f"; {name}={value!r:.40} can be left out" if neutral else ""
         return f"got {name}=, which is not supported yet ({absent.what}){leave_out}"
     return f"got an unknown argument {name}=, allowed are {', '.join(f'{one}=' for one in ALLOWED)}"

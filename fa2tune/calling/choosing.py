@@ -115,7 +115,7 @@ class Chooser:
         self.node = node or toolchain()
         self._spec = problem.specialization
         self._ladders: dict[TuningKey, lookup.Ladder] = {}
-        own = among is not None or node is not None
+        own = self.layers is not layers() or self.node is not toolchain()
         self._known = (Known if own else partial(_known, problem, gpu))(self.layers, self.node)
 
     def of(self, problem: Problem) -> Chooser:

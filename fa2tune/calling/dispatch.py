@@ -62,6 +62,7 @@ def reload() -> None:
     """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
     loaded stay loaded."""
     choosing.forget()
+    forward_plans.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()

@@ -41,6 +41,10 @@ def parts(q: Any, k: Any, v: Any, layout: Any) -> tuple[torch.Tensor, ...]:
     from torch.distributed.tensor import DTensor
 
     tensors = {"q": q, "k": k, "v": v}
+    known = isinstance(layout, str) and layout in DIVIDED
+    if not known or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        # the call's own checks say what is wrong
+        return tuple(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             raise TypeError(

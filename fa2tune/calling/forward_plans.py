@@ -20,7 +20,8 @@ from fa2tune.spec.problem import Config, Problem
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
-#: Binaries that did not compile or load, which are not tried again for another length -> why.
+#: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
+#: so that no step of a decode loop waits for it, until ``dispatch.reload`` -> why.
 _REFUSED = dict[tuple[object, ...], str]()
 
 
@@ -40,6 +41,11 @@ def forward_plan(
             _REFUSED[_binary(problem, split, gpu)] = str(error)
             log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: keys are not split")
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
+
+
+def forget() -> None:
+    """What was refused is tried again."""
+    _REFUSED.clear()
 
 
 def split_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config | None, str]:

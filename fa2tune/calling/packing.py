@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
@@ -42,12 +44,13 @@ def cu_seqlens(
         raise TypeError(f"{name}: got dtype {numbers.dtype}, must be integers")
     if numbers.dim() not in (1, 2):
         raise ValueError(f"{name}: got shape {tuple(numbers.shape)}, must be (batch, length) or (total,)")
+    numbers = numbers.long()  # one more than the largest number of a narrow type is another document
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[..., 1:] = numbers[..., 1:] != numbers[..., :-1] + (1 if name == "position_ids" else 0)
     if sequences is None:
         offsets: torch.Tensor = torch.ops.fa2tune.document_offsets(begins)
         return offsets
-    if isinstance(sequences, bool) or not isinstance(sequences, (int, torch.SymInt)):
+    if isinstance(sequences, bool) or not isinstance(sequences, (Integral, torch.SymInt)):
         raise TypeError(f"sequences: got {sequences!r:.80}, must be an integer or None")
     if sequences < 1:
         raise ValueError(f"sequences: got {sequences}, must be 1 or more")

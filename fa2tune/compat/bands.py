@@ -45,7 +45,7 @@ def asked(call: str, window_size: Any, causal: Any) -> Band:
     if before and behind:
         return Band((None, None))
     if not before and not (behind and not causal):
-        return Band((left, right))  # ``attention`` knows what causal does to it
+        return Band((left, None if behind else right))  # ``attention`` knows what causal does to it
     if causal:
         right = 0
     if left is not None and right is not None and left + right < 0:
@@ -62,6 +62,8 @@ def dense(
     if not band.queries and not band.keys:
         return terms.dense(call, q, k, v, window=band.window, return_lse=True, **options)
     terms.check(call, {"q": q, "k": k, "v": v}, 4)
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"{call}: v: got sequence length {v.shape[1]}, k has {k.shape[1]}")
     queries, keys = max(0, q.shape[1] - band.queries), max(0, k.shape[1] - band.keys)
     unseeing = q.shape[1] - queries
     q, k, v = q[:, :queries], k[:, :keys], v[:, :keys]
@@ -75,6 +77,9 @@ def lengths(
     seqused_q: torch.Tensor | None, seqused_k: torch.Tensor | None, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``terms.lengths`` with its lse, of a band."""
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
     if band.queries:
         seqused_q = _fewer(q, cu_seqlens_q, seqused_q, band.queries)
     if band.keys:
@@ -94,8 +99,12 @@ def _without_causal(options: dict[str, Any]) -> dict[str, Any]:
 
 def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
     """Used lengths without the last ``fewer`` rows."""
-    if used is None and cu_seqlens is None:
-        return torch.full((len(tensor),), max(0, tensor.shape[1] - fewer), dtype=torch.int32, device=tensor.device)
-    if used is None and isinstance(cu_seqlens, torch.Tensor):
-        used = cu_seqlens[1:] - cu_seqlens[:-1]
-    return (used - fewer).clamp(min=0) if isinstance(used, torch.Tensor) else used
+    if cu_seqlens is None:
+        whole = torch.full((len(tensor),), tensor.shape[1], dtype=torch.int32, device=tensor.device)
+    elif isinstance(cu_seqlens, torch.Tensor):
+        whole = cu_seqlens[1:] - cu_seqlens[:-1]
+    else:
+        return used  # and the offsets are refused by name
+    if used is not None and (not isinstance(used, torch.Tensor) or used.shape != whole.shape):
+        return used  # likewise
+    return ((whole if used is None else torch.minimum(used, whole)) - fewer).clamp(min=0)

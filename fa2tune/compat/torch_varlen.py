@@ -54,6 +54,8 @@ def varlen_attn_out(
     Raises:
         NotImplementedError, TypeError, ValueError: as ``varlen_attn``; and for an ``out`` of another shape, dtype or device.
     """
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"varlen_attn_out: out: got {type(out).__name__}, must be a torch.Tensor")
     with torch.no_grad():
         result = varlen_attn(
             query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,

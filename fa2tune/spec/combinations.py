@@ -40,6 +40,7 @@ CONFLICTS = (
     Clash("mask", "causal", _ONE_MASK),
     Clash("mask", "window", _ONE_MASK),
     Clash("packed sequences", "layout", "tensors are (total, heads, head_dim)"),
+    Clash("used lengths", "layout", "tensors are (total, heads, head_dim)"),
 )
 #: What Transformers can ask for and its drop-in refuses.
 IN_TRANSFORMERS = (

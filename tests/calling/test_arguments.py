@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -221,3 +222,9 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         assert fa2tune.is_supported(Q, Q, Q)
     finally:
         dispatch.gpu_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["attn_bias", "attn_mask", "alibi_slopes"])
+def test_an_array_for_what_is_lacking_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TypeError, match=f"got {name}=, which is not supported yet"):
+        fa2tune.attention(Q, Q, Q, **{name: np.zeros((2, 2))})

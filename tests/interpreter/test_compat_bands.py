@@ -51,7 +51,8 @@ def test_every_pair_of_sides_is_the_band_it_says(shape):
 
 
 @pytest.mark.parametrize(
-    "window, causal", [((-3, None), False), ((None, -2), False), ((-1, 4), False), ((-3, 2), True)]
+    "window, causal",
+    [((-3, None), False), ((None, -2), False), ((-1, 4), False), ((-3, 2), True), ((None, -3), True), ((2, -3), True)],
 )
 def test_dense_calls_of_a_shifted_band(window, causal):
     torch.manual_seed(0)
@@ -100,3 +101,23 @@ def test_a_side_with_offsets_has_no_batch_dimension():
         flash_attn_4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=starts)
     with pytest.raises(ValueError, match=r"k: got shape .* must have 4 dimensions"):
         flash_attn_4.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens_q=starts)
+
+
+def test_keys_and_values_of_unlike_lengths_are_refused_in_a_shifted_band():
+    q, k, v = tensors(4, 8, 1)
+    longer = torch.cat([v, v[:, :2]], 1)
+    with pytest.raises(ValueError, match="v: got sequence length 10, k has 8"):
+        flash_attn_4.flash_attn_func(q, k, longer, window_size=(None, -1))
+
+
+def test_used_lengths_beyond_a_sequence_count_as_all_of_it():
+    q, k, v = tensors(8, 8, 1)
+    one, other = (
+        flash_attn_4.flash_attn_varlen_func(
+            q, k, v, seqused_k=torch.tensor([used], dtype=torch.int32), window_size=(None, -3)
+        )[0]
+        for used in (8, 20)
+    )
+    assert torch.equal(one, other)
+    with pytest.raises(TypeError, match=r"q: got list, must be a torch\.Tensor"):
+        flash_attn_4.flash_attn_varlen_func([1.0], k, v, seqused_k=None, window_size=(None, -3))

@@ -29,6 +29,11 @@ def test_offsets(given):
     assert fa2tune.cu_seqlens(**{name: numbers[:, :0]}).tolist()[-1] == 0
 
 
+def test_numbers_of_a_narrow_type_do_not_wrap():
+    positions = torch.cat([torch.arange(256), torch.arange(4)]).to(torch.uint8)
+    assert fa2tune.cu_seqlens(position_ids=positions).tolist() == [0, 256, 260]
+
+
 def test_one_graph_for_every_length_and_number_of_documents():
     torch._dynamo.reset()
     graphs = []

@@ -5,6 +5,7 @@ lies between packed sequences."""
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any, NamedTuple
 
 import kernels_in_python
@@ -255,17 +256,26 @@ def test_backward_by_mma_sync(
     check_backward(gpu, call, settings, f"sm80/{kernel}")
 
 
+def _late(left: int, deps: Any) -> Any:
+    """A wait for products that takes longer than to load the next block."""
+    time.sleep(0.2)
+    return kernels_in_python._awaited(left, deps)
+
+
 @pytest.mark.parametrize(
-    ("name", "instead", "settings"),
-    [("shrunk", lambda acc, *_: acc, {"RESCALE": "now"}), ("await_room", lambda *_: None, {"NUMBERED": False})],
+    ("instead", "settings"),
+    [
+        ({"shrunk": lambda acc, *_: acc}, {"RESCALE": "now"}),
+        ({"await_room": lambda *_: None, "warpgroup_mma_wait": _late}, {"NUMBERED": False}),
+    ],
 )
 def test_a_fault_is_found(
-    gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, name: str, instead: Any, settings: dict[str, Any]
+    gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Sums that are not multiplied where a row's reference is raised; K and V that overwrite what is still read."""
     call = Call(((64, 500),), (1, 1), (128, 128), FULL)
     check_forward(gpu, call, settings)
-    monkeypatch.setitem(kernels_in_python._NAMES, name, instead)
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **instead})
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     gpu.bound.clear()
