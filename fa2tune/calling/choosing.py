@@ -70,7 +70,7 @@ class Fitted:
 @dataclass(frozen=True)
 class Known:
     """What was worked out for a problem and holds for every one of the same keys, specialization and addressing, whatever its
-    batch, heads and lengths. Threads may share it: whoever works a value out finds the same."""
+    batch, heads and lengths. Threads may share it: a value is the same in whichever thread it is worked out."""
 
     layers: Sequence[reader.Layer]
     node: lookup.Toolchain

@@ -47,7 +47,7 @@ def held(config: Config, spec: Specialization, gpu: Gpu) -> int:
 
 def longest(costs: Sequence[float], programs: int) -> float:
     """Of the sums over what each of ``programs`` walks of these tiles, turns going there and back, the largest. The first
-    program has the most where tiles get shorter, or the last one, whose turn back was the last."""
+    program has the most where tiles get shorter, or the last one, where the turn back is the last."""
     there, back = 2 * programs, 2 * programs - 1
     first = sum(costs[0::there]) + sum(costs[back::there])
     last = sum(costs[programs - 1 :: there]) + sum(costs[programs::there])
