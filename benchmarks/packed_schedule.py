@@ -2,9 +2,9 @@
 
     python benchmarks/packed_schedule.py
 
-Causal. A tile takes as long as the blocks that it multiplies, and OVERHEAD of them more; the next tile goes to the next free program.
-The least is the mean of all programs, or the longest tile. Memory and caches are left out. Forward: tiles in the order of
-kernels/portable/packed_order.py, by how many tiles take turns. Backward: key tiles in the order of cu_seqlens, by
+Causal. A tile takes as long as the blocks that it multiplies, and OVERHEAD of them more; the next one goes to a free
+program. The least is the mean of all programs, or the longest tile. Memory and caches are left out. Forward: tiles in the
+order of kernels/portable/packed_order.py, by how many tiles take turns. Backward: key tiles in the order of cu_seqlens, by
 HEADS_PER_WAVE; documents lie in no order, so the mean and the worst of 12 shuffles are shown, and the longest sequence first.
 Needs no GPU.
 """

@@ -308,3 +308,16 @@ def specialized_fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.fixture
+def no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Defaults serve every call: neither shipped rows nor a user's."""
+    from fa2tune.calling import dispatch
+    from fa2tune.rows import reader
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(reader, "shipped_paths", list)
+    dispatch.reload()
+    yield
+    dispatch.reload()

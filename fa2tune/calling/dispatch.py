@@ -22,12 +22,11 @@ from fa2tune.calling import arguments, choosing, dense, forward_plans, group_sch
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
-from fa2tune.calling.refusals import is_refusal, without_frames
+from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
-from fa2tune.compiling.compiler import HostTrouble, NoTritonError
 from fa2tune.launching import passes
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
@@ -131,7 +130,7 @@ def _backward_plan(chooser: Chooser, deterministic: bool, make: Callable[[str, M
         try:
             plan = make(strategy, choices)
         except Exception as error:
-            if not is_refusal(error) and not isinstance(error, NoTritonError | HostTrouble | OSError):
+            if not cannot_be_had(error):
                 raise
             log_once(
                 f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"

@@ -9,9 +9,9 @@ import torch
 
 from fa2tune.calling import dense, split_schedule
 from fa2tune.calling.choosing import log_once
-from fa2tune.calling.refusals import is_refusal
+from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.compiling.choice import Choice
-from fa2tune.compiling.compiler import HostTrouble, NoTritonError, binary_config
+from fa2tune.compiling.compiler import binary_config
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SPLIT_KERNEL, SplitPlan
@@ -36,7 +36,7 @@ def forward_plan(
         try:
             return SplitPlan(problem, q, k, v, softmax_scale, split)
         except Exception as error:
-            if not is_refusal(error) and not isinstance(error, NoTritonError | HostTrouble | OSError):
+            if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
             log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: keys are not split")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from fa2tune.compiling.compiler import CompileError
+from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
 
 
 def is_refusal(error: Exception) -> bool:
     """Whether a config does not compile or load here. By name, since Triton, whose OutOfResources it may be, need not be
     imported."""
     return isinstance(error, CompileError) or type(error).__name__ == "OutOfResources"
+
+
+def cannot_be_had(error: Exception) -> bool:
+    """Whether a kernel that another one may stand in for does not compile or load, or there is nothing to compile it with."""
+    return is_refusal(error) or isinstance(error, NoTritonError | HostTrouble | OSError)
 
 
 def without_frames(error: BaseException) -> BaseException:

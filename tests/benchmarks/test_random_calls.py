@@ -1,4 +1,4 @@
-"""benchmarks/random_calls.py without a GPU: what it draws, the kernels that stand in where no peer runs, what it reports and compiles."""
+"""benchmarks/random_calls.py without a GPU: what it draws, reports and compiles, and what it times where no peer runs."""
 
 from __future__ import annotations
 

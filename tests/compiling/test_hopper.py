@@ -125,8 +125,8 @@ def once(cases: list[Case]) -> list[Case]:
 
 
 def of_the_sanitizer() -> Iterator[Case]:
-    """Forms that benchmarks/sanitize.py is to see, which runs with the tested compiler: what others make of them would be seen
-    by nobody. What they make of rows, defaults and packed sequences serves users."""
+    """Forms that benchmarks/sanitize.py is to see, which runs with the tested compiler alone. Of rows, defaults and packed
+    sequences every compiler's binaries serve."""
     for form in hopper_cases.FORMS if TESTED else ():
         yield case_of(
             NAMED[form.variant],

@@ -121,8 +121,7 @@ def test_weights_that_rise_along_the_keys(step: float, falling: bool) -> None:
     torch.testing.assert_close(passes.lse_of(lse).double(), weights.logsumexp(-1), atol=1e-3, rtol=1e-3)
 
 
-@masks
-@pytest.mark.parametrize(
+forms_of_the_backward = pytest.mark.parametrize(
     "form",
     [
         ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
@@ -130,10 +129,20 @@ def test_weights_that_rise_along_the_keys(step: float, falling: bool) -> None:
     ],
     ids=lambda form: f"{form[0]}{form[1]}",
 )  # fmt: skip
-def test_forms_of_the_backward(form: tuple[Any, ...], mask: Mask) -> None:
+
+
+def changes_of(form: tuple[Any, ...]) -> dict[str, Any]:
+    """To the default config."""
     through, block_m, block_n, warps, split = form
     changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
     changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
+    return changes
+
+
+@masks
+@forms_of_the_backward
+def test_forms_of_the_backward(form: tuple[Any, ...], mask: Mask) -> None:
+    changes = changes_of(form)
     for lengths in LENGTHS:
         checked(BACKWARD, posed(*lengths, mask=mask), changes)
 
@@ -208,18 +217,9 @@ def test_in_order_head_dims_and_lengths(dims: tuple[int, int], mask: Mask) -> No
 
 
 @masks
-@pytest.mark.parametrize(
-    "form",
-    [
-        ("registers", 32, 128, 4, (1, 4, 2)), ("registers", 64, 64, 4, (1, 4, 4)),
-        ("shared", 32, 64, 4, (2, 2, 1)), ("shared", 64, 128, 8, (4, 8, 4)), ("one", 64, 128, 4, (2, 4, 2)),
-    ],
-    ids=lambda form: f"{form[0]}{form[1]}",
-)  # fmt: skip
+@forms_of_the_backward
 def test_in_order_forms(form: tuple[Any, ...], mask: Mask) -> None:
-    through, block_m, block_n, warps, split = form
-    changes = {"P_THROUGH": through, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps}
-    changes |= dict(zip(("SCORE_WARPS", "KEY_WARPS", "QUERY_WARPS"), split, strict=True))
+    changes = changes_of(form)
     for lengths in ((203, 333), (700, 1100)):
         problem = posed(*lengths, mask=mask)
         check(BACKWARD, in_order(problem, 2, **changes), problem)  # type: ignore[arg-type]

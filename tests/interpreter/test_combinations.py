@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch
 from fa2tune.measuring import reference
-from fa2tune.rows import reader
 from fa2tune.spec import combinations
 from fa2tune.spec.mask import Mask, mask_of
 from fa2tune.spec.score import score_of
@@ -23,13 +21,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reader, "shipped_paths", list)
-    dispatch.reload()
-    yield
-    dispatch.reload()
+pytestmark = pytest.mark.usefixtures("no_rows")
 
 
 def tensors(asked):

@@ -12,20 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa2tune.calling import dispatch
 from fa2tune.compat import flash_attn, hub
-from fa2tune.rows import reader
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def no_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reader, "shipped_paths", list)
-    dispatch.reload()
-    yield
-    dispatch.reload()
+pytestmark = pytest.mark.usefixtures("no_rows")
 
 
 def test_the_folder_is_a_kernel_for_any_torch():

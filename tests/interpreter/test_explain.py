@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import fa2tune
 from fa2tune.calling import arguments, dispatch, explanation
-from fa2tune.rows import reader
 from fa2tune.spec.mask import CAUSAL
 
-
-@pytest.fixture(autouse=True)
-def no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reader, "shipped_paths", list)
-    dispatch.reload()
-    yield
-    dispatch.reload()
+pytestmark = pytest.mark.usefixtures("no_rows")
 
 
 def test_explain_describes_the_call_that_attention_would_make() -> None:

@@ -8,23 +8,16 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, used_lengths
+from fa2tune.calling import used_lengths
 from fa2tune.compat import flash_attn_4, torch_varlen
 from fa2tune.launching import passes
-from fa2tune.rows import reader
 
 #: (queries, keys) of a sequence, and how many of each are used
 LENGTHS = ((9, 12), (20, 70), (4, 5), (33, 33))
 USED = ((9, 7), (11, 40), (0, 5), (20, 0))
 
 
-@pytest.fixture(autouse=True)
-def no_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reader, "shipped_paths", list)
-    dispatch.reload()
-    yield
-    dispatch.reload()
+pytestmark = pytest.mark.usefixtures("no_rows")
 
 
 def starts(lengths):

@@ -19,7 +19,6 @@ from fa2tune.compiling.registry import portable_of, variant_named, variant_of, v
 from fa2tune.gpus import named
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
-from fa2tune.rows import reader
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, mask_of
 from fa2tune.spec.problem import FUSED, Problem, Specialization
@@ -30,13 +29,7 @@ from fa2tune.spec.variant import DESCRIPTOR
 LENGTHS = ((5, 9), (0, 4), (70, 40), (33, 0), (1, 70))
 
 
-@pytest.fixture(autouse=True)
-def no_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reader, "shipped_paths", list)
-    dispatch.reload()
-    yield
-    dispatch.reload()
+pytestmark = pytest.mark.usefixtures("no_rows")
 
 
 def offsets(lengths):
