@@ -24,8 +24,9 @@ def given(*tensors: Any) -> bool:
 
 
 def whole(name: str, tensor: Any) -> Any:
-    """Offsets, which every rank needs: a plain tensor, or what a replicated DTensor holds. ValueError: it is divided."""
-    if not given(tensor):
+    """Of what every rank needs (offsets, lengths, masks of tokens) a plain tensor, or what a replicated DTensor holds; what is
+    no DTensor as it is. ValueError: it is divided."""
+    if type(tensor).__name__ != "DTensor":
         return tensor
     if not all(place.is_replicate() for place in tensor.placements):
         raise ValueError(f"{name}: got placements {tensor.placements}, must be Replicate() or a plain tensor")

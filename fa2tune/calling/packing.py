@@ -6,6 +6,8 @@ from numbers import Integral
 
 import torch
 
+from fa2tune.calling.distributed import whole
+
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _LIBRARY.define("document_offsets(Tensor begins) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -40,6 +42,7 @@ def cu_seqlens(
     ((name, numbers),) = said.items()
     if not isinstance(numbers, torch.Tensor):
         raise TypeError(f"{name}: got {type(numbers).__name__}, must be a torch.Tensor")
+    numbers = whole(name, numbers)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {numbers.dtype}, must be integers")
     if numbers.dim() not in (1, 2):

@@ -119,6 +119,8 @@ def attention_varlen(
         _check(q, k, v, cu_seqlens_q, keys, *call)
         raise
     if plan is None:
+        if distributed.given(cu_seqlens_q, keys):
+            return _general(q, k, v, cu_seqlens_q, keys, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
         _check(q, k, v, cu_seqlens_q, keys, *call)
         views = _views(q, k, v)
         extent = _extent(cu_seqlens_q, longest, parts)
@@ -209,7 +211,8 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
+    keys = cu_seqlens_q if cu_seqlens_k is None else distributed.whole("cu_seqlens_k", cu_seqlens_k)
     q, k, v = ops.as_cast(*distributed.parts(q, k, v, "packed"))
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)

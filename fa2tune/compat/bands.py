@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from fa2tune.calling.distributed import whole
 from fa2tune.compat import terms
 
 Side = int | None
@@ -80,6 +81,10 @@ def lengths(
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+    sides = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+    }  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (whole(f"{call}: {name}", t) for name, t in sides.items())
     if band.queries:
         seqused_q = _fewer(q, cu_seqlens_q, seqused_q, band.queries)
     if band.keys:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fa2tune.calling.distributed import by_parts, given, whole
 from fa2tune.calling.packing import cu_seqlens
 from fa2tune.compat import terms
 from fa2tune.spec.combinations import why
@@ -88,12 +89,21 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, *tensor.shape[2:])
 
 
+def _offsets(name: str, asked: Any) -> torch.Tensor:
+    """int32. TypeError, ValueError: no tensor, or a DTensor that is divided."""
+    if not isinstance(asked, torch.Tensor):
+        raise TypeError(f"{name}: got {type(asked).__name__}, must be a torch.Tensor")
+    offsets: torch.Tensor = whole(name, asked).to(torch.int32)
+    return offsets
+
+
 def by_offsets(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """(batch, length, heads, dim) tensors whose tokens, all rows one after the other, are those of the sequences -> out."""
-    offsets = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
+    sides = {"cu_seq_lens_q": cu_seqlens_q, "cu_seq_lens_k": cu_seqlens_k}
+    offsets = [_offsets(f"{call}: {name}", tensor) for name, tensor in sides.items()]
     out, _ = terms.packed(
         call, _flat(q), _flat(k), _flat(v), *offsets, max_seqlen_q, max_seqlen_k, return_lse=False, **options
     )
@@ -110,7 +120,12 @@ def by_numbers(
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
+    numbers = whole(f"{call}: attention_mask", numbers)
+    if given(q, k, v):
+        return by_parts(lambda *local: by_numbers(call, *local, numbers, **options), q, k, v, "bshd", ())
     batch, rows = q.shape[:2]
+    if numbers.shape[0] != batch:
+        raise ValueError(f"{call}: attention_mask: got {numbers.shape[0]} rows, query has a batch of {batch}")
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     length = k.shape[1]
     if numbers.dtype != torch.bool:

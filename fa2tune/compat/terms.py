@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn import functional
 
+from fa2tune.calling.distributed import whole
 from fa2tune.calling.ops import attention
 from fa2tune.calling.varlen import attention_varlen
 from fa2tune.spec.combinations import LACKING, Absent
@@ -39,6 +40,7 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
     be a tensor of two on the CPU."""
     allowed = "must be two integers, or a tensor of two on the CPU"
     if isinstance(window_size, torch.Tensor):
+        window_size = whole(f"{call}: window_size", window_size)
         if window_size.device.type != "cpu" or window_size.shape != (2,) or window_size.is_floating_point():
             raise ValueError(
                 f"{call}: window_size: got a tensor of shape {tuple(window_size.shape)} on {window_size.device}, {allowed}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fa2tune.calling import distributed
 from fa2tune.compat import terms
 
 
@@ -33,6 +34,10 @@ def varlen_attn(
     terms.refuse_absent(call, block_table=block_table, num_splits=num_splits)
     if cu_seq_k is None:
         raise ValueError(f"{call}: cu_seq_k: got None, must be a tensor, (sequences + 1,) int32")
+    cu_seq_q, cu_seq_k, seqused_k = (
+        distributed.whole(f"{call}: {name}", tensor)
+        for name, tensor in {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "seqused_k": seqused_k}.items()
+    )
     return_lse = return_aux is not None and bool(return_aux.lse)
     out, lse = terms.packed(
         call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
@@ -63,6 +68,10 @@ def varlen_attn_out(
             num_splits=num_splits,
         )  # fmt: skip
         found, *lse = result if isinstance(result, tuple) else (result,)
+        if distributed.given(out) != distributed.given(found):
+            raise TypeError(
+                f"varlen_attn_out: out: got {type(out).__name__}, must be a {type(found).__name__} as query is"
+            )
         for name in ("shape", "dtype", "device"):
             if getattr(out, name) != getattr(found, name):
                 raise ValueError(

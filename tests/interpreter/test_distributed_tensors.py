@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fa2tune
-from fa2tune.compat import flash_attn
+from fa2tune.compat import flash_attn, flash_attn_4, torch_varlen
+from fa2tune.compat import transformers as drop_in
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +117,78 @@ def test_what_cannot_be_divided_is_named(mesh):
         fa2tune.attention_varlen(*packed, starts)
     with pytest.raises(ValueError, match=r"cu_seqlens_q: got placements .* must be Replicate\(\) or a plain tensor"):
         fa2tune.attention_varlen(*placed(tensors(10), mesh, Shard(1)), spread(starts, mesh, Shard(0)))
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+#: Argument of a call -> (what it is whole, the call with it; q, k, v are (9, heads, 16) or (2, 9, heads, 16)).
+OFFSETS, WHOLE_ROWS = (0, 4, 9), (0, 9, 18)
+HANDED_ON = {
+    "cu_seqlens_q": (int32(*OFFSETS), lambda one, q, k, v: fa2tune.attention_varlen(q, k, v, one)),
+    "cu_seqlens_k": (int32(*OFFSETS), lambda one, q, k, v: fa2tune.attention_varlen(q, k, v, int32(*OFFSETS), one)),
+    "seqused_q": (
+        int32(3, 5), lambda one, q, k, v: fa2tune.attention_varlen(q, k, v, int32(*OFFSETS), seqused_q=one),
+    ),
+    "flash_attn_varlen_func: seqused_k": (
+        int32(3, 5),
+        lambda one, q, k, v: flash_attn_4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=int32(*OFFSETS), cu_seqlens_k=int32(*OFFSETS), seqused_k=one, window_size=(None, -2),
+        )[0],
+    ),
+    "flash_attn_varlen_func: cu_seqlens_k": (
+        int32(*OFFSETS),
+        lambda one, q, k, v: flash_attn_4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=int32(*OFFSETS), cu_seqlens_k=one, window_size=(None, -2)
+        )[0],
+    ),
+    "varlen_attn: cu_seq_q": (
+        int32(*OFFSETS), lambda one, q, k, v: torch_varlen.varlen_attn(q, k, v, one, int32(*OFFSETS), 5, 5),
+    ),
+}  # fmt: skip
+IN_BATCHES = {
+    "flash_attn_func: window_size": (int32(3, 3), lambda one, q, k, v: flash_attn.flash_attn_func(q, k, v, window_size=one)),
+    "fa2tune: attention_mask": (
+        torch.tensor([[False] * 4 + [True] * 5] * 2),
+        lambda one, *qkv: drop_in.forward(torch.nn.Module(), *(t.transpose(1, 2) for t in qkv), one)[0],
+    ),
+    "fa2tune: cu_seq_lens_q": (
+        int32(*WHOLE_ROWS),
+        lambda one, *qkv: drop_in.forward(
+            torch.nn.Module(), *(t.transpose(1, 2) for t in qkv), None, cu_seq_lens_q=one, max_length_q=9, max_length_k=9
+        )[0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*HANDED_ON, *IN_BATCHES])
+def test_what_every_rank_needs_is_replicated_or_refused_by_name(mesh, name):
+    """Whether q is a DTensor or not."""
+    lead = (9,) if name in HANDED_ON else (2, 9)
+    one, call = (HANDED_ON | IN_BATCHES)[name]
+    given = tensors(*lead)
+    want = call(one, *given)
+    for qkv in (given, placed(given, mesh, Shard(len(lead)))):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: got placements \(Shard.* must be Replicate\(\) or a plain tensor"
+        ):
+            call(spread(one, mesh, Shard(0)), *qkv)
+        o = call(spread(one, mesh, Replicate()), *qkv)
+        assert isinstance(o, DTensor) == (qkv is not given)
+        torch.testing.assert_close(*((want, o) if qkv is given else (half(want, Shard(len(lead))), o.to_local())))
+
+
+def test_lengths_of_the_longest_and_offsets_of_documents(mesh):
+    q, k, v = tensors(9)
+    longest = spread(torch.tensor(5), mesh, Replicate())
+    want = fa2tune.attention_varlen(q, k, v, int32(*OFFSETS))
+    torch.testing.assert_close(fa2tune.attention_varlen(q, k, v, int32(*OFFSETS), None, longest, longest), want)
+    numbers = torch.tensor([0] * 4 + [1] * 5)
+    assert fa2tune.cu_seqlens(document_ids=spread(numbers, mesh, Replicate())).tolist() == [*OFFSETS]
+    with pytest.raises(ValueError, match=r"^document_ids: got placements \(Shard"):
+        fa2tune.cu_seqlens(document_ids=spread(numbers, mesh, Shard(0)))
+    assert not fa2tune.is_supported(q, k, v, cu_seqlens_q=spread(int32(*OFFSETS), mesh, Shard(0)))
+    with pytest.raises(TypeError, match="out: got DTensor, must be a Tensor as query is"):
+        out = spread(q, mesh, Replicate())
+        torch_varlen.varlen_attn_out(out, q, k, v, int32(*OFFSETS), int32(*OFFSETS), 5, 5)
