@@ -25,7 +25,7 @@ import torch
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
-from fa2tune.compat import flash_attn
+from fa2tune.compat import flash_attn, flash_attn_4
 from fa2tune.compiling import compiler
 from fa2tune.launching import cuda, key_splits, launch, passes
 from fa2tune.launching.image import Image, MapFormat
@@ -135,7 +135,26 @@ def calls() -> dict[str, Callable[[], object]]:
     found["flash_attn_varlen_func"] = functools.partial(
         flash_attn.flash_attn_varlen_func, *packed, offsets, offsets, 64, 64, causal=True
     )
-    return found
+    found["layout bshd"] = functools.partial(causal, *rows, layout="bshd")
+    found["FlashAttention-4's"] = functools.partial(flash_attn_4.flash_attn_func, *rows, causal=True)
+    return found | _in_transformers()
+
+
+def _in_transformers() -> dict[str, Callable[[], object]]:
+    """A layer's attention, as a Llama calls it; none, where Transformers is not installed."""
+    try:
+        from transformers import LlamaConfig
+
+        from fa2tune.compat import transformers as drop_in
+    except ImportError:
+        return {}
+    layer = torch.nn.Module()
+    layer.is_causal, layer.layer_idx, layer.config = True, 0, LlamaConfig(num_hidden_layers=1)  # type: ignore[assignment]
+    heads_first = [_new(1, 8, 128, 64) for _ in "qkv"]
+    offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
+    forward = functools.partial(drop_in.forward, layer, *heads_first, None, scaling=0.125)
+    of_documents = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 64, "max_length_k": 64}
+    return {"Transformers": forward, "Transformers, packed": functools.partial(forward, **of_documents)}
 
 
 def lengths() -> dict[str, Callable[[int], Callable[[], object]]]:

@@ -78,6 +78,8 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 class Copying:
     """A plan, called with tensors some of which are copied first: by their places among its arguments."""
 
+    by_address = False
+
     def __init__(self, plan: Any, places: Collection[int]) -> None:
         self.plan, self.places = plan, frozenset(places)
         #: what a recorded forward reads of its plan

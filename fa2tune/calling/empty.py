@@ -11,6 +11,8 @@ from fa2tune.spec.problem import Problem
 class NoKeys:
     """The forward without a single (query, key) pair: zeros, and -inf for lse; and its backward, all zero."""
 
+    by_address = False
+
     def __init__(self, problem: Problem, softmax_scale: float) -> None:
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
         self.extent = problem.extent

@@ -123,9 +123,10 @@ def attention(
         arguments.doubt_layout(q, k, layout, stacklevel=3)
         asked = mask_of(bool(causal), window, mask)
         plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), asked, scale_of(q, softmax_scale), score_of(softcap))
-    if layout == "bshd":
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if layout == "bshd" and (records or not plan.by_address):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if records:
         o, lse = _recorded(q, k, v, plan, deterministic, return_lse)
     else:
         o, lse = plan(q, k, v)

@@ -22,7 +22,7 @@ Side = int | None
 class Band(NamedTuple):
     """What a call asks for as ``window``, without the last ``queries`` and the last ``keys`` of each sequence."""
 
-    window: tuple[Side, Side]
+    window: tuple[Side, Side] | None
     queries: int = 0
     keys: int = 0
 
@@ -31,10 +31,15 @@ class Band(NamedTuple):
 _ALL = 1 << 30
 
 
+_UNBOUNDED = Band(None)
+
+
 def asked(call: str, window_size: Any, causal: Any) -> Band:
     """Two negative sides are no window, as in FlashAttention-4. With ``causal`` the right side is 0 after that.
 
     TypeError: not two sides, each an integer or None."""
+    if type(window_size) is tuple and window_size == (None, None):
+        return _UNBOUNDED
     allowed = "must be two, each an integer or None"
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
@@ -81,15 +86,13 @@ def lengths(
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
-    sides = {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-    }  # fmt: skip
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (whole(f"{call}: {name}", t) for name, t in sides.items())
-    if band.queries:
-        seqused_q = _fewer(q, cu_seqlens_q, seqused_q, band.queries)
-    if band.keys:
-        seqused_k = _fewer(k, cu_seqlens_k, seqused_k, band.keys)
     if band.queries or band.keys:
+        sides = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+        }  # fmt: skip
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (whole(f"{call}: {name}", t) for name, t in sides.items())
+        seqused_q = _fewer(q, cu_seqlens_q, seqused_q, band.queries) if band.queries else seqused_q
+        seqused_k = _fewer(k, cu_seqlens_k, seqused_k, band.keys) if band.keys else seqused_k
         options = _without_causal(options)
     return terms.lengths(
         call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window=band.window, return_lse=True,

@@ -86,15 +86,15 @@ def _refuse_holes(call: str, tokens: torch.Tensor, options: dict[str, Any]) -> N
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """(batch, length, heads, dim) as (batch * length, heads, dim)."""
-    return tensor.reshape(-1, *tensor.shape[2:])
+    return tensor.flatten(0, 1)
 
 
 def _offsets(name: str, asked: Any) -> torch.Tensor:
     """int32. TypeError, ValueError: no tensor, or a DTensor that is divided."""
     if not isinstance(asked, torch.Tensor):
         raise TypeError(f"{name}: got {type(asked).__name__}, must be a torch.Tensor")
-    offsets: torch.Tensor = whole(name, asked).to(torch.int32)
-    return offsets
+    offsets: torch.Tensor = whole(name, asked)
+    return offsets if offsets.dtype is torch.int32 else offsets.to(torch.int32)
 
 
 def by_offsets(

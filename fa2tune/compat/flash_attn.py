@@ -19,14 +19,8 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WindowSize = tuple[int, int] | torch.Tensor
 
 
-def _result(out: torch.Tensor, lse: Any, return_attn_probs: bool) -> Result:
-    if not return_attn_probs:
-        return out
+def _with_lse(out: torch.Tensor, lse: torch.Tensor) -> Result:
     return out, torch.where(lse == -torch.inf, torch.inf, lse), out.new_empty(0)
-
-
-def _options(call: str, causal: bool, window_size: WindowSize, softcap: float, seqlen_k: int | None) -> dict[str, Any]:
-    return {"causal": causal, "window": terms.sides(call, window_size, seqlen_k), "softcap": softcap}
 
 
 def flash_attn_func(
@@ -54,10 +48,10 @@ def _dense(
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     seqlen_k = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else None
-    options = _options(call, causal, window_size, softcap, seqlen_k)
-    out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic,
-                           return_lse=bool(return_attn_probs), **options)  # fmt: skip
-    return _result(out, lse, return_attn_probs)
+    window = terms.sides(call, window_size, seqlen_k)
+    out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, causal=causal,
+                           window=window, softcap=softcap, return_lse=bool(return_attn_probs))  # fmt: skip
+    return _with_lse(out, lse) if return_attn_probs else out
 
 
 def _parts(call: str, name: str, tensor: Any, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:
@@ -101,11 +95,11 @@ def _packed(
     return_attn_probs: bool, block_table: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    options = _options(call, causal, window_size, softcap, terms.length(longest[1]))
-    q, k, v = tensors
-    out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
-                            return_lse=bool(return_attn_probs), **options)  # fmt: skip
-    return _result(out, lse, return_attn_probs)
+    window = terms.sides(call, window_size, terms.length(longest[1]))
+    out, lse = terms.packed(call, *tensors, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
+                            causal=causal, window=window, softcap=softcap,
+                            return_lse=bool(return_attn_probs))  # fmt: skip
+    return _with_lse(out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from fa2tune.calling.distributed import whole
-from fa2tune.calling.ops import attention
+from fa2tune.calling.ops import Layout, attention, compiling
 from fa2tune.calling.varlen import attention_varlen
 from fa2tune.spec.combinations import LACKING, Absent
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -27,17 +27,22 @@ def refuse(call: str, name: str, value: Any, absent: Absent) -> NoReturn:
 
 
 def refuse_absent(call: str, **given: Any) -> None:
-    """NotImplementedError names the first argument that asks for what there is not, what came and what is allowed."""
+    """NotImplementedError names the first argument that asks for what there is not, what came and what is allowed. None asks
+    for nothing."""
     for name, value in given.items():
+        if value is None:
+            continue
         absent = LACKING[name]
-        plain = value is None or isinstance(value, bool | numbers.Number | str)
-        if not (plain and any(value == one for one in absent.neutral)):
+        plain = isinstance(value, (bool, int, float, str, numbers.Number))
+        if not (plain and value in absent.neutral):
             refuse(call, name, value, absent)
 
 
-def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None]:
+def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None] | None:
     """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may
-    be a tensor of two on the CPU."""
+    be a tensor of two on the CPU. None: both are unbounded."""
+    if type(window_size) is tuple and window_size == (-1, -1) and type(window_size[0]) is type(window_size[1]) is int:
+        return None
     allowed = "must be two integers, or a tensor of two on the CPU"
     if isinstance(window_size, torch.Tensor):
         window_size = whole(f"{call}: window_size", window_size)
@@ -55,7 +60,7 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         number: Any = side
         unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)
         found.append(None if unbounded else number)
-    return found[0], found[1]
+    return None if found[0] is None and found[1] is None else (found[0], found[1])
 
 
 def fitting(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,6 +85,23 @@ def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
         raise ValueError(f"{call}: k: got head dim {tensors['k'].shape[-1]}, q has {tensors['q'].shape[-1]}")
 
 
+#: What kernels take without padding.
+_HEAD_DIMS = frozenset(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
+
+
+def _fit(q: Any, k: Any, v: Any, dimensions: int) -> bool:
+    """Whether ``check`` passes and ``fitting`` changes nothing, at a fifth of their time; while a graph is made: no."""
+    if compiling() or not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return False
+    if not q.dim() == k.dim() == v.dim() == dimensions:
+        return False
+    dim = q.shape[-1]
+    return (
+        dim in _HEAD_DIMS and k.shape[-1] == dim and v.shape[-1] in _HEAD_DIMS
+        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    )  # fmt: skip
+
+
 def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | None) -> dict[str, Any]:
     """A scale of the true head dim; what is not asked to be deterministic follows torch's own setting."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
@@ -94,12 +116,18 @@ def _result(result: Any, dim: int, return_lse: bool) -> tuple[torch.Tensor, Any]
 
 def dense(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None,
-    deterministic: bool | None, return_lse: bool, **options: Any,
+    deterministic: bool | None, return_lse: bool, layout: Layout = "bshd", **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """(out, lse or None) of (batch, seqlen, heads, any head dim) tensors; ``options`` as ``attention`` takes them."""
+    """(out, lse or None) of tensors with any head dim; ``options`` as ``attention`` takes them."""
+    if _fit(q, k, v, 4):
+        exact = True if deterministic else None
+        result: Any = attention(
+            q, k, v, softmax_scale=softmax_scale, layout=layout, return_lse=return_lse, deterministic=exact, **options
+        )
+        return result if return_lse else (result, None)
     check(call, {"q": q, "k": k, "v": v}, 4)
     common = _asked(q, softmax_scale, deterministic)
-    result = attention(fitting(q), fitting(k), fitting(v), layout="bshd", return_lse=return_lse, **common, **options)
+    result = attention(fitting(q), fitting(k), fitting(v), layout=layout, return_lse=return_lse, **common, **options)
     return _result(result, v.shape[-1], return_lse)
 
 
@@ -109,6 +137,13 @@ def packed(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
+    if _fit(q, k, v, 3):
+        exact = True if deterministic else None
+        result: Any = attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale,
+            return_lse=return_lse, deterministic=exact, **options,
+        )  # fmt: skip
+        return result if return_lse else (result, None)
     check(call, {"q": q, "k": k, "v": v}, 3)
     common = _asked(q, softmax_scale, deterministic)
     result = attention_varlen(
@@ -124,6 +159,9 @@ def lengths(
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """``packed`` where either side may have no cu_seqlens: its tensors are (batch, length, heads, any head dim) then, and so is
     the output of such a q, with lse (batch, heads, length)."""
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=return_lse,
+                      **options)  # fmt: skip
     check(call, {"q": q}, 4 if cu_seqlens_q is None else 3)
     check(call, {"k": k, "v": v}, 4 if cu_seqlens_k is None else 3)
     if cu_seqlens_q is None and cu_seqlens_k is None and k.shape[0] != q.shape[0]:

@@ -256,8 +256,8 @@ def forward(
             f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, allowed are None and (batch, "
             "length): fa2tune does not support masks as tensors of pairs"
         )
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if not query.dtype == key.dtype == value.dtype:
+        query, key = query.to(value.dtype), key.to(value.dtype)
     options: dict[str, Any] = {
         "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
         "window": _window(sliding_window, causal, getattr(module, "config", None)),
@@ -267,11 +267,13 @@ def forward(
         if cu_seq_lens_q is not None:
             _refuse_chunks("cu_seq_lens_q", "packed sequences")
         options |= {"causal": False, "window": None, "mask": Mask("chunked", chunk)}
+    if cu_seq_lens_q is None and attention_mask is None:
+        out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
+        return out.transpose(1, 2), None
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if cu_seq_lens_q is not None:
         offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
-    elif attention_mask is None:
-        out, _ = terms.dense(NAME, q, k, v, return_lse=False, **options)
     else:
         out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
     return out, None

@@ -59,6 +59,8 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
 class SplitPlan:
     """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1, no empty dimension and sequences of one length."""
 
+    by_address = True
+
     def __init__(
         self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
     ) -> None:

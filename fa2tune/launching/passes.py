@@ -234,8 +234,10 @@ def _offsets(extent: Extent) -> dict[str, torch.Tensor]:
 
 
 class ForwardPlan:
-    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k;
-    of their tensors the addresses alone count, so they may be (total, heads, dim), as o is then."""
+    """q, k, v -> (o, lse). Needs Sk >= 1 and no empty dimension. A ragged problem's calls add cu_seqlens_q and cu_seqlens_k,
+    and o is then (total, heads, dim)."""
+
+    by_address = True  #: of a call's tensors the addresses alone count: any view of them will do
 
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float,
                  config: Config | Choice) -> None:  # fmt: skip

@@ -43,14 +43,15 @@ def frames(call: Callable[[], object]) -> int:
 #: Kind of call -> frames, a few more than there are.
 MOST = {
     "MHA, forward": 9, "GQA, forward": 9, "decode": 17, "varlen, forward": 18, "MHA, forward + backward": 38,
-    "GQA, forward + backward": 40, "window, forward + backward": 38, "varlen, forward + backward": 48, "flash_attn_func": 30,
-    "flash_attn_varlen_func": 42,
+    "GQA, forward + backward": 40, "window, forward + backward": 38, "varlen, forward + backward": 48, "layout bshd": 9,
+    "flash_attn_func": 15, "flash_attn_varlen_func": 25, "FlashAttention-4's": 15, "Transformers": 17,
+    "Transformers, packed": 30,
 }  # fmt: skip
 
 
 def test_a_warm_call_makes_no_plan_and_enters_few_functions() -> None:
     calls = host_path.calls()
-    assert set(calls) == set(MOST)
+    assert {name for name in MOST if not name.startswith("Transformers")} <= set(calls) <= set(MOST)
     for name, call in calls.items():
         for _ in range(30):  # arguments are packed once for addresses, which come again and again
             call()
