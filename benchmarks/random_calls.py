@@ -35,7 +35,8 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, key_splits, passes
 from fa2tune.launching import precompiled as shipped
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import ITEMSIZE, SPLIT, STRATEGIES, Problem
+from fa2tune.spec.problem import ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.variant import Variant
 
 #: Bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
 MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
@@ -93,14 +94,23 @@ def bytes_of(problem: Problem) -> int:
 # ---- measuring
 
 
+def portable_configs(chooser: Chooser) -> dict[str, Config]:
+    """By kernel, the portable config that would serve if there were no others: of a row, or the default."""
+    found = {}
+    for kernel in ("fwd", *STRATEGIES[SPLIT]):
+        choice = chooser.choose(kernel, False)  # where no portable row serves, the default of any kind
+        if not choice.variant.name.startswith(f"{PORTABLE}/"):
+            choice = chooser.portable_default(kernel)
+        found[kernel] = choice.config
+    return found
+
+
 def portable(problem: Problem) -> side_by_side.Attention:
-    """The portable kernels, with the configs that would serve if there were no others."""
+    """The portable kernels."""
     import torch
 
-    gpu = gpus.device(0)
-    chooser = Chooser(problem, gpu)
-    forward = chooser.choose("fwd", False).config
-    configs = {kernel: chooser.choose(kernel, False).config for kernel in STRATEGIES[SPLIT]}
+    configs = portable_configs(Chooser(problem, gpus.device(0)))
+    forward = configs.pop("fwd")
     scale, mask = problem.head_dim**-0.5, problem.mask
 
     class Attend(torch.autograd.Function):
@@ -142,25 +152,39 @@ def measure(
 # ---- compiling ahead
 
 
+def may_be_alone(problem: Problem) -> bool:
+    """Whether SDPA's FlashAttention-2, the peer that is always there, does not run a call, so that there may be none."""
+    return problem.head_dim != problem.head_dim_v or (problem.mask == CAUSAL and problem.seqlen_q != problem.seqlen_k)
+
+
+def _runs(problem: Problem, gpu: Gpu) -> Iterator[tuple[Variant, Config, Problem, str]]:
+    """Each kernel of a call, forward and backward, its config, the problem it is compiled for, and ``Choice.measured``."""
+    chooser = Chooser(problem, gpu)
+    choices = {"fwd": chooser.choose("fwd"), **choose_backward(chooser, False)[1]}
+    for kernel, choice in choices.items():
+        split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
+        if split is not None:
+            yield from ((*one, "") for one in key_splits.kernels(problem, split, gpu.arch))
+            continue
+        found = passes.runs(kernel, problem.specialization, choice, gpu.arch)
+        yield from ((*one, problem, choice.measured) for one in found)
+        if group_schedule.parts_of(problem, kernel, choice, gpu) > 1:
+            yield from ((*one, choice.measured) for one in group_parts.needed(problem, gpu.arch))
+    if may_be_alone(problem):
+        for kernel, config in portable_configs(chooser).items():
+            yield from ((*one, problem, "") for one in passes.runs(kernel, problem.specialization, config, gpu.arch))
+
+
 def jobs(problems: Iterable[Problem], gpu: Gpu) -> list[BinaryJob]:
-    """Every binary that these calls take, forward and backward, of which no file of binaries has one."""
+    """Every binary that these calls and the kernels that stand in for a peer take, forward and backward, of which no file of
+    binaries has one."""
     found: dict[BinaryJob, None] = {}
     for problem in problems:
-        chooser = Chooser(problem, gpu)
-        choices = {"fwd": chooser.choose("fwd"), **choose_backward(chooser, False)[1]}
-        for kernel, choice in choices.items():
-            needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
-            measured = choice.measured
-            if group_schedule.parts_of(problem, kernel, choice, gpu) > 1:
-                needed += group_parts.needed(problem, gpu.arch)
-            split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
-            if split is not None:
-                needed, measured = key_splits.kernels(problem, split, gpu.arch), ""
-            for variant, config, posed in needed:
-                binary = compiler.binary_config(variant, config)
-                image, _ = shipped.find(variant, posed.specialization, binary, gpu.arch, measured)
-                if image is None:
-                    found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
+        for variant, config, posed, measured in _runs(problem, gpu):
+            binary = compiler.binary_config(variant, config)
+            image, _ = shipped.find(variant, posed.specialization, binary, gpu.arch, measured)
+            if image is None:
+                found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
     return list(found)
 
 

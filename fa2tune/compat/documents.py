@@ -102,11 +102,12 @@ def by_offsets(
     cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """(batch, length, heads, dim) tensors whose tokens, all rows one after the other, are those of the sequences -> out."""
-    sides = {"cu_seq_lens_q": cu_seqlens_q, "cu_seq_lens_k": cu_seqlens_k}
-    offsets = [_offsets(f"{call}: {name}", tensor) for name, tensor in sides.items()]
+    cu_seqlens_q = _offsets(f"{call}: cu_seq_lens_q", cu_seqlens_q)
+    cu_seqlens_k = _offsets(f"{call}: cu_seq_lens_k", cu_seqlens_k)
     out, _ = terms.packed(
-        call, _flat(q), _flat(k), _flat(v), *offsets, max_seqlen_q, max_seqlen_k, return_lse=False, **options
-    )
+        call, _flat(q), _flat(k), _flat(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=False,
+        **options,
+    )  # fmt: skip
     return out.view(*q.shape[:2], *out.shape[1:])
 
 
@@ -122,7 +123,8 @@ def by_numbers(
     anything, and all of them attend. Integers: as many queries as keys."""
     numbers = whole(f"{call}: attention_mask", numbers)
     if given(q, k, v):
-        return by_parts(lambda *local: by_numbers(call, *local, numbers, **options), q, k, v, "bshd", ())
+        divided: Any = by_parts(lambda q, k, v: by_numbers(call, q, k, v, numbers, **options), q, k, v, "bshd", ())
+        return divided
     batch, rows = q.shape[:2]
     if numbers.shape[0] != batch:
         raise ValueError(f"{call}: attention_mask: got {numbers.shape[0]} rows, query has a batch of {batch}")

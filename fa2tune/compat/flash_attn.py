@@ -96,7 +96,8 @@ def _packed(
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     window = terms.sides(call, window_size, terms.length(longest[1]))
-    out, lse = terms.packed(call, *tensors, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
+    q, k, v = tensors
+    out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
                             causal=causal, window=window, softcap=softcap,
                             return_lse=bool(return_attn_probs))  # fmt: skip
     return _with_lse(out, lse) if return_attn_probs else out

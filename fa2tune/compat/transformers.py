@@ -267,16 +267,20 @@ def forward(
         if cu_seq_lens_q is not None:
             _refuse_chunks("cu_seq_lens_q", "packed sequences")
         options |= {"causal": False, "window": None, "mask": Mask("chunked", chunk)}
-    if cu_seq_lens_q is None and attention_mask is None:
-        out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
-        return out.transpose(1, 2), None
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if cu_seq_lens_q is not None:
+        q, k, v = _rows_first(query, key, value)
         offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
-    else:
-        out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
-    return out, None
+        return documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options), None
+    if attention_mask is not None:
+        q, k, v = _rows_first(query, key, value)
+        return documents.by_numbers(NAME, q, k, v, attention_mask, **options), None
+    out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
+    return out.transpose(1, 2), None
+
+
+def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(batch, heads, length, dim) as (batch, length, heads, dim)."""
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, forward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,16 @@ def test_what_is_compiled_ahead_is_what_the_calls_take() -> None:
     assert {"bwd_spread", "bwd_gather", "fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
     assert len(jobs) == len(set(jobs)) and all(spec.dtype == "bf16" for _, spec, _ in jobs)
     assert {spec.head_dim for _, spec, _ in jobs} == {104, 128}
+
+
+def test_what_stands_in_for_a_peer_is_compiled_ahead_where_there_may_be_none() -> None:
+    h200 = gpus.named("h200")
+    alike = Problem("bf16", 1, 16, 16, 2048, 2048, 128, 128, CAUSAL)
+    for problem in (replace(alike, head_dim_v=64), replace(alike, seqlen_k=4096)):
+        assert random_calls.may_be_alone(problem)
+        names = {variant.name for variant, _, _ in random_calls.jobs([problem], h200)}
+        assert {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"} <= names
+    assert not {variant.name for variant, _, _ in random_calls.jobs([alike], h200)} & {
+        "portable/bwd_dq",
+        "portable/bwd_dkdv",
+    }
