@@ -43,6 +43,9 @@ def cu_seqlens(
     if not isinstance(numbers, torch.Tensor):
         raise TypeError(f"{name}: got {type(numbers).__name__}, must be a torch.Tensor")
     numbers = whole(name, numbers)
+    if numbers.is_nested or numbers.layout != torch.strided:
+        kind = "a nested tensor" if numbers.is_nested else f"layout {numbers.layout}"
+        raise TypeError(f"{name}: got {kind}, must be a dense tensor (torch.strided)")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {numbers.dtype}, must be integers")
     if numbers.dim() not in (1, 2):
@@ -55,8 +58,8 @@ def cu_seqlens(
         return offsets
     if isinstance(sequences, bool) or not isinstance(sequences, (Integral, torch.SymInt)):
         raise TypeError(f"sequences: got {sequences!r:.80}, must be an integer or None")
-    if sequences < 1:
-        raise ValueError(f"sequences: got {sequences}, must be 1 or more")
+    if sequences < 1 or sequences >= 1 << 31:
+        raise ValueError(f"sequences: got {sequences}, must be from 1 to 2^31 - 1")
     return _up_to(begins.flatten(), sequences)
 
 

@@ -84,8 +84,7 @@ def lengths(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``terms.lengths`` with its lse, of a band."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        terms.check_dense(call, name, tensor)
     if band.queries or band.keys:
         sides = {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
@@ -113,6 +112,8 @@ def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
         whole = cu_seqlens[1:] - cu_seqlens[:-1]
     else:
         return used  # and the offsets are refused by name
-    if used is not None and (not isinstance(used, torch.Tensor) or used.shape != whole.shape):
+    if used is not None and (
+        not isinstance(used, torch.Tensor) or used.shape != whole.shape or used.device != whole.device
+    ):
         return used  # likewise
     return ((whole if used is None else torch.minimum(used, whole)) - fewer).clamp(min=0)

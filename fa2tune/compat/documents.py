@@ -89,11 +89,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-def _offsets(name: str, asked: Any) -> torch.Tensor:
+def _offsets(call: str, name: str, asked: Any) -> torch.Tensor:
     """int32. TypeError, ValueError: no tensor, or a DTensor that is divided."""
-    if not isinstance(asked, torch.Tensor):
-        raise TypeError(f"{name}: got {type(asked).__name__}, must be a torch.Tensor")
-    offsets: torch.Tensor = whole(name, asked)
+    terms.check_dense(call, name, asked)
+    offsets: torch.Tensor = whole(f"{call}: {name}", asked)
     return offsets if offsets.dtype is torch.int32 else offsets.to(torch.int32)
 
 
@@ -102,13 +101,26 @@ def by_offsets(
     cu_seqlens_k: torch.Tensor, max_seqlen_q: Any, max_seqlen_k: Any, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
     """(batch, length, heads, dim) tensors whose tokens, all rows one after the other, are those of the sequences -> out."""
-    cu_seqlens_q = _offsets(f"{call}: cu_seq_lens_q", cu_seqlens_q)
-    cu_seqlens_k = _offsets(f"{call}: cu_seq_lens_k", cu_seqlens_k)
+    cu_seqlens_q = _offsets(call, "cu_seq_lens_q", cu_seqlens_q)
+    cu_seqlens_k = _offsets(call, "cu_seq_lens_k", cu_seqlens_k)
     out, _ = terms.packed(
         call, _flat(q), _flat(k), _flat(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_lse=False,
         **options,
     )  # fmt: skip
     return out.view(*q.shape[:2], *out.shape[1:])
+
+
+def _check(call: str, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, batch: int) -> None:
+    """ValueError: what ``attention_varlen`` cannot know of tensors whose batches are one row after the other."""
+    if k.shape[0] != batch:
+        raise ValueError(f"{call}: k: got batch {k.shape[0]}, q has {batch}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"{call}: v: got batch and length {tuple(v.shape[:2])}, k has {tuple(k.shape[:2])}")
+    if numbers.shape[0] != batch or numbers.shape[1] > k.shape[1]:
+        shape = tuple(numbers.shape)
+        raise ValueError(f"{call}: attention_mask: got shape {shape}, must be ({batch}, at most {k.shape[1]} keys)")
+    if numbers.device != k.device:
+        raise ValueError(f"{call}: attention_mask: got device {numbers.device}, k is on {k.device}")
 
 
 def by_numbers(
@@ -121,13 +133,13 @@ def by_numbers(
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
+    terms.check_dense(call, "attention_mask", numbers)
     numbers = whole(f"{call}: attention_mask", numbers)
     if given(q, k, v):
         divided: Any = by_parts(lambda q, k, v: by_numbers(call, q, k, v, numbers, **options), q, k, v, "bshd", ())
         return divided
     batch, rows = q.shape[:2]
-    if numbers.shape[0] != batch:
-        raise ValueError(f"{call}: attention_mask: got {numbers.shape[0]} rows, query has a batch of {batch}")
+    _check(call, k, v, numbers, batch)
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     length = k.shape[1]
     if numbers.dtype != torch.bool:

@@ -47,17 +47,16 @@ def _dense(
     return_attn_probs: bool,
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    seqlen_k = k.shape[1] if isinstance(k, torch.Tensor) and k.dim() == 4 else None
-    window = terms.sides(call, window_size, seqlen_k)
+    window = terms.sides(call, window_size, terms.rows_of(k, 1))
+    with_lse = terms.asked_for(call, "return_attn_probs", return_attn_probs)
     out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, causal=causal,
-                           window=window, softcap=softcap, return_lse=bool(return_attn_probs))  # fmt: skip
-    return _with_lse(out, lse) if return_attn_probs else out
+                           window=window, softcap=softcap, return_lse=with_lse)  # fmt: skip
+    return _with_lse(out, lse) if with_lse else out
 
 
 def _parts(call: str, name: str, tensor: Any, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:
     """What is stacked in the last dimension but two."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+    terms.check_dense(call, name, tensor)
     if tensor.dim() != dimensions or tensor.shape[-3] != count:
         wanted = "(batch, seqlen, {}, heads, head_dim)" if dimensions == 5 else "(total, {}, heads, head_dim)"
         raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must be {wanted.format(count)}")
@@ -96,11 +95,11 @@ def _packed(
 ) -> Result:  # fmt: skip
     terms.refuse_absent(call, dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     window = terms.sides(call, window_size, terms.length(longest[1]))
+    with_lse = terms.asked_for(call, "return_attn_probs", return_attn_probs)
     q, k, v = tensors
     out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
-                            causal=causal, window=window, softcap=softcap,
-                            return_lse=bool(return_attn_probs))  # fmt: skip
-    return _with_lse(out, lse) if return_attn_probs else out
+                            causal=causal, window=window, softcap=softcap, return_lse=with_lse)  # fmt: skip
+    return _with_lse(out, lse) if with_lse else out
 
 
 def flash_attn_varlen_func(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn import functional
 
+from fa2tune.calling import arguments
 from fa2tune.calling.distributed import whole
 from fa2tune.calling.ops import Layout, attention, compiling
 from fa2tune.calling.varlen import attention_varlen
@@ -73,10 +74,18 @@ def fitting(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def check_dense(call: str, name: str, tensor: Any) -> None:
+    """TypeError: no tensor, or a nested or sparse one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{call}: {name}: got {kind}, must be a dense tensor (torch.strided)")
+
+
 def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
+        check_dense(call, name, tensor)
         if tensor.dim() != dimensions:
             raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must have {dimensions} dimensions")
         if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
@@ -90,22 +99,37 @@ _HEAD_DIMS = frozenset(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 
 def _fit(q: Any, k: Any, v: Any, dimensions: int) -> bool:
-    """Whether ``check`` passes and ``fitting`` changes nothing, at a fifth of their time; while a graph is made: no."""
+    """Whether ``check`` passes and ``fitting`` changes nothing, at half of their time; while a graph is made: no."""
     if compiling() or not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return False
     if not q.dim() == k.dim() == v.dim() == dimensions:
         return False
-    dim = q.shape[-1]
-    return (
-        dim in _HEAD_DIMS and k.shape[-1] == dim and v.shape[-1] in _HEAD_DIMS
-        and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    )  # fmt: skip
+    try:
+        dim = q.shape[-1]
+        return (
+            dim in _HEAD_DIMS and k.shape[-1] == dim and v.shape[-1] in _HEAD_DIMS
+            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        )  # fmt: skip
+    except RuntimeError:  # nested tensors have no shape, sparse ones no strides
+        return False
 
 
-def _asked(q: torch.Tensor, softmax_scale: float | None, deterministic: bool | None) -> dict[str, Any]:
-    """A scale of the true head dim; what is not asked to be deterministic follows torch's own setting."""
-    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    return {"softmax_scale": scale, "deterministic": True if deterministic else None}
+def asked_for(call: str, name: str, value: Any) -> bool:
+    """A switch of a drop-in; None: no. TypeError: no bool."""
+    if value is True or value is False or value is None:
+        return bool(value)
+    arguments.check_among(f"{call}: {name}", value, (True, False, None))
+    return bool(value)
+
+
+def _exact(call: str, deterministic: Any) -> bool | None:
+    """What is not asked to be deterministic follows torch's own setting."""
+    return True if asked_for(call, "deterministic", deterministic) else None
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """Of the true head dim."""
+    return 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
 def _result(result: Any, dim: int, return_lse: bool) -> tuple[torch.Tensor, Any]:
@@ -119,14 +143,14 @@ def dense(
     deterministic: bool | None, return_lse: bool, layout: Layout = "bshd", **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of tensors with any head dim; ``options`` as ``attention`` takes them."""
+    exact = _exact(call, deterministic)
     if _fit(q, k, v, 4):
-        exact = True if deterministic else None
         result: Any = attention(
             q, k, v, softmax_scale=softmax_scale, layout=layout, return_lse=return_lse, deterministic=exact, **options
         )
         return result if return_lse else (result, None)
     check(call, {"q": q, "k": k, "v": v}, 4)
-    common = _asked(q, softmax_scale, deterministic)
+    common: dict[str, Any] = {"softmax_scale": _scale(q, softmax_scale), "deterministic": exact}
     result = attention(fitting(q), fitting(k), fitting(v), layout=layout, return_lse=return_lse, **common, **options)
     return _result(result, v.shape[-1], return_lse)
 
@@ -137,15 +161,15 @@ def packed(
     deterministic: bool | None, return_lse: bool, **options: Any,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """(out, lse or None) of (total, heads, any head dim) tensors; ``options`` as ``attention_varlen`` takes them."""
+    exact = _exact(call, deterministic)
     if _fit(q, k, v, 3):
-        exact = True if deterministic else None
         result: Any = attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale,
             return_lse=return_lse, deterministic=exact, **options,
         )  # fmt: skip
         return result if return_lse else (result, None)
     check(call, {"q": q, "k": k, "v": v}, 3)
-    common = _asked(q, softmax_scale, deterministic)
+    common: dict[str, Any] = {"softmax_scale": _scale(q, softmax_scale), "deterministic": exact}
     result = attention_varlen(
         fitting(q), fitting(k), fitting(v), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         return_lse=return_lse, **common, **options,
@@ -186,6 +210,12 @@ def lengths(
 def _starts(tensor: torch.Tensor) -> torch.Tensor:
     """cu_seqlens of (batch, length, ...)."""
     return torch.arange(tensor.shape[0] + 1, dtype=torch.int32, device=tensor.device) * tensor.shape[1]
+
+
+def rows_of(tensor: Any, dimension: int) -> int | None:
+    """Of (batch, rows, heads, dim); None: it is nothing like that."""
+    fits = isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.dim() == 4
+    return tensor.shape[dimension] if fits else None
 
 
 def length(value: Any) -> int | None:

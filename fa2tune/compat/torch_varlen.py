@@ -38,6 +38,10 @@ def varlen_attn(
         distributed.whole(f"{call}: {name}", tensor)
         for name, tensor in {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "seqused_k": seqused_k}.items()
     )
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise TypeError(
+            f"{call}: return_aux: got {return_aux!r:.80}, must be None or torch's AuxRequest, which has lse"
+        )
     return_lse = return_aux is not None and bool(return_aux.lse)
     out, lse = terms.packed(
         call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,

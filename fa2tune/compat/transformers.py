@@ -9,6 +9,7 @@ windows, padding and packing) raises NotImplementedError.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -147,6 +148,11 @@ def mask(
             an attention_mask, or with one as long as the cache, while a graph is made; a model that attends by itself.
     """
     own_attention.refuse(NAME, rest.get("config"))
+    if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2):
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        raise ValueError(
+            f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, must be None or (batch, length)"
+        )
     packed = None
     chunk = chunks.asked(rest)
     if chunk is not None and (torch.compiler.is_compiling() or documents.capturing()):
@@ -218,6 +224,10 @@ def _window(sliding_window: int | None, causal: bool, config: Any) -> tuple[int,
     their layers (ModernBERT), but for those that pass it as it is (T5Gemma, a Mistral made an encoder)."""
     if sliding_window is None:
         return None
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{NAME}: sliding_window: got {sliding_window!r:.80}, must be an integer or None")
+    if sliding_window < 1:
+        raise ValueError(f"{NAME}: sliding_window: got {sliding_window}, must be 1 or more: it counts the query itself")
     if causal:
         return sliding_window - 1, 0
     side = sliding_window if sliding_window == getattr(config, "sliding_window", None) else sliding_window - 1
@@ -249,14 +259,18 @@ def forward(
         output_attentions=output_attentions,
     )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    causal = (
+        terms.asked_for(NAME, "is_causal", causal)
+        and getattr(getattr(module, "config", None), "is_causal", True) is not False
+    )
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"{NAME}: attention_mask: got {type(attention_mask).__name__} of shape {shape}, allowed are None and (batch, "
             "length): fa2tune does not support masks as tensors of pairs"
         )
-    if not query.dtype == key.dtype == value.dtype:
+    if not getattr(query, "dtype", None) == getattr(key, "dtype", None) == getattr(value, "dtype", None):
+        terms.check(NAME, {"query": query, "key": key, "value": value}, 4)
         query, key = query.to(value.dtype), key.to(value.dtype)
     options: dict[str, Any] = {
         "softmax_scale": scaling, "deterministic": deterministic, "causal": causal, "softcap": softcap,
@@ -279,7 +293,8 @@ def forward(
 
 
 def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(batch, heads, length, dim) as (batch, length, heads, dim)."""
+    """(batch, heads, length, dim) as (batch, length, heads, dim). TypeError, ValueError: they are not that."""
+    terms.check(NAME, {"query": q, "key": k, "value": v}, 4)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 

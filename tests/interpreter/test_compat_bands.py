@@ -45,7 +45,7 @@ def test_every_pair_of_sides_is_the_band_it_says(shape):
         window, unseeing, unseen = bands.asked("call", (left, right), causal)
         rows, columns = max(0, queries - unseeing), max(0, keys - unseen)
         found = torch.zeros(queries, keys, dtype=torch.bool)
-        plain = seen(rows, columns, window, causal and not unseeing and not unseen)
+        plain = seen(rows, columns, window or (None, None), causal and not unseeing and not unseen)
         found[:rows, :columns] = plain
         assert torch.equal(found, seen(queries, keys, (left, right), causal)), (left, right, causal)
 

@@ -78,7 +78,7 @@ def test_masks_count_inside_documents(options):
         ({"document_ids": POSITIONS.float()}, TypeError, "document_ids: got dtype torch.float32, must be integers"),
         ({"document_ids": POSITIONS > 0}, TypeError, "document_ids: got dtype torch.bool"),
         ({"position_ids": POSITIONS[None]}, ValueError, r"position_ids: got shape \(1, 2, 8\), must be \(batch, length\)"),
-        ({"position_ids": POSITIONS, "sequences": 0}, ValueError, "sequences: got 0, must be 1 or more"),
+        ({"position_ids": POSITIONS, "sequences": 0}, ValueError, "sequences: got 0, must be from 1 to 2"),
         ({"position_ids": POSITIONS, "sequences": 2.0}, TypeError, "sequences: got 2.0, must be an integer or None"),
     ],
 )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Calls of the drop-ins that ask for something else than there is: the error names the argument, what came, what is allowed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fa2tune
+from fa2tune.compat import flash_attn, flash_attn_4, torch_varlen
+
+drop_in = pytest.importorskip("fa2tune.compat.transformers")
+BATCHES = torch.zeros(2, 9, 2, 16)
+HEADS_FIRST = torch.zeros(2, 2, 9, 16)
+PACKED = torch.zeros(9, 2, 16)
+NESTED = torch.nested.nested_tensor([torch.zeros(9, 2, 16), torch.zeros(4, 2, 16)])
+OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
+TOKENS = torch.ones(2, 9, dtype=torch.bool)
+
+
+def layer(query=HEADS_FIRST, key=HEADS_FIRST, value=HEADS_FIRST, attention_mask=None, **options):
+    return drop_in.forward(SimpleNamespace(is_causal=True), query, key, value, attention_mask, **options)
+
+
+def dense(k=BATCHES, **options):
+    return flash_attn.flash_attn_func(BATCHES, k, k, **options)
+
+
+def varlen(**options):
+    return torch_varlen.varlen_attn(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 5, 5, **options)
+
+
+def shifted(**options):
+    """A band that takes rows off the used lengths."""
+    return flash_attn_4.flash_attn_varlen_func(
+        PACKED, PACKED, PACKED, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS, window_size=(-3, None), **options
+    )
+
+
+REFUSED = {
+    "flash_attn_func: k: got a nested tensor, must be a dense": lambda: dense(NESTED),
+    "flash_attn_func: k: got layout torch.sparse_coo, must be a dense": lambda: dense(BATCHES.to_sparse()),
+    "flash_attn_func: deterministic: got 2, allowed are True, False, None": lambda: dense(deterministic=2),
+    "flash_attn_func: return_attn_probs: got 'x', allowed": lambda: dense(return_attn_probs="x"),
+    "flash_attn_qkvpacked_func: qkv: got layout torch.sparse_coo": lambda: flash_attn.flash_attn_qkvpacked_func(
+        torch.zeros(2, 9, 3, 2, 16).to_sparse()
+    ),
+    "varlen_attn: return_aux: got ('lse',), must be None": lambda: varlen(return_aux=("lse",)),
+    "seqused_q: got device meta": lambda: shifted(seqused_q=torch.ones(2, dtype=torch.int32, device="meta")),
+    "fa2tune: query: got tuple, must be": lambda: layer(query=(1, 2)),
+    "fa2tune: query: got shape (3,), must have 4": lambda: layer(query=torch.zeros(3), attention_mask=TOKENS),
+    "fa2tune: is_causal: got 'x', allowed": lambda: layer(is_causal="x"),
+    "fa2tune: sliding_window: got 'x', must be an integer": lambda: layer(sliding_window="x"),
+    "fa2tune: sliding_window: got 0, must be 1 or more": lambda: layer(sliding_window=0),
+    "fa2tune: attention_mask: got layout torch.sparse_coo": lambda: layer(attention_mask=TOKENS.to_sparse()),
+    "fa2tune: attention_mask: got shape (3, 9), must be (2, at most 9": lambda: layer(
+        attention_mask=torch.ones(3, 9, dtype=torch.bool)
+    ),
+    "fa2tune: attention_mask: got shape (2, 12), must be (2, at most 9": lambda: layer(
+        attention_mask=torch.ones(2, 12, dtype=torch.bool)
+    ),
+    "fa2tune: attention_mask: got device meta, k is on cpu": lambda: layer(attention_mask=TOKENS.to("meta")),
+    "fa2tune: k: got batch 1, q has 2": lambda: layer(key=HEADS_FIRST[:1], attention_mask=TOKENS),
+    "fa2tune: v: got batch and length (2, 4), k has (2, 9)": lambda: layer(
+        value=HEADS_FIRST[:, :, :4], attention_mask=TOKENS
+    ),
+    "fa2tune: cu_seq_lens_q: got list, must be": lambda: layer(cu_seq_lens_q=[0, 18]),
+    "fa2tune: attention_mask: got Tensor of shape (9,), must be None or (batch, length)": lambda: drop_in.mask(
+        2, 9, 9, attention_mask=torch.ones(9, dtype=torch.bool)
+    ),
+    "fa2tune: attention_mask: got str of shape (), must be": lambda: drop_in.mask(2, 9, 9, attention_mask="x"),
+    "document_ids: got layout torch.sparse_coo, must": lambda: fa2tune.cu_seqlens(document_ids=OFFSETS.to_sparse()),
+    "document_ids: got a nested tensor, must": lambda: fa2tune.cu_seqlens(
+        document_ids=torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([1, 2])])
+    ),
+    "sequences: got 4294967296, must be from 1 to 2^31 - 1": lambda: fa2tune.cu_seqlens(
+        document_ids=OFFSETS, sequences=1 << 32
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_the_argument_is_named(said):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        REFUSED[said]()
+    assert str(caught.value).startswith(said)
+
+
+def test_a_window_of_other_integers_and_a_switch_of_numpy_are_taken():
+    numpy = pytest.importorskip("numpy")
+    want = dense(window_size=(3, 0))
+    assert torch.equal(dense(window_size=[numpy.int64(3), numpy.int32(0)], deterministic=numpy.bool_(True)), want)
+    assert torch.equal(dense(window_size=(-1, 99)), dense()) and torch.equal(dense(window_size=(None, None)), dense())
+    with pytest.raises(TypeError, match=r"window_size: got \(-1.0, -1.0\)"):
+        dense(window_size=(-1.0, -1.0))
+    with pytest.raises(NotImplementedError, match=r"dropout_p: got 0\.5"):
+        dense(dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="dropout_p: got ''"):
+        dense(dropout_p="")
