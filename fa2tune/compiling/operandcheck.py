@@ -14,12 +14,17 @@ not checked, so not every fault is found: it found all 36 wrong binaries of 374 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from fa2tune.compiling import sass
-from fa2tune.compiling.compiler import Binary
+from fa2tune.compiling import compiler, sass
+from fa2tune.compiling.compiler import Binary, CompileError
+from fa2tune.spec.maskfile import ROW_MASKS
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import Variant
 
 ARCH = 90  #: whose products are HGMMA
 NOWHERE = -1  #: the place of a register's value before the kernel writes it
@@ -178,3 +183,19 @@ def _check(cubin_path: str) -> tuple[UnsoundOperand, ...]:
 def check(binary: Binary) -> tuple[UnsoundOperand, ...]:
     """``unsound`` of a binary; empty for another compute capability than 9.0. Takes 0.5 to 2 s, once per cubin."""
     return _check(binary.cubin_path) if binary.arch == ARCH else ()
+
+
+def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
+    """``compiler.compile_kernel``, for a launch. A search checks the candidates of a row, but their code for other masks or for
+    packed sequences is made when it is asked for, and checked here. Raises CompileError also where an operand is unsound, or
+    there is nothing to check with."""
+    compiled = compiler.compile_kernel(variant, spec, config, arch)
+    if arch == ARCH and compiler.is_gluon(variant) and (spec.mask not in ROW_MASKS or spec.ragged):
+        path = next(str(path) for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+        try:
+            found = _check(path)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CompileError(f"{variant.short_name} cannot be checked for unsound operands: {error}") from error
+        if found:
+            raise CompileError(f"{variant.short_name} is miscompiled: {found[0]}")
+    return compiled

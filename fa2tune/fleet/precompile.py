@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from fa2tune.calling import choosing, schedule, split_schedule
-from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, overrules, registry
+from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import CompileError
@@ -197,7 +197,7 @@ def build(job: BinaryJob, arch: int) -> tuple[str, New]:
     """(key, binary) of one job; raises as ``compiler.compile_kernel``."""
     variant, spec, point = job
     config = dict(point)
-    image = launch.image_of(compiler.compile_kernel(variant, spec, config, arch))
+    image = launch.image_of(operandcheck.compile_kernel(variant, spec, config, arch))
     about, code = precompiled.about(variant, spec, config, arch), precompiled.code_of(variant, spec, config, arch)
     return precompiled.key_of(code, about["triton"]), New(code, about, precompiled.launch_of(image), image.cubin)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fa2tune import collected, gpus, versions
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, operandcheck
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching import cuda, ported, precompiled
@@ -183,7 +183,7 @@ def _loaded(
             found = f"{found}: {error}"
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes
-    compiled = compiler.compile_kernel(variant, spec, binary, arch)
+    compiled = operandcheck.compile_kernel(variant, spec, binary, arch)
     image = image_of(compiled)
     if ported.running():
         code = ported.assembled(compiled, capability_of(device_index))

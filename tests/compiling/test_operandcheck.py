@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from fa2tune import gpus
@@ -160,3 +163,34 @@ def test_a_candidate_that_shows_it_is_not_launched(monkeypatch: pytest.MonkeyPat
     spec = Specialization("bf16", 64, 64, "full")
     result = compile_check.compile_check("fwd", spec, variant.space.default(spec, 80), gpus.named("a100-sxm-80gb"))
     assert result.status == "miscompiled" and "HGMMA at 0x90 takes UR33 from nothing or UMOV UR33, URZ" in result.why
+
+
+@pytest.mark.parametrize(
+    ("spec", "checked"),
+    [
+        (Specialization("bf16", 64, 64, "causal_top_left"), True),
+        (Specialization("bf16", 64, 64, "causal", extent=RAGGED), True),
+        (Specialization("bf16", 64, 64, "causal"), False),  # by the search
+    ],
+    ids=str,
+)
+def test_what_no_search_has_checked_is_checked_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch, spec: Specialization, checked: bool
+) -> None:
+    """There CompileError, which a call answers with a portable row."""
+    variant = registry.variant_named("sm90/fwd")
+    compiled = SimpleNamespace(metadata_group={"k.json": "k.json", "k.cubin": "a/k.cubin"})
+    found = operandcheck.UnsoundOperand(0x90, 33, ("nothing",))
+    asked: list[str] = []
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: compiled)
+    monkeypatch.setattr(operandcheck, "_check", lambda path: asked.append(path) or ())
+    assert operandcheck.compile_kernel(variant, spec, {}, 90) is compiled
+    assert asked == ["a/k.cubin"] * checked
+    assert operandcheck.compile_kernel(registry.portable_of("fwd"), spec, {}, 90) is compiled and len(asked) == checked
+    if checked:
+        monkeypatch.setattr(operandcheck, "_check", lambda _: (found,))
+        with pytest.raises(compiler.CompileError, match="is miscompiled: HGMMA at 0x90 takes UR33 from nothing"):
+            operandcheck.compile_kernel(variant, spec, {}, 90)
+        monkeypatch.setattr(operandcheck, "_check", lambda _: Path("no nvdisasm").read_text())
+        with pytest.raises(compiler.CompileError, match="sm90/fwd cannot be checked for unsound operands: "):
+            operandcheck.compile_kernel(variant, spec, {}, 90)
