@@ -116,7 +116,7 @@ def test_an_estimate_counts_and_takes_a_sample(few: list[precompile.BinaryJob], 
     assert status == 0 and run(tmp_path)[0] == 0
     told = float(said.splitlines()[-2].partition("binaries")[2].split()[0])
     made = (tmp_path / "sm_80.kernels").stat().st_size / 1e6
-    assert said.endswith(f"both files: {told:.1f} MB\n") and abs(told - made) < 0.02, "of all three, so no guess"
+    assert said.endswith(f"all files: {told:.1f} MB\n") and abs(told - made) < 0.02, "of all three, so no guess"
     assert run()[0] == 2
 
 
