@@ -187,10 +187,14 @@ def forms(problem: Problem, rows: Iterable[Row]) -> dict[tuple[int, ...], tuple[
 
 
 def rows_of(problem: Problem, gpu: Gpu) -> list[Row]:
-    """Those that could serve the forward, the one that is asked first before the others."""
+    """Those that could serve the forward, the one that does first."""
     chooser = choosing.Chooser(problem, gpu)
     answer, _ = chooser.find("fwd", True)
-    return [] if answer is None else [answer.row, *lookup.of_other_lengths(answer, chooser.node)]
+    if answer is None:
+        return []
+    serves = chooser.suited(answer).row
+    others = (answer.row, *lookup.of_other_lengths(answer, chooser.node))
+    return sorted(others, key=lambda row: row is not serves)
 
 
 def raced(shape: str, seconds: float, gpu: Gpu, device: str = "cuda") -> Iterator[dict[str, Any]]:

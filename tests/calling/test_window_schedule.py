@@ -18,12 +18,15 @@ from test_schedule import rows
 from fa2tune import gpus
 from fa2tune.calling import choosing, window_schedule
 from fa2tune.calling.choosing import Chooser
+from fa2tune.compiling.choice import Choice
+from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90.fwd import suited
 from fa2tune.spec import standins
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
 H200 = gpus.named("h200")
+NODE = lookup.Toolchain(triton="3.6.0")
 RECORD = Path(__file__).parents[2] / "benchmarks" / "calls" / "windows.json"
 
 
@@ -31,8 +34,12 @@ def windowed(heads: int, length: int, dim: int, left: int, right: int = 0, batch
     return Problem("bf16", batch, heads, heads, length, length, dim, dim, band(left, right).fitted(length, length))
 
 
+def chosen(problem: Problem) -> Choice:
+    return choosing.choose(problem, "fwd", H200, node=NODE)
+
+
 def form(problem: Problem) -> tuple[int, ...]:
-    return window_schedule.form(choosing.choose(problem, "fwd", H200).config)
+    return window_schedule.form(chosen(problem).config)
 
 
 def hook(name: str) -> Any:
@@ -75,10 +82,10 @@ def test_predictions_are_near_what_was_measured() -> None:
 
 def test_a_narrow_window_of_head_dim_64_takes_small_tiles() -> None:
     asked = replace(windowed(64, 16384, 64, 127), heads_kv=8)
-    chosen = choosing.choose(asked, "fwd", H200)
-    assert window_schedule.form(chosen.config) == (64, 64, 1, 80)
-    assert chosen.config["HEADS_PER_WAVE"] == 0 and chosen.config["RESCALE"] == "lazy"
-    assert chosen.row is not None and chosen.row.key.bucket < 16384 and not chosen.few_tiles
+    found = chosen(asked)
+    assert window_schedule.form(found.config) == (64, 64, 1, 80)
+    assert found.config["HEADS_PER_WAVE"] == 0 and found.config["RESCALE"] == "lazy"
+    assert found.row is not None and found.row.key.bucket < 16384 and not found.few_tiles
     assert form(windowed(64, 16384, 64, 127, 127)) == (128, 128, 2, 0)  # rows without a mask have no tiles of 64 rows
     assert form(windowed(16, 16384, 64, 4095)) == (192, 128, 1, 0)
 
@@ -89,8 +96,8 @@ def test_a_narrow_window_of_head_dim_64_takes_small_tiles() -> None:
 ])  # fmt: skip
 def test_what_was_measured_to_be_fast_or_has_few_tiles_stays(heads: int, length: int, dim: int, left: int) -> None:
     asked = windowed(heads, length, dim, left)
-    answer, _ = Chooser(asked, H200).find("fwd")
-    assert answer is not None and choosing.choose(asked, "fwd", H200).row is answer.row
+    answer, _ = Chooser(asked, H200, node=NODE).find("fwd")
+    assert answer is not None and chosen(asked).row is answer.row
 
 
 def test_only_windows_bounded_on_both_sides_are_chosen_so(monkeypatch: pytest.MonkeyPatch) -> None:
