@@ -7,35 +7,53 @@ shape the forward and the backward are timed, with the configs that serve the wi
 warp-specialised one that. ``ratio``: (time of the window / time of the causal mask, same config) over (tiles that the window
 visits / tiles that the causal mask visits): 1 where a window costs exactly its share. Calls are interleaved on a warm GPU, back
 to back, nothing flushed; the median of the rounds counts. Needs a GPU.
+
+    python benchmarks/windows.py --race [--shape 1x64/8x16384x64:128 ...] [--seconds 0.05] [--out FILE]
+
+races the forms of the Hopper forward that a window may take instead (rows and keys of a tile, Q_STAGES, programs that share a
+multiprocessor): of each form the config of a shipped row where there is one, else one legal config. Microseconds beside what
+``fa2tune/calling/window_schedule.py`` predicts of rows; ``*`` is what serves. A result that
+differs from the first one's by more than bf16 allows is an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from fa2tune.calling import choosing, dispatch
+from fa2tune.calling import choosing, dispatch, window_schedule
+from fa2tune.compiling import compiler, registry
+from fa2tune.gpus import Gpu
 from fa2tune.launching import passes
 from fa2tune.measuring import timing
+from fa2tune.rows import lookup
+from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, Mask, mask_of
 from fa2tune.spec.problem import STRATEGIES, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
+HOPPER = registry.variant_named("sm90/fwd")
 SHAPES = (
     "1x16/16x16384x128:1024", "1x32/32x16384x64:1024", "2x32/8x8192x128:1024", "1x64/8x16384x64:128",
     "1x32/8x32768x128:4096",
 )  # fmt: skip
+#: Raced where none is named: the narrow windows of head dim 64.
+RACED = ("1x64/8x16384x64:128", "1x32/32x16384x64:1024")
+#: Of candidates: by how much two results in bf16 may differ, of values of about 1.
+RACE_TOLERANCE = 0.03
 #: Products of a kernel of the backward, which weigh the tiles that it visits
 PRODUCTS = {"fwd": 2, "bwd_dkdv": 4, "bwd_dq": 3, "bwd_fused": 5}
 
@@ -150,6 +168,72 @@ def measured(
         }  # fmt: skip
 
 
+def forms(problem: Problem, rows: Iterable[Row]) -> dict[tuple[int, ...], tuple[Config, Row | None]]:
+    """``window_schedule.form`` -> a legal config for a window, and its row: of ``rows``, else the first config of the space."""
+    found: dict[tuple[int, ...], tuple[Config, Row | None]] = {}
+    for row in rows:
+        config = HOPPER.suited(problem, HOPPER.space.completed(row.config))
+        found.setdefault(window_schedule.form(config), (config, row))
+    wanted: dict[str, tuple[Any, ...]] = {
+        "BLOCK_M": (64, 128, 192), "BLOCK_N": (64, 128), "Q_STAGES": (1, 2), "maxnreg": (0, 80, 128), "O_THROUGH": ("own", "q"),
+        "STAGES": (3, 2), "PINGPONG": (True, False), "NUMBERED": (True, False), "Q_IN_REGISTERS": (False, True),
+        "IN_PARTS": ("none",), "RESCALE": ("lazy",), "HEADS_PER_WAVE": (0,), "num_warps": (4,),
+    }  # fmt: skip
+    for values in itertools.product(*wanted.values()):
+        config = dict(zip(wanted, values, strict=True))
+        if window_schedule.form(config) not in found and not HOPPER.space.broken(config, problem.specialization, 90):
+            found[window_schedule.form(config)] = config, None
+    return found
+
+
+def rows_of(problem: Problem, gpu: Gpu) -> list[Row]:
+    """Those that could serve the forward, the one that does first."""
+    chooser = choosing.Chooser(problem, gpu)
+    answer, _ = chooser.find("fwd", True)
+    if answer is None:
+        return []
+    serves = chooser.suited(answer).row
+    others = (answer.row, *lookup.of_other_lengths(answer, chooser.node))
+    return sorted(others, key=lambda row: row is not serves)
+
+
+def raced(shape: str, seconds: float, gpu: Gpu, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """One entry for each form, the fastest first."""
+    causal, keys = shape_of(shape)
+    problem = replace(causal, mask=mask_of(True, (keys - 1, 0)).fitted(causal.seqlen_q, causal.seqlen_k))
+    candidates = forms(problem, rows_of(problem, gpu))
+    build = partial(compiler.compile_kernel, HOPPER, problem.specialization, arch=90)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build, (compiler.binary_config(HOPPER, config) for config, _ in candidates.values())))
+    q, k, v = (
+        torch.randn(problem.batch, heads, problem.seqlen_q, problem.head_dim, device=device, dtype=torch.bfloat16)
+        for heads in (problem.heads_q, problem.heads_kv, problem.heads_kv)
+    )
+    calls, first = list[Callable[[], Any]](), None
+    for form, (config, _) in candidates.items():
+        plan = passes.ForwardPlan(problem, q, k, v, problem.head_dim**-0.5, config)
+        o, _lse = plan(q, k, v)
+        first = o if first is None else first
+        if not float((o.float() - first.float()).abs().max()) <= RACE_TOLERANCE:
+            raise click.ClickException(f"{shape}: the result of {form} differs")
+        calls.append(partial(plan, q, k, v))
+    chosen = choosing.choose(problem, "fwd", gpu).config
+    found = [
+        {
+            "shape": shape, "form": form, "us": 1e3 * time, "chosen": config == chosen, "config": config,
+            "predicted_us": None if row is None else window_schedule.predicted_us(problem, row, gpu.sm_count),
+        }
+        for (form, (config, row)), time in zip(candidates.items(), times(calls, seconds), strict=True)
+    ]  # fmt: skip
+    yield from sorted(found, key=lambda entry: entry["us"])
+
+
+def race_line(entry: Mapping[str, Any]) -> str:
+    predicted = "" if entry["predicted_us"] is None else f"{entry['predicted_us']:9.0f}"
+    mark = "*" if entry["chosen"] else ""
+    return f"{entry['shape']:26} {'x'.join(map(str, entry['form'])):16} {entry['us']:9.1f} {predicted:>9} {mark}"
+
+
 def line(entry: Mapping[str, Any]) -> str:
     return (
         f"{entry['shape']:26} {entry['pass']:8} {entry['name']:9} {entry['causal_ms']:9.3f} {entry['window_ms']:9.3f} "
@@ -158,18 +242,27 @@ def line(entry: Mapping[str, Any]) -> str:
 
 
 @click.command(help=__doc__)
-@click.option("--shape", "shapes", multiple=True, default=SHAPES, metavar="BxHQ/HKVxLENGTHxDIM:KEYS")
+@click.option("--shape", "shapes", multiple=True, metavar="BxHQ/HKVxLENGTHxDIM:KEYS")
+@click.option("--race", is_flag=True, help="Race the forms of the Hopper forward.")
 @click.option("--seconds", type=float, default=0.3, show_default=True, help="Of launches of each.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(shapes: tuple[str, ...], seconds: float, out: Path | None) -> None:
+def main(shapes: tuple[str, ...], race: bool, seconds: float, out: Path | None) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     here, entries = choosing.toolchain(), []
-    click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
-    for shape in shapes:
-        for entry in measured(shape, seconds):
-            click.echo(line(entry))
-            entries.append({**entry, "configs": {kernel: dict(config) for kernel, config in entry["configs"].items()}})
+    if race:
+        click.echo(f"{'shape':26} {'rows x keys ...':16} {'us':>9} {'predicted':>9}")
+        for shape in shapes or RACED:
+            for entry in raced(shape, seconds, dispatch.gpu_of(0)):
+                click.echo(race_line(entry))
+                entries.append({**entry, "config": dict(entry["config"])})
+    else:
+        click.echo(f"{'shape':26} {'pass':8} {'kernels':9} {'causal ms':>9} {'window ms':>9} {'share':>6} {'ratio':>6}")
+        for shape in shapes or SHAPES:
+            for entry in measured(shape, seconds):
+                click.echo(line(entry))
+                configs = {kernel: dict(config) for kernel, config in entry["configs"].items()}
+                entries.append({**entry, "configs": configs})
     if out is not None:
         facts = {
             "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling import ordered, schedule
+from fa2tune.calling import ordered, schedule, window_schedule
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
@@ -255,7 +255,8 @@ class Chooser:
         rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
-            row, config = schedule.best(problem, served, able, self.gpu.sm_count)
+            model = window_schedule if window_schedule.covers(problem) else schedule
+            row, config = model.best(problem, served, able, self.gpu.sm_count)
             few = schedule.is_for_few_tiles(problem, config, row, self.gpu.arch)
             return Choice(variant, config, rows[id(row)].given, answer, few)
         found = rows[id(schedule.of_like_work(problem, served, able))]

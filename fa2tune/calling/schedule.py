@@ -133,11 +133,11 @@ def _fixed_us(problem: Problem, config: Config) -> float:
     return LAUNCH_US + NORMS_US + keys / NORMS_BYTES_PER_US
 
 
-#: (key, time, config) of a row -> what ``_block_us`` says of it.
+#: (key, time, config) of a row -> what ``block_us`` says of it.
 _BLOCK_US: dict[tuple[object, ...], float | None] = {}
 
 
-def _block_us(row: Row) -> float | None:
+def block_us(row: Row) -> float | None:
     """Microseconds a key block, by the row's own measurement; None: it has none."""
     if not row.time_us:
         return None
@@ -151,7 +151,7 @@ def _block_us(row: Row) -> float | None:
 
 def predicted_us(problem: Problem, row: Row, config: Mapping[str, Any], sm_count: int) -> float | None:
     """Microseconds that ``config``, the row's or one that differs in the tile order alone, is expected to take."""
-    block = _block_us(row)
+    block = block_us(row)
     return None if block is None else _fixed_us(problem, config) + block * busiest(problem, config, sm_count)
 
 
@@ -182,7 +182,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     without a measured time; where ``served`` has none it stays.
     """
     own = suited(problem, served.config)
-    if is_empty(problem) or not problem.mask.measured:  # no model of the mask yet
+    if is_empty(problem) or not problem.mask.measured:  # windows: window_schedule.py; no model of other masks
         return served, own
     if sm_count == served.key.sm_count and _tuned_on(served, problem):
         return served, own
@@ -222,7 +222,7 @@ def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> b
 def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:
     """Microseconds that the config for calls of few tiles is expected to take, and it itself; None: there is none. ``row``,
     ``config``: that would serve otherwise, whose measured time a block gives that of the other."""
-    few, block = for_few_tiles(problem.specialization, row.key.arch), _block_us(row)
+    few, block = for_few_tiles(problem.specialization, row.key.arch), block_us(row)
     if few is None or block is None or problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
         return None
     size = few["BLOCK_M"] * few["BLOCK_N"] * PROGRAMS[few["maxnreg"]] / (config["BLOCK_M"] * config["BLOCK_N"])
