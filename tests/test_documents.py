@@ -109,7 +109,7 @@ def test_figures_in_the_readme_are_those_of_its_table() -> None:
     assert f"{min(older):.1f} to {max(older):.1f} times" in said
     newest = [float(row["x FlashAttention-4"]) for row in medians]
     assert f"{min(newest)} to {max(newest)} times FlashAttention-4" in said
-    costs = lookup_cost.summary(lookup_cost.shipped()[1])
+    costs = lookup_cost.summary(lookup_cost.shipped_cases()[1])
     default = [f"{100 * costs[pass_, lookup_cost.DEFAULT].median:.0f} %" for pass_ in ("forward", "backward")]
     assert "Without a tuned config calls take {} and {} longer (forward, backward; medians)".format(*default) in said
 

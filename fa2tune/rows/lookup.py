@@ -91,9 +91,9 @@ class Toolchain:
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh."""
-        return self.judged(row)[1]
+        return self.compared(row)[1]
 
-    def judged(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
+    def compared(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
         """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
         another Triton). And ``stale``."""
         triton, source = parts = [
@@ -273,7 +273,7 @@ def _sorted(
             on = gpu_step(key, gpu_silicon, row.key)
             standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             driver = bool(toolchain.other_driver(row))
-            age, stale = toolchain.judged(row)
+            age, stale = toolchain.compared(row)
             compiles = mixed and not toolchain.held(row)
             order = (step, *distances, *standing, age, place, compiles, driver, row.rank_us, row.filed_as)
             found.append((order, row, layer, step, on, stale))
