@@ -266,7 +266,7 @@ from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import STRATEGIES, Problem
+from fa2tune.spec.problem import KERNELS, STRATEGIES, Problem
 from fa2tune.spec.score import Score
 score = Score("softsign", (2.0,))
 problem = replace(Problem("fp16", 1, 4, 2, 70, 90, 32, 32, CAUSAL), score=score)
@@ -274,7 +274,7 @@ inputs = reference.make_inputs(problem, "cpu")
 q, k, v, options = inputs.q, inputs.k, inputs.v, {"mask": CAUSAL, "softmax_scale": 32**-0.5, "score": score}
 oracle, same = reference.oracle_and_reference(inputs, **options)
 plain, _ = reference.oracle_and_reference(inputs, mask=CAUSAL, softmax_scale=32**-0.5)
-configs = {name: portable_of(name).space.default(problem.specialization, 80) for name in ("fwd", "bwd_dq", "bwd_dkdv", "bwd_fused")}
+configs = {name: portable_of(name).space.default(problem.specialization, 80) for name in KERNELS}
 o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
 verify.compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same)  # raises
 for strategy in STRATEGIES:

@@ -94,7 +94,7 @@ def test_which_queries_triton_kernels_visit_and_take_whole(mask: Mask) -> None:
 def check_range(found: Iterable[int], length: int, step: int) -> tuple[int, int, int, int]:
     """(begin, full_begin, full_end, end). Its three parts are walked in whole steps, and no part walks what another does."""
     begin, full_begin, full_end, end = found
-    assert 0 <= begin and begin % step == full_begin % step == 0 and end <= -(-length // step) * step
+    assert begin >= 0 and begin % step == full_begin % step == 0 and end <= -(-length // step) * step
     parts = ((begin, full_begin), (full_begin, full_end), (full_end, end))
     walked = [start for low, high in parts for start in range(low, high, step)]
     assert all(start % step == 0 for start in walked) and len(walked) == len({*walked})
