@@ -182,7 +182,7 @@ def _relatives(layer: Layer, fixed: tuple[Any, ...]) -> Sequence[Row]:
         return _by_fixed(layer).get(fixed, ())
     arch, kernel, mask, family, width, precision, (padded, padded_v) = fixed
     return layer.rows.of(
-        arch=(arch,), kernel=(kernel,), mask=(mask,), family=(family,), precision=(precision,),
+        arch, kernel, mask=(mask,), family=(family,), precision=(precision,),
         dtype=SIXTEEN_BIT if width == 16 else (width,), head_dim=_padded_to(padded), head_dim_v=_padded_to(padded_v),
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _of_key(layer: Layer, key: TuningKey) -> Sequence[Row]:
     ms, and these alone mostly serve."""
     if isinstance(layer.rows, Rows):
         found: Sequence[Row] = layer.rows.of(
-            arch=(key.arch,), kernel=(key.kernel,), mask=(key.mask,), family=(key.family,), precision=(key.precision,),
+            key.arch, key.kernel, mask=(key.mask,), family=(key.family,), precision=(key.precision,),
             dtype=(key.dtype,), head_dim=(key.head_dim,), head_dim_v=(key.head_dim_v,), bucket=(key.bucket,),
         )  # fmt: skip
         return found
