@@ -33,7 +33,7 @@ def start(environment: dict[str, str]) -> tuple[list[float], list[str]]:
     return found["seconds"], found["programs"]
 
 
-def _told(name: str, found: list[list[float]]) -> str:
+def _seconds(name: str, found: list[list[float]]) -> str:
     def column(values: list[float]) -> str:
         return f"{statistics.median(values):7.3f} ({min(values):.3f} to {max(values):.3f})"
 
@@ -80,12 +80,14 @@ def main(kernels: Path | None, starts: int, cold_starts: int) -> None:
                     f"a precompiled start ran {programs} or compiled: {sorted(cache.rglob('*'))[:4]}"
                 )
             found.append(seconds)
-        click.echo(_told("precompiled", found[1:]))  # the first fills the page cache
+        click.echo(_seconds("precompiled", found[1:]))  # the first fills the page cache
         made = [start({**base, "TRITON_CACHE_DIR": f"{folder}/{turn}"}) for turn in range(cold_starts)]
-        click.echo(_told("cold Triton compile", [seconds for seconds, _ in made]))
+        click.echo(_seconds("cold Triton compile", [seconds for seconds, _ in made]))
         programs = sorted({Path(program).name for _, started in made for program in started})
         click.echo(
-            _told("warm Triton cache", [start({**base, "TRITON_CACHE_DIR": f"{folder}/0"})[0] for _ in range(starts)])
+            _seconds(
+                "warm Triton cache", [start({**base, "TRITON_CACHE_DIR": f"{folder}/0"})[0] for _ in range(starts)]
+            )
         )
         click.echo(f"programs that a cold compile ran: {', '.join(programs) or 'none'}")
 

@@ -111,7 +111,7 @@ def _parse(listing: str) -> tuple[list[_Instruction], list[int]]:
         replace(one, opcode="NOP") if one.opcode == "CALL.REL.NOINC" and one.operands in calls else one for one in code
     ]
     at = {instruction.address: index for index, instruction in enumerate(code)}
-    targets = sass.words(tables[0])
+    targets = sass.data_words(tables[0])
     if not targets or not set(targets) <= set(at):
         raise Unproven(f"not a jump table: {targets}")
     return code, [at[target] for target in targets]

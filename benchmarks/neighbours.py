@@ -128,11 +128,11 @@ def measure(
         }
         more = workloads.operations(pair.above, pass_) / workloads.operations(pair.below, pass_)
         found[pass_] = {"cost": cost, "fall": {name: 1 - more / ratio for name, ratio in cost.items()}}
-        found[pass_] |= judged(pair, found[pass_], bars.get(pass_))
+        found[pass_] |= compared(pair, found[pass_], bars.get(pass_))
     return found
 
 
-def judged(pair: Pair, found: Mapping[str, Any], most: float | None) -> dict[str, Any]:
+def compared(pair: Pair, found: Mapping[str, Any], most: float | None) -> dict[str, Any]:
     """``most``: times that a longer call may take."""
     if pair.kind == "length":
         return {"bar": most, "met": found["cost"][side_by_side.SUBJECT] <= most}
@@ -185,7 +185,7 @@ def main(
         gpu = gpus.named(name)
         for name, pair in asked.items():
             bars = [f"{pass_} {bar:.3f}" for pass_, bar in allowed(pair, gpu).items()] if pair.kind == "length" else []
-            click.echo(f"{name}: {workloads.told(pair.below)}; {', '.join(bars) or f'{pair.waves:.1f} waves'}")
+            click.echo(f"{name}: {workloads.described(pair.below)}; {', '.join(bars) or f'{pair.waves:.1f} waves'}")
         return
     here = side_by_side.asked(peers, workloads.PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here)})

@@ -59,7 +59,7 @@ KEYS = (
 CANDIDATES = 12  #: a key
 COOL_SECONDS = 8.0  #: of idling before the first key's first order
 WITHIN = 0.01
-HANDS = WorkerFunctions()
+FUNCTIONS = WorkerFunctions()
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def candidates(task: SearchTask, known: Sequence[Row], most: int = CANDIDATES) -
 
 
 def tuned(
-    task: SearchTask, configs: Sequence[Config], perform: Callable[[Job], Job], cache: Path, toolchain: Provenance
+    task: SearchTask, configs: Sequence[Config], perform: Callable[[Job], Job], cache: Path, provenance: Provenance
 ) -> Tuned:
     """The tuner's heats, final and proof, with candidates that come in this order. ``perform`` does a job."""
     begun = time.monotonic()
@@ -121,7 +121,7 @@ def tuned(
         store.put(rows)
         return rows  # no other worker files here
 
-    method = Measured(Log(task.plan, Watcher(), HANDS, store, toolchain, Report(task.plan), file))
+    method = Measured(Log(task.plan, Watcher(), FUNCTIONS, store, provenance, Report(task.plan), file))
     task.ready = [(config, CompileResult()) for config in configs]
     while (found := method.search([task])) is not None:
         carry_out(found[1], perform)
@@ -151,7 +151,7 @@ def apart(race: Race) -> tuple[float, float, float]:
 
 
 def performed(crew: Crew, job: Job) -> Job:
-    if job.function == HANDS.check:
+    if job.function == FUNCTIONS.check:
         job.result = {}
         return job
     crew.submit(job)
@@ -164,7 +164,7 @@ def compiled(tasks: Sequence[SearchTask], wanted: Sequence[Sequence[Config]]) ->
     """Those that compile and keep the limits, compiled on every core."""
     gpu = tasks[0].plan.target.gpu
     jobs = [
-        [Job(HANDS.compile_check, (task.kernel, task.spec, config, gpu), 120.0) for config in configs]
+        [Job(FUNCTIONS.compile_check, (task.kernel, task.spec, config, gpu), 120.0) for config in configs]
         for task, configs in zip(tasks, wanted, strict=True)
     ]
     with Crew(tasks[0].plan.workers, {"OMP_NUM_THREADS": "1"}) as crew:
@@ -213,7 +213,7 @@ def main(out: Path) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     begun = time.monotonic()
-    toolchain = Provenance(MEASURED, torch.cuda.get_device_name(), fingerprint.driver_version())
+    provenance = Provenance(MEASURED, torch.cuda.get_device_name(), fingerprint.driver_version())
     known = [row for layer in reader.layers() for row in layer.rows]
     with tempfile.TemporaryDirectory() as folder, Crew(1) as crew:
         plans = [plan_for(*key, Path(folder, f"{number}.sqlite")) for number, key in enumerate(KEYS)]
@@ -227,18 +227,18 @@ def main(out: Path) -> None:
             for number, order in enumerate((configs, configs[::-1])):
                 fresh = task_of(task.kernel, plan)
                 cache = Path(folder, f"{task.title} {number}.sqlite")
-                found.append(tuned(fresh, order, lambda job: performed(crew, job), cache, toolchain))
+                found.append(tuned(fresh, order, lambda job: performed(crew, job), cache, provenance))
             key = task.keys[0]
             contenders = [task.default, *(one.winner.config for one in found)]
-            joint = performed(crew, Job(HANDS.race, (key, contenders, "proof"), 60.0))
+            joint = performed(crew, Job(FUNCTIONS.race, (key, contenders, "proof"), 60.0))
             if joint.failure is not None or joint.result.failures:
                 raise click.ClickException(f"{task.title}: {joint.failure or joint.result.failures}")
             records.append({**report(key, *found, joint.result), "candidates": [dict(config) for config in configs]})
             click.echo(line(records[-1]))
     passed = sum(record["passed"] for record in records)
     about = {
-        "gpu": toolchain.obtained_on, "driver": toolchain.driver, "within": WITHIN, "cooled_s": COOL_SECONDS,
-        "seconds": time.monotonic() - begun, **{name: toolchain.stamp()[name] for name in ("triton", "torch", "created")},
+        "gpu": provenance.obtained_on, "driver": provenance.driver, "within": WITHIN, "cooled_s": COOL_SECONDS,
+        "seconds": time.monotonic() - begun, **{name: provenance.stamp()[name] for name in ("triton", "torch", "created")},
     }  # fmt: skip
     out.write_text(json.dumps({**about, "keys": records}, indent=1) + "\n", encoding="utf-8")
     click.echo(f"{passed} of {len(records)} keys: both orders end within {WITHIN:.0%}; {about['seconds']:.0f} s")

@@ -246,7 +246,7 @@ def main(seed: str, compiled: bool, name: str, listed: bool, peers: str | None, 
         raise click.BadParameter("is missing: the hash of the commit that is measured", param_hint="--seed")
     problems = drawn(seed)
     if listed:
-        click.echo("\n".join(f"{name}: {workloads.told(problem)}" for name, problem in problems.items()))
+        click.echo("\n".join(f"{name}: {workloads.described(problem)}" for name, problem in problems.items()))
         return
     if compiled:
         prepare(problems.values(), gpus.named(name))

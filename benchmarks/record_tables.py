@@ -38,12 +38,12 @@ from fa2tune.tuning.search.status import status_of
 KEYS = ("fwd:128:causal:4096", "bwd_dkdv:128:causal:4096", "fwd:64:causal:4096", "bwd_dkdv:64:causal:4096",
         "fwd:256:causal:4096", "bwd_dkdv:256:causal:4096")  # fmt: skip
 BINARIES_A_HEAT = 8
-ROUNDS, HOPELESS_ROUNDS, FINAL_ROUNDS = 5, 2, 21
+ROUNDS, SLOW_ROUNDS, FINAL_ROUNDS = 5, 2, 21
 SLOW = 1.5  #: times the best so far: two samples are enough
 CLOSE, CLOSE_AT_MOST, FINAL_HEAT = 1.05, 60, 12  #: those within 5 % of the best race again, at leisure
 FLUSH_BYTES = 256 << 20
 COMPILE_DEADLINE, RACE_DEADLINE = 120.0, 30.0
-JUDGE, RACE = "record_tables:judge", "record_tables:race"  #: what child processes run
+CHECK, RACE = "record_tables:checked", "record_tables:race"  #: what child processes run
 STARTS = 3  #: races in a row that fail before any candidate is launched, until the GPU is given up
 CLOSING_SECONDS = 15.0  #: of the budget, to pack what there is
 
@@ -51,7 +51,7 @@ CLOSING_SECONDS = 15.0  #: of the budget, to pack what there is
 # --- what child processes run
 
 
-def judge(kernel: str, spec: Specialization, config: Config, gpu: Gpu) -> dict[str, Any]:
+def checked(kernel: str, spec: Specialization, config: Config, gpu: Gpu) -> dict[str, Any]:
     """A table's line for one binary, without runs."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 10)  # the process that measures must not wait for a core
@@ -156,7 +156,7 @@ def race(key: TuningKey, contenders: Sequence[Config], rounds: int, best_ratio: 
         torch.cuda.synchronize()
         for index, (start, end) in events.items():
             times[index].append(round(start.elapsed_time(end) * 1e3, 2))
-        if done + 1 == HOPELESS_ROUNDS:
+        if done + 1 == SLOW_ROUNDS:
             ratios = {index: min(times[index]) / min(times[0]) for index in alive}
             limit = SLOW * min(best_ratio, *ratios.values())
             alive = [index for index in alive if index == 0 or ratios[index] <= limit]
@@ -372,7 +372,7 @@ def record(recordings: Sequence[Recording], cores: int, budget: float) -> None:
                     where = recording.to_compile.pop(0)
                     recording.compiling += 1
                     arguments = (recording.key.kernel, recording.key.specialization(), dict(where), recording.gpu)
-                    job = Job(JUDGE, arguments, COMPILE_DEADLINE, tag=partial(recording.compiled, where))
+                    job = Job(CHECK, arguments, COMPILE_DEADLINE, tag=partial(recording.compiled, where))
                     compilers.submit(job)
             if current is None:
                 for recording in recordings:

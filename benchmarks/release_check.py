@@ -152,9 +152,9 @@ def starts(check: Check, folder: Path, site: Path, triton39: Path | None, count:
         columns = {"parts": parts, "ours": ours, "with_tensors": whole}
         found[name] = {column: [round(s, 4) for s in seconds] for column, seconds in columns.items()}
         middle = statistics.median(ours)
-        told = f"{middle:.3f} ({min(ours):.3f} to {max(ours):.3f})"
+        cell = f"{middle:.3f} ({min(ours):.3f} to {max(ours):.3f})"
         print(
-            f"{name:22}{parts[2]:16.3f}{parts[3]:10.3f}{parts[4]:10.3f}{told:>26}{statistics.median(whole):13.3f}",
+            f"{name:22}{parts[2]:16.3f}{parts[3]:10.3f}{parts[4]:10.3f}{cell:>26}{statistics.median(whole):13.3f}",
             flush=True,
         )
         check.that(middle <= GOAL_SECONDS, f"{name}: {middle:.3f} s, the goal is {GOAL_SECONDS}")
@@ -177,8 +177,8 @@ def started(check: Check, name: str, one: Mapping[str, Any]) -> bool:
     check.that(not programs and not triton, f"{name}: ran {programs}, imported Triton {triton}")
     if "errors" in one:
         check.right(name, one["errors"])
-        told = one["explained"]
-        check.that(all(where.startswith("precompiled") for where in told.values()), f"{name}: {told}")
+        explained = one["explained"]
+        check.that(all(where.startswith("precompiled") for where in explained.values()), f"{name}: {explained}")
     return True
 
 
@@ -200,8 +200,8 @@ def results(check: Check, folder: Path, site: Path, triton39: Path | None, trito
         for case, result in one["results"].items():
             check.right(f"{name}, {case}", result["errors"])
             wanted = "compiled" if name == "compiled" else "precompiled"
-            told = result["explained"]
-            check.that(all(one.startswith(wanted) for one in told.values()), f"{name}, {case}: {told}")
+            explained = result["explained"]
+            check.that(all(one.startswith(wanted) for one in explained.values()), f"{name}, {case}: {explained}")
         found[name] = {case: result["sha256"][:16] for case, result in one["results"].items()}
         worst = max(error for result in one["results"].values() for error in result["errors"].values())
         print(f"results, {name}: {len(one['results'])} cases, largest error {worst:.2e}", flush=True)
@@ -249,7 +249,7 @@ def damage(kind: str, good: Path, to: Path) -> None:
             for key, e in file.entries.items()
             if e.about["spec"]["dtype"] == "bf16"
         }
-        content = bytearray(binaries.packed(new, file.sources))
+        content = bytearray(binaries.file_bytes(new, file.sources))
     to.write_bytes(content)
     os.chmod(to, 0o666 if kind == "writable by all" else 0o644)
 
@@ -294,8 +294,10 @@ def faults(check: Check, folder: Path, kernels: Path, triton_cache: Path, quick:
         if check.that("error" not in compiled, f"{kind}: {compiled.get('error')} {said[-500:]}"):
             check.right(kind, compiled["errors"])
             check.that(bool(re.search(FAULTS[kind], said)), f"{kind}: it says {said[-500:]!r}")
-            told = compiled["explained"]
-            check.that(all(re.search(FAULTS[kind], one) for one in told.values()), f"{kind}: explain says {told}")
+            explained = compiled["explained"]
+            check.that(
+                all(re.search(FAULTS[kind], one) for one in explained.values()), f"{kind}: explain says {explained}"
+            )
         refusal = without.get("error", "")
         named = refusal.startswith("NoTritonError") and bool(re.search(FAULTS[kind], refusal))
         check.that(named, f"{kind}, without Triton: {refusal or without}")

@@ -32,11 +32,11 @@ def first_call(checked: bool) -> dict[str, Any]:
     """Seconds of: import torch; tensors; import fa2tune; the first forward; the first backward. And what came with them."""
     clock, programs = time.perf_counter, list[str]()
 
-    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "subprocess.Popen":
             programs.append(str(arguments[0]))
 
-    sys.addaudithook(heard)
+    sys.addaudithook(on_event)
     times = [clock()]
     import torch
 

@@ -95,7 +95,7 @@ def binaries_in(cache: Path, kernels: set[str]) -> dict[str, list[Accesses]]:
     return found
 
 
-def judge_races(said: Sequence[str], cache: Path) -> bool:
+def check_races(said: Sequence[str], cache: Path) -> bool:
     """Print every hazard that is not excused, and how many are. Whether all are."""
     found = hazards(said)
     binaries = binaries_in(cache, {match[2] for lines in found for line in lines if (match := HAZARD.search(line))})
@@ -134,7 +134,7 @@ def check(program: str, kernel: str, tools: Sequence[str], seconds: float, cache
         click.echo(f"{kernel} {tool}: {ran} launches, {summary.strip('= ')}, {time.monotonic() - begun:.0f} s")
         complete = ran == launches(alone.stdout) and done.returncode in (0, FAILED)
         if hazards(said):
-            clean &= judge_races(said, cache) and complete
+            clean &= check_races(said, cache) and complete
         elif done.returncode or not complete:
             clean = False
             click.echo("\n".join(said[:40] or (done.stdout + done.stderr).splitlines()[-20:]))

@@ -100,7 +100,7 @@ def make(folder: Path, workers: int | None, only: int | None = None) -> None:
     for arch, todo in jobs(only).items():
         path = path_of(folder, arch)
         found = compiled(todo, arch, workers)
-        binaries.save(path, binaries.packed(found, precompile.sources()))
+        binaries.save(path, binaries.file_bytes(found, precompile.sources()))
         click.echo(f"{path}: {len(found)} binaries, {path.stat().st_size / 1e6:.1f} MB")
 
 
@@ -131,7 +131,9 @@ def check(folder: Path, sample: int, seed: int, only: int | None = None) -> Iter
             with compiled_anew():
                 _, new = precompile.build(by_key[key], arch)
             entry = file.entries[key]
-            if precompiled.image_of(new.launch, new.cubin) != precompiled.image_of(entry.launch, file.cubin(entry)):
+            if precompiled.stored_image(new.launch, new.cubin) != precompiled.stored_image(
+                entry.launch, file.cubin(entry)
+            ):
                 yield f"{path}: compiled again, another binary: {entry.about}"
 
 
@@ -140,7 +142,7 @@ def distinct(todo: Iterable[precompile.BinaryJob], arch: int) -> dict[str, preco
     build, found = precompiled.triton_build(), dict[str, precompile.BinaryJob]()
     for job in todo:
         variant, spec, point = job
-        found[precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build)] = job
+        found[precompiled.file_key(precompiled.code_of(variant, spec, dict(point), arch), build)] = job
     return found
 
 
@@ -157,7 +159,7 @@ def estimate(sample: int, seed: int, workers: int | None, only: int | None = Non
         made = compiled([job for them in some.values() for job in them], arch, workers)
         listed: dict[tuple[str, int], list[int]] = {}
         for key, new in made.items():  # with its part of the header
-            size = len(binaries.packed({key: new}, {})) - len(binaries.packed({}, {}))
+            size = len(binaries.file_bytes({key: new}, {})) - len(binaries.file_bytes({}, {}))
             listed.setdefault((str(new.about["kernel"]), new.about["spec"]["head_dim"]), []).append(size)
         bytes_of = {
             group: len(them) * sum(listed[group]) / len(listed[group]) for group, them in groups.items() if sample
@@ -166,7 +168,7 @@ def estimate(sample: int, seed: int, workers: int | None, only: int | None = Non
             mine = [group for group in groups if group[0] == name]
             size = f"{sum(bytes_of[group] for group in mine) / 1e6:9.2f} MB" if sample else ""
             yield f"sm_{arch} {name:18} {sum(len(groups[group]) for group in mine):5} binaries{size}"
-        total = sum(bytes_of.values()) + (len(binaries.packed({}, precompile.sources())) if sample else 0)
+        total = sum(bytes_of.values()) + (len(binaries.file_bytes({}, precompile.sources())) if sample else 0)
         whole += total
         number = sum(map(len, groups.values()))
         yield f"sm_{arch} {'all':18} {number:5} binaries{f'{total / 1e6:9.2f} MB, by {len(made)} of them' if sample else ''}"

@@ -66,7 +66,7 @@ class Table:
 
     @property
     def key(self) -> TuningKey:
-        return record.key_of(self.header["key"])
+        return record.key_from(self.header["key"])
 
     @property
     def default(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Cell:
 
 
 def child() -> None:
-    """Answers a line of JSON with one. What is loaded into the GPU is told by its hash."""
+    """Answers a line of JSON with one. What is loaded into the GPU is identified by its hash."""
     import gc
     import hashlib
 
@@ -117,12 +117,12 @@ def child() -> None:
     loaded = list[str]()
     original = launch.Function
 
-    def told(image: Any, kinds: Any, device_index: int, origin: str) -> Any:
+    def recorded(image: Any, kinds: Any, device_index: int, origin: str) -> Any:
         where = "compiled" if origin.startswith("compiled") else "shipped"
         loaded.append(f"{where} {image.name} {hashlib.sha256(image.cubin).hexdigest()[:16]}")
         return original(image, kinds, device_index, origin)
 
-    launch.Function = told  # type: ignore[misc, assignment]
+    launch.Function = recorded  # type: ignore[misc, assignment]
     cell: Cell | None = None
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,6 +1,7 @@
 """Times a window against its share of the tiles that a causal mask visits.
 
     python benchmarks/windows.py [--shape 1x16/16x16384x128:1024 ...] [--seconds 0.3] [--out benchmarks/calls/windows.json]
+    python benchmarks/windows.py --fit benchmarks/calls/windows.json    (no GPU: what a tile costs besides its products)
 
 A shape is batch x query heads / key heads x length x head dim : keys of the window, itself included. Causal, bf16. Of each
 shape the forward and the backward are timed, with the configs that serve the window: portable, and where there is a
@@ -8,12 +9,16 @@ warp-specialised one that. ``ratio``: (time of the window / time of the causal m
 visits / tiles that the causal mask visits): 1 where a window costs exactly its share. Calls are interleaved on a warm GPU, back
 to back, nothing flushed; the median of the rounds counts. Needs a GPU.
 
+<<<<<<< HEAD
     python benchmarks/windows.py --race [--shape 1x64/8x16384x64:128 ...] [--seconds 0.05] [--out FILE]
 
 races the forms of the Hopper forward that a window may take instead (rows and keys of a tile, Q_STAGES, programs that share a
 multiprocessor): of each form the config of a shipped row where there is one, else one legal config. Microseconds beside what
 ``fa2tune/calling/window_schedule.py`` predicts of rows; ``*`` is what serves. A result that
 differs from the first one's by more than bf16 allows is an error.
+=======
+The fit takes a tile's time for a + b * keys that it visits (queries, where a tile owns keys), from its time under the causal
+mask and under the window: a / b are the keys whose products take as long as what does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from typing import Any
 import click
 import torch
 
+from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, window_schedule
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
@@ -79,10 +85,11 @@ def shape_of(text: str) -> tuple[Problem, int]:
 @cache
 def tiles(mask: Mask, problem: Problem, rows: int, columns: int) -> int:
     """Tiles [rows, columns] of a head with a visible pair."""
-    keys = torch.arange(-(-problem.seqlen_k // columns) * columns, device="cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    keys = torch.arange(-(-problem.seqlen_k // columns) * columns, device=device)
     found = 0
     for start in range(0, problem.seqlen_q, rows):
-        queries = torch.arange(start, min(start + rows, problem.seqlen_q), device="cuda")[:, None]
+        queries = torch.arange(start, min(start + rows, problem.seqlen_q), device=device)[:, None]
         seen = mask.visible(queries, keys, problem.seqlen_q, problem.seqlen_k) & (keys < problem.seqlen_k)
         found += int(seen.any(0).reshape(-1, columns).any(1).sum())
     return found
@@ -105,9 +112,9 @@ def share(mask: Mask, problem: Problem, configs: Mapping[str, Config]) -> float:
     return work[mask] / work[CAUSAL]
 
 
-def contenders(problem: Problem) -> Iterator[Contender]:
-    """What could serve a window: of each implementation the configs that its rows give it."""
-    gpu = dispatch.gpu_of(0)
+def contenders(problem: Problem, gpu: Gpu | None = None) -> Iterator[Contender]:
+    """What could serve a window: of each implementation the configs that its rows give it. ``gpu``: None for this one."""
+    gpu = gpu or dispatch.gpu_of(0)
     for name, specialized in (("portable", False), ("hopper", True)):
         for strategy, kernels in (("", ("fwd",)), *STRATEGIES.items()):
             choices = [choosing.choose(problem, kernel, gpu, specialized).config for kernel in kernels]
@@ -241,12 +248,51 @@ def line(entry: Mapping[str, Any]) -> str:
     )
 
 
+def fixed_cost(entry: Mapping[str, Any], most: float = 1.15) -> tuple[float, float]:
+    """(a / b of an entry, and that with which its ratio would be ``most``), in keys. Causal tiles visit half of all keys on
+    average, the window's ``share`` of that."""
+    causal, _ = shape_of(entry["shape"])
+    keys, part = causal.seqlen_k / 2, entry["share"]
+
+    def solved(ratio: float) -> float:
+        return part * keys * (ratio - 1) / (1 - ratio * part)
+
+    return solved(entry["window_ms"] / entry["causal_ms"] / part), solved(most)
+
+
+def width(one: Contender) -> int | None:
+    """Keys, or queries, of one trip through the loop; None: its two kernels have loops of their own."""
+    if len(one.configs) > 1:
+        return None
+    ((kernel, config),) = one.configs.items()
+    return block_of(kernel, config)[kernel == "fwd"]
+
+
+def fits(record: Mapping[str, Any], gpu: Gpu) -> Iterator[str]:
+    """A line for each entry. ValueError: its shares are not those of the rows that are here."""
+    for entry in record["entries"]:
+        causal, keys = shape_of(entry["shape"])
+        window = mask_of(True, (keys - 1, 0)).fitted(causal.seqlen_q, causal.seqlen_k)
+        own = entry["name"], entry["pass"]
+        one = next(one for one in contenders(causal, gpu) if (one.name, one.strategy or "forward") == own)
+        if abs(share(window, causal, one.configs) - entry["share"]) > 0.0006:
+            raise ValueError(f"{entry['shape']}, {' '.join(own)}: its share is of other tiles than today's row has")
+        found, allowed = fixed_cost(entry)
+        trips = f" = {found / trip:.1f} trips of {trip}" if (trip := width(one)) else ""
+        yield f"{entry['shape']:26} {own[1]:8} {own[0]:9} {found:4.0f} keys{trips}; {allowed:.0f} would give 1.15"
+
+
 @click.command(help=__doc__)
 @click.option("--shape", "shapes", multiple=True, metavar="BxHQ/HKVxLENGTHxDIM:KEYS")
 @click.option("--race", is_flag=True, help="Race the forms of the Hopper forward.")
 @click.option("--seconds", type=float, default=0.3, show_default=True, help="Of launches of each.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(shapes: tuple[str, ...], race: bool, seconds: float, out: Path | None) -> None:
+@click.option("--fit", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A record; nothing is timed.")
+def main(shapes: tuple[str, ...], race: bool, seconds: float, out: Path | None, fit: Path | None) -> None:
+    if fit is not None:
+        record = json.loads(fit.read_text(encoding="utf-8"))
+        click.echo("\n".join(fits(record, gpus.named(record["gpu"]))))
+        return
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     here, entries = choosing.toolchain(), []

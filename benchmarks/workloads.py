@@ -104,7 +104,7 @@ def operations(problem: Problem, pass_: str) -> float:
     return 2.0 * pairs * (dim + dim_v if pass_ == "fwd" else 3 * dim + 2 * dim_v)
 
 
-def told(problem: Problem) -> str:
+def described(problem: Problem) -> str:
     """A call in one line."""
     dims = f"{problem.head_dim}" + ("" if problem.head_dim == problem.head_dim_v else f"/{problem.head_dim_v}")
     return (

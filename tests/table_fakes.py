@@ -16,7 +16,7 @@ def true_time(config):
     return 100 * (1 + off)
 
 
-def judge(kernel, spec, config, gpu):
+def checked(kernel, spec, config, gpu):
     line = {"fate": "", "why": "", "r": 128, "s": 0, "m": 1000, "w": config["num_warps"], "compile_s": 0.5}
     if config["maxnreg"] == 168:
         line |= {"fate": "spills", "why": "too many"}

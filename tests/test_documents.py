@@ -109,7 +109,7 @@ def test_figures_in_the_readme_are_those_of_its_table() -> None:
     assert f"{min(older):.1f} to {max(older):.1f} times" in said
     newest = [float(row["x FlashAttention-4"]) for row in medians]
     assert f"{min(newest)} to {max(newest)} times FlashAttention-4" in said
-    costs = lookup_cost.summary(lookup_cost.shipped()[1])
+    costs = lookup_cost.summary(lookup_cost.shipped_cases()[1])
     default = [f"{100 * costs[pass_, lookup_cost.DEFAULT].median:.0f} %" for pass_ in ("forward", "backward")]
     assert "Without a tuned config calls take {} and {} longer (forward, backward; medians)".format(*default) in said
 
@@ -278,6 +278,19 @@ def test_pages_have_the_recorded_times_of_windows_packed_calls_and_mma_sync_kern
     ratios = [entry["ratio"] for entry in record("windows")["entries"]]
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times the share" in windows
     assert f"met by {sum(ratio <= 1.15 for ratio in ratios)} of {len(ratios)}" in windows
+    fixed_cost = script("windows").fixed_cost
+    fitted = {one: fixed_cost(entry) for one, entry in enumerate(record("windows")["entries"])}
+    # in the record's order a shape's passes by portable kernels come first; in the table each pass has both
+    for first in range(0, len(fitted), 6):
+        cells = [fitted[first + place][0] for place in (0, 3, 1, 4, 2, 5)]
+        shape = record("windows")["entries"][first]["shape"]
+        row = next(line for line in windows.partition("### a / b")[2].splitlines() if line.startswith(f"| {shape} |"))
+        said = [cell.split() for cell in row.split("|")[2:-1]]
+        assert [int(cell[0]) for cell in said[:6]] == [round(keys) for keys in cells]
+        for cell, keys in zip(said[:6], cells, strict=True):
+            assert len(cell) == 1 or cell[1] == f"({keys / int(cell[3][:-1]):.1f}"
+        needed = [fitted[first + place][1] for place in range(6)]
+        assert " ".join(said[6]) == f"{min(needed):.0f} to {max(needed):.0f}"
     packed = (ROOT / "docs/experiments/varlen.md").read_text(encoding="utf-8")
     for name, found in record("packed")["packings"].items():
         assert f"| {name} | {found['tflops']['packed forward']} |" in packed

@@ -231,6 +231,64 @@ def test_a_mask_is_one_file(tree: Path, run: Callable[..., str], tmp_path: Path)
     assert run("-c", COMPILED).split() == ["portable/fwd", "True"]
 
 
+#: Scores that grow ever slower: s / (1 + |s| / cap).
+SOFTSIGN = """
+import triton
+import triton.language as tl
+
+from fa2tune.spec.scorefile import ScoreHooks
+
+
+@triton.jit
+def apply(scores, score):
+    return scores / (1.0 + tl.abs(scores) * score[0])
+
+
+@triton.jit
+def grad(ds, scores, score):
+    slope = 1.0 - tl.abs(scores) * score[0]
+    return ds * slope * slope
+
+
+def transformed(scores, values):
+    return scores / (1.0 + scores.abs() / values[0])
+
+
+def arguments(softmax_scale, values):
+    return softmax_scale / values[0], 0.0
+
+
+SCORE = ScoreHooks("softsign", transformed=transformed, values={"cap": (1e-3, 1e6)}, arguments=arguments)
+"""
+SCORED = """
+from dataclasses import replace
+from fa2tune.compiling.registry import portable_of
+from fa2tune.launching import passes
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import KERNELS, STRATEGIES, Problem
+from fa2tune.spec.score import Score
+score = Score("softsign", (2.0,))
+problem = replace(Problem("fp16", 1, 4, 2, 70, 90, 32, 32, CAUSAL), score=score)
+inputs = reference.make_inputs(problem, "cpu")
+q, k, v, options = inputs.q, inputs.k, inputs.v, {"mask": CAUSAL, "softmax_scale": 32**-0.5, "score": score}
+oracle, same = reference.oracle_and_reference(inputs, **options)
+plain, _ = reference.oracle_and_reference(inputs, mask=CAUSAL, softmax_scale=32**-0.5)
+configs = {name: portable_of(name).space.default(problem.specialization, 80) for name in KERNELS}
+o, lse = passes.forward(q, k, v, **options, config=configs["fwd"])
+verify.compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same)  # raises
+for strategy in STRATEGIES:
+    found = passes.backward(inputs.do, None, q, k, v, o, lse, **options, strategy=strategy, configs=configs)
+    verify.compare(dict(zip(("dq", "dk", "dv"), found)), oracle, same)
+print(float((oracle["o"] - plain["o"]).abs().max()))
+"""
+
+
+def test_a_score_term_is_one_file_for_kernels_and_oracle(tree: Path, run: Callable[..., str]) -> None:
+    (tree / "kernels" / "scores" / "softsign.py").write_text(SOFTSIGN, encoding="utf-8")
+    assert float(run("-c", SCORED, TRITON_INTERPRET="1").splitlines()[-1]) > 0.05, "it does change the result"
+
+
 def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
     row = '    _gpu("a100-toy", ("A100-TOY",), "ga100", 80, 96, 1410, 280.0, 140.0, 17.5, 40, 40, 1400),\n'
     edit(tree / "fa2tune" / "catalogue.py", '    _gpu("a100-sxm-40gb",', f'{row}    _gpu("a100-sxm-40gb",')

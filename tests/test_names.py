@@ -89,3 +89,21 @@ def test_a_fact_stands_once() -> None:
 
 def module_of(file: str) -> str:
     return "fa2tune." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+#: Words of this project only; the field's terms are ``PRIVATE`` of test_prose.py. Names that files and databases keep are text.
+PRIVATE = {
+    "astray", "crown", "crowned", "fate", "hands", "heard", "hopeless", "judge", "judged", "ledger", "lot", "lots", "nobody",
+    "regret", "road", "roads", "rung", "rungs", "shelf", "told", "who", "whom", "witness",
+}  # fmt: skip
+
+
+def test_names_in_the_code_are_the_fields_terms() -> None:
+    found = defaultdict[str, set[str]](set)
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            names = (getattr(node, field, None) for field in ("id", "name", "attr", "arg", "asname"))
+            for name in (name for name in names if isinstance(name, str)):
+                if {*name.lower().split("_")} & PRIVATE:
+                    found[name].add(file)
+    assert found == {}

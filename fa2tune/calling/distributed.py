@@ -33,7 +33,7 @@ def whole(name: str, tensor: Any) -> Any:
     return tensor.to_local()
 
 
-def parts(q: Any, k: Any, v: Any, layout: Any) -> tuple[torch.Tensor, ...]:
+def local_parts(q: Any, k: Any, v: Any, layout: Any) -> tuple[torch.Tensor, ...]:
     """This rank's q, k and v; what is no DTensor as it is. ``layout``: of ``DIVIDED``.
 
     TypeError, ValueError: placements or meshes differ, or they divide another dimension or a size that is no multiple."""
@@ -82,10 +82,10 @@ def _ranks(q: Any, allowed: Mapping[int, tuple[str, int]]) -> dict[int, int]:
 
 
 def by_parts(call: Callable[..., Called], q: Any, k: Any, v: Any, layout: str, rest: tuple[Any, ...]) -> Called:
-    """``call(q, k, v, *rest)`` of this rank's part, as DTensors placed as q. Errors: as ``parts``."""
+    """``call(q, k, v, *rest)`` of this rank's part, as DTensors placed as q. Errors: as ``local_parts``."""
     from torch.distributed.tensor import DTensor, Shard
 
-    result = call(*parts(q, k, v, layout), *rest)
+    result = call(*local_parts(q, k, v, layout), *rest)
     mesh, placements = q.device_mesh, q.placements
     if isinstance(result, torch.Tensor):
         return DTensor.from_local(result, mesh, placements, run_check=False)

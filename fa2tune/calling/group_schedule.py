@@ -18,7 +18,7 @@ from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem, padded_head_dim
+from fa2tune.spec.problem import ITEMSIZE, PRODUCTS, Config, Problem, padded_head_dim
 from fa2tune.spec.variant import WARP_SPECIALIZED
 
 #: Start and end of a tile (K and V in, dK and dV out), in query rows.
@@ -85,7 +85,7 @@ def predicted_us(
     programs = min(gpu.sm_count, variant.programs(ours, config, gpu.sm_count))
     longest = busiest(rows, heads, ours.group, min(config["HEADS_PER_WAVE"], heads), programs, exact)
     columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
-    products = 5 if kernel == "bwd_fused" else 4
+    products = sum(PRODUCTS[kernel])
     operations = longest * keys * products * columns  # of one multiprocessor
     rate = gpu.peak(problem.dtype, problem.precision) * (HOPPER_RATE if hopper else PORTABLE_RATE)
     time = operations / (rate * 1e6 / gpu.sm_count)

@@ -186,7 +186,7 @@ def checked(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
     have the shape and dtype that a launch gets, not the values."""
-    q, k, v = as_cast(*distributed.parts(q, k, v, layout))
+    q, k, v = as_cast(*distributed.local_parts(q, k, v, layout))
     check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
     return _bhsd(q, k, v, layout)
 

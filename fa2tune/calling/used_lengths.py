@@ -49,7 +49,7 @@ def offsets(
     starts_q, unused_q, ends_q = _parts(cu_seqlens_q, seqused_q)
     starts_k, unused_k, _ = _parts(keys, seqused_k)
     # where each of the three starts; a sequence of unused queries begins and ends at the first unused key
-    return _joined(cu_seqlens_q, starts_q, unused_q, ends_q), _joined(keys, starts_k, unused_k, unused_k)
+    return _starts(cu_seqlens_q, starts_q, unused_q, ends_q), _starts(keys, starts_k, unused_k, unused_k)
 
 
 def _entries(name: str, tensor: object) -> int:
@@ -68,5 +68,5 @@ def _parts(cu_seqlens: torch.Tensor, used: torch.Tensor | None) -> tuple[torch.T
     return starts, ends if used is None else starts + torch.minimum(used.clamp(min=0), ends - starts), ends
 
 
-def _joined(cu_seqlens: torch.Tensor, *starts: torch.Tensor) -> torch.Tensor:
+def _starts(cu_seqlens: torch.Tensor, *starts: torch.Tensor) -> torch.Tensor:
     return torch.cat((torch.stack(starts, 1).flatten(), cu_seqlens[-1:]))

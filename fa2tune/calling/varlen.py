@@ -213,7 +213,7 @@ def checked(
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     keys = cu_seqlens_q if cu_seqlens_k is None else distributed.whole("cu_seqlens_k", cu_seqlens_k)
-    q, k, v = ops.as_cast(*distributed.parts(q, k, v, "packed"))
+    q, k, v = ops.as_cast(*distributed.local_parts(q, k, v, "packed"))
     _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 

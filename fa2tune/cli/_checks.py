@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fa2tune.rows.reader import Layer
 
 #: package -> lowest version that works; a test holds this to pyproject.toml
-REQUIRED = {**versions.REQUIRED, "optuna": (0,), "sqlalchemy": (2,)}
+PACKAGES = {**versions.REQUIRED, "optuna": (0,), "sqlalchemy": (2,)}
 #: Of them, those that a call needs; the others are for tuning and for writing cache files.
 FOR_CALLS = ("torch", "triton")
 #: Where there is a file of binaries.
@@ -60,7 +60,7 @@ def packages() -> Iterator[Check]:
     yield Check(
         "python", platform.python_version(), "" if sys.version_info >= python else "install Python 3.11 or newer"
     )
-    for package, lowest in REQUIRED.items():
+    for package, lowest in PACKAGES.items():
         wanted = f"pip install --upgrade '{package}>={'.'.join(map(str, lowest))}'"
         try:
             version = metadata.version(package)

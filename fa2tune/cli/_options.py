@@ -31,7 +31,7 @@ WRONG_NAMES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 
 @contextmanager
-def told(after: str = "") -> Iterator[None]:
+def shown_errors(after: str = "") -> Iterator[None]:
     """An error becomes a message: with exit code 2 for a wrong argument or file, with 1 for what stopped the work (a full disk,
     a database or GPU that is gone). ``after``: appended, what to do about it."""
     try:

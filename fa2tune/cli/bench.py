@@ -11,7 +11,7 @@ import click
 from fa2tune.bench import comparison
 from fa2tune.bench.peers import BY_MMA_SYNC, PEERS, SUBJECT, select
 from fa2tune.cli import _output
-from fa2tune.cli._options import comma_separated, masks, told, window
+from fa2tune.cli._options import comma_separated, masks, shown_errors, window
 from fa2tune.spec.mask import ROW_MASKS, mask_of, row_mask_named
 from fa2tune.spec.problem import BUCKETS
 
@@ -88,7 +88,7 @@ def bench(
     from fa2tune.calling.dispatch import SERVED
 
     console = Console()
-    with told():
+    with shown_errors():
         gpu = BenchGpu()
         code = "" if other is None else _ported(other)
         out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def bench(
         console.print(objection, markup=False, soft_wrap=True)
     steps = ", ".join(f"{step}: {count}" for step, count in SERVED.most_common()) or "none"
     console.print(f"fa2tune's configs in this run, by step of the lookup: {steps}", markup=False, soft_wrap=True)
-    with told():
+    with shown_errors():
         for path in [file, *plotting.plots(results.data, out)]:
             console.print(f"wrote {path}", soft_wrap=True)
     if not complete:

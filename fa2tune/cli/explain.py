@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, told, window
+from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, shown_errors, window
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu_asked, is_here
 from fa2tune.fleet import lookup_cost
@@ -73,7 +73,7 @@ def explain(
     if other is not None and (mask is not None or window is not None):
         raise click.UsageError("--mask: got it beside --causal, --full or --window, one at most is allowed")
     target = gpu_asked(gpu)
-    with told():
+    with shown_errors():
         layers = reader.layers(named)
     problem = Problem(
         dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim,
@@ -157,7 +157,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
         yield f"  file      {answer.layer.path}"
         for name, (asked, has) in served.differs.items():
             yield f"  differs   {name}: asked {asked}, the row has {has}"
-        if cost := lookup_cost.told(served.key, lookup_cost.step_between(served.key, answer.row.key)):
+        if cost := lookup_cost.cost_line(served.key, lookup_cost.step_between(served.key, answer.row.key)):
             yield f"  costs     {cost}"
         for part in answer.stale:
             yield f"  stale     {part}"
@@ -174,7 +174,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
     if not answer:
         default = served.otherwise if served.estimated else served.config
         yield f"  default   {SPLIT if served.kernel == BACKWARD else dict(default or {})}"
-        if cost := lookup_cost.told(served.key, lookup_cost.DEFAULT):
+        if cost := lookup_cost.cost_line(served.key, lookup_cost.DEFAULT):
             yield f"  costs     {cost}"
         for difference, layer in served.nearest:
             wanted = ", ".join(f"{name} asked {asked}, has {has}" for name, (asked, has) in difference.items())

@@ -13,7 +13,7 @@ import click
 
 from fa2tune import devices
 from fa2tune.catalogue import ALIASES, GIB, KIB, Gpu
-from fa2tune.cli._options import told
+from fa2tune.cli._options import shown_errors
 from fa2tune.cli._tables import lines
 from fa2tune.gpus import MIN_ARCH, catalogue, same_silicon
 from fa2tune.rows import reader
@@ -53,7 +53,7 @@ class Shipped:
 def shipped_rows() -> dict[str, Counter[str]]:
     """GPU -> evidence -> rows in the shipped files that a call can get."""
     found: dict[str, Counter[str]] = {}
-    with told():
+    with shown_errors():
         for path in reader.shipped_paths():
             _count(reader.read(path), found)
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import told
+from fa2tune.cli._options import shown_errors
 from fa2tune.cli._output import echo
 
 
@@ -21,7 +21,7 @@ from fa2tune.cli._output import echo
 def leases(storage: str) -> None:
     """Show the workers on a storage, the tuning jobs that they hold, and in how many seconds their leases expire if they are
     not renewed. Workers whose last column is the same share their jobs."""
-    with told():
+    with shown_errors():
         from fa2tune.sharing.leases import board
         from fa2tune.sharing.storage import OWN_FILE, Storage, parsed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import check_folder, told
+from fa2tune.cli._options import check_folder, shown_errors
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -37,10 +37,10 @@ def report(cache: Path | None, studies: Path | None, bench: Path | None, compare
     if out.suffix.lower() not in (".html", ".htm"):
         raise click.BadParameter(f"got {out}, its name must end in .html or .htm", param_hint="--out")
     check_folder(out, "--out")
-    with told():
+    with shown_errors():
         sources = gather(cache, studies, bench, compare)
     page = render(sources)
-    with told():
+    with shown_errors():
         write_text(out, page)
     for kind, path in sources.files.items():
         _tables.say(f"{kind}: {path}")

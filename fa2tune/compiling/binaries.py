@@ -236,7 +236,7 @@ class New:
     cubin: bytes
 
 
-def packed(entries: Mapping[str, New], sources: Mapping[str, Mapping[str, str]]) -> bytes:
+def file_bytes(entries: Mapping[str, New], sources: Mapping[str, Mapping[str, str]]) -> bytes:
     """The file of these binaries, by key: the same bytes for the same ones."""
     listed, blobs, offset = {}, [], 0
     for key, new in sorted(entries.items()):
@@ -314,10 +314,10 @@ def places() -> Iterable[FilePlace]:
         if entry:
             path, _, pin = entry.rpartition("@") if _SHA256.fullmatch(entry.rpartition("@")[2]) else (entry, "", "")
             yield FilePlace("named", Path(os.path.expanduser(path)), pin)
-    yield from shipped()
+    yield from shipped_files()
 
 
-def shipped() -> list[FilePlace]:
+def shipped_files() -> list[FilePlace]:
     """The files that came with fa2tune."""
     folders = dict.fromkeys(path.parent for path in reader.shipped_paths())
     return [FilePlace("shipped", path) for path in _beside(tuple(folders))]

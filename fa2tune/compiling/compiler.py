@@ -319,11 +319,11 @@ KernelSequence = list[tuple[Variant, Config]]
 
 def around(variant: Variant, spec: Specialization, config: Config, arch: int) -> tuple[KernelSequence, KernelSequence]:
     """The kernels that run right before a config's, and right after it, with their own configs."""
-    told = variant.passes_on(spec, config)
+    passed = variant.passes_on(spec, config)
 
     def with_configs(names: list[str]) -> KernelSequence:
         found = map(variant_named, names)
-        return [(one, {**one.space.default(spec, arch), **told}) for one in found]
+        return [(one, {**one.space.default(spec, arch), **passed}) for one in found]
 
     packed = variant.packed_before if spec.ragged else ()
     before, after = (variant.runs_with(config, names) for names in (variant.before, variant.after))

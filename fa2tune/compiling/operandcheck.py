@@ -91,7 +91,9 @@ def _flow(listing: str) -> tuple[list[_PlacedInstruction], list[list[int]]]:
         elif match := sass.LABEL.match(line):
             labels[match[1]] = len(code)
     at = {one.address: index for index, one in enumerate(code)}
-    table = [at[word] for data in sass.sections(listing, sass.JUMP_TABLE) for word in sass.words(data) if word in at]
+    table = [
+        at[word] for data in sass.sections(listing, sass.JUMP_TABLE) for word in sass.data_words(data) if word in at
+    ]
     follows = []
     for index, one in enumerate(code):
         base = one.opcode.partition(".")[0]

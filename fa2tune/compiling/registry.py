@@ -30,7 +30,7 @@ NO_KERNELS = ("lib", "masks", "scores")
 _VARIANT = re.compile(r"^VARIANT\b", re.MULTILINE)
 
 
-def served_by(text: str, where: str) -> str:
+def kernel_served(text: str, where: str) -> str:
     """Which kernel of problem.KERNELS a kernel's file says that it implements, "" for none: ``serves`` of the call that VARIANT
     is. Read and not run, since to run all files takes 0.1 s, for which a first call would wait. ``where``: the file, for
     errors. ValueError: what it says is no literal, or no kernel."""
@@ -100,7 +100,7 @@ class Variants(Mapping[str, Variant]):
                 files = (file for root in package.__path__ for file in Path(root, folder).glob("*.py"))
                 for file in sorted(filter(is_module, files)):
                     name = f"{folder}/{file.stem}"
-                    self._serves[name] = served_by(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
+                    self._serves[name] = kernel_served(file.read_text(encoding="utf-8"), f"kernels/{name}.py")
         self._read: dict[str, Variant | None] = {}
 
     def _of(self, name: str) -> Variant | None:

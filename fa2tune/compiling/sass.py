@@ -197,7 +197,7 @@ def sections(listing: str, kind: str) -> list[str]:
     return [one for one in found if one.startswith(kind)]
 
 
-def words(section: str) -> list[int]:
+def data_words(section: str) -> list[int]:
     """The 32-bit words of a data section."""
     data = bytes(int(byte, 16) for line in re.findall(r"\.byte\s+(.*)", section) for byte in line.split(","))
     return [int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4)]

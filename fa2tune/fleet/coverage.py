@@ -22,9 +22,9 @@ from fa2tune.spec.score import NONE, Score, score_of
 
 OWN = "own row"  #: for this very key, made with this toolchain
 STALE = "stale row"  #: for this very key, made with another
-NEAR = "other row"  #: of another key, which serves it
-DEFAULT = "default config"  #: no row serves
-STANDINGS = (OWN, STALE, NEAR, DEFAULT)
+OTHER_ROW = "other row"  #: of another key, which serves it
+NO_ROW = "default config"  #: no row serves
+STANDINGS = (OWN, STALE, OTHER_ROW, NO_ROW)
 
 
 COVERED, PARTLY, NOT_COVERED = "covered", "partly covered", "not covered"
@@ -79,15 +79,15 @@ def _parts(parts: Mapping[str, int]) -> str:
     """Parts of a model and their layers: "encoder: 12 layers", "encoder (12 layers), decoder (12 layers)"."""
     if len(parts) == 1:
         ((part, count),) = parts.items()
-        return f"{part}{': ' if part else ''}{layers(count)}"
-    return ", ".join(f"{part} ({layers(count)})" if part else layers(count) for part, count in parts.items())
+        return f"{part}{': ' if part else ''}{layer_count(count)}"
+    return ", ".join(f"{part} ({layer_count(count)})" if part else layer_count(count) for part, count in parts.items())
 
 
 def shortfalls(found: Verdict, needed: Iterable[Need]) -> tuple[str, ...]:
     """What keeps a model from being served completely; empty: every layer is computed, and a row serves every key. A row that
     is stale, or of another key, serves."""
     needed = list(needed)
-    without = sum(need.standing == DEFAULT for need in needed)
+    without = sum(need.standing == NO_ROW for need in needed)
     said = {
         COVERED: "", PARTLY: "some of the attention is not computed", NOT_COVERED: "the attention is not computed",
         UNKNOWN: "something in the config is not understood",
@@ -96,7 +96,7 @@ def shortfalls(found: Verdict, needed: Iterable[Need]) -> tuple[str, ...]:
     return tuple(filter(None, (said, rows)))
 
 
-def layers(count: int) -> str:
+def layer_count(count: int) -> str:
     """A number of layers for people."""
     return f"{count} layer{'s' if count != 1 else ''}"
 
@@ -115,9 +115,9 @@ class Need:
     def standing(self) -> str:
         """One of STANDINGS."""
         if self.answer is None:
-            return DEFAULT
+            return NO_ROW
         if self.answer.row.key != self.key or not self.measured:
-            return NEAR
+            return OTHER_ROW
         return STALE if self.answer.stale else OWN
 
     @property
@@ -193,12 +193,14 @@ def commands(found: Iterable[Need], present: bool, cache: str | None = None) -> 
     where no row serves and the default is a portable one; the other commands say on which machine to run them."""
     found = list(found)
     measure = {
-        _searched(need) for need in found if need.standing == NEAR or (need.standing == DEFAULT and need.specialized)
+        _searched(need)
+        for need in found
+        if need.standing == OTHER_ROW or (need.standing == NO_ROW and need.specialized)
     }
     gaps: dict[tuple[object, ...], tuple[set[str], set[int]]] = {}
     for need in found:
         # no tune measures windows, chunks and soft caps yet
-        if need.standing == DEFAULT or (need.standing == NEAR and need.measured):
+        if need.standing == NO_ROW or (need.standing == OTHER_ROW and need.measured):
             key = need.key
             there = not present and _searched(need) in measure
             about = (key.gpu, key.head_dim, key.head_dim_v, key.dtype, key.mask, there)

@@ -64,7 +64,7 @@ def summary(cases: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], LookupC
 
 
 @cache
-def shipped() -> tuple[str, Sequence[Mapping[str, Any]]]:
+def shipped_cases() -> tuple[str, Sequence[Mapping[str, Any]]]:
     """(catalogue name of the GPU they were measured on, cases); ("", ()) where the package has none."""
     try:
         data = json.loads((resources.files("fa2tune.cache") / "lookup_cost.json").read_text(encoding="utf-8"))
@@ -73,10 +73,10 @@ def shipped() -> tuple[str, Sequence[Mapping[str, Any]]]:
         return "", ()
 
 
-def told(key: TuningKey, step: str | None) -> str | None:
+def cost_line(key: TuningKey, step: str | None) -> str | None:
     """One line for a lookup of ``key`` over this step: what that cost where it was measured, on this GPU, for this pass, head
     dim and dtype; None where it was not."""
-    gpu, cases = shipped()
+    gpu, cases = shipped_cases()
     alike = [
         case for case in cases
         if key.gpu == gpu and (key.kernel, key.head_dim, key.dtype) == (case["kernel"], case["head_dim"], case["dtype"])

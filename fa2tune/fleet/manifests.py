@@ -126,7 +126,7 @@ def shipment(files: Sequence[Path], toolchain: lookup.Toolchain) -> Manifest:
     fleet = [Layer("fleet", path, reader.read(path)) for path in files]
     shipped = [Layer("shipped", path, reader.read(path)) for path in reader.shipped_paths()]
     kernels = [path for path in map(binaries.companion, files) if path.exists()]
-    kernels += [place.path for place in binaries.shipped()]
+    kernels += [place.path for place in binaries.shipped_files()]
     return of([*fleet, *shipped], toolchain, [_kernels(binaries.File(path, believed=True)) for path in kernels])
 
 

@@ -199,7 +199,7 @@ def build(job: BinaryJob, arch: int) -> tuple[str, New]:
     config = dict(point)
     image = launch.image_of(operandcheck.compile_kernel(variant, spec, config, arch))
     about, code = precompiled.about(variant, spec, config, arch), precompiled.code_of(variant, spec, config, arch)
-    return precompiled.key_of(code, about["triton"]), New(code, about, precompiled.launch_of(image), image.cubin)
+    return precompiled.file_key(code, about["triton"]), New(code, about, precompiled.launch_of(image), image.cubin)
 
 
 def check_host() -> None:
@@ -220,7 +220,7 @@ def missing(path: Path, todo: Sequence[BinaryJob], arch: int) -> list[BinaryJob]
     return [
         (variant, spec, point)
         for variant, spec, point in todo
-        if precompiled.key_of(precompiled.code_of(variant, spec, dict(point), arch), build) not in there
+        if precompiled.file_key(precompiled.code_of(variant, spec, dict(point), arch), build) not in there
     ]
 
 
@@ -304,6 +304,6 @@ def save(path: Path, outcome: CompiledBinaries) -> Saved:
                 kept[key] = New(entry.code, entry.about, entry.launch, file.cubin(entry))
             still = {new.about["source"] for new in kept.values()}
             known = {digest: hashes for digest, hashes in file.sources.items() if still & set(hashes.values())}
-        content = binaries.packed({**kept, **outcome.entries}, {**known, **today})
+        content = binaries.file_bytes({**kept, **outcome.entries}, {**known, **today})
         digest = binaries.save(path, content)
     return Saved(len(kept) + len(outcome.entries), len(kept), dropped, len(content), digest)

@@ -56,7 +56,7 @@ COMPILE_MEMORY = 4 << 30  #: bytes that a compile may hold
 CLOCKS = 1.1
 ATTEMPTS = 3  #: times that a job which fails before its first launch is given to the GPU: that is no row's fault
 #: What Triton says of a kernel that compiles for an architecture and that this GPU does not take.
-REFUSED = re.compile(r"\b(OutOfResources|CompileError)\b")
+BINARY_REFUSED = re.compile(r"\b(OutOfResources|CompileError)\b")
 
 
 @dataclass(frozen=True)
@@ -473,7 +473,7 @@ def _slower_clock(row: Row, fresh: Row) -> float:
 def _launched(job: Job) -> _Said:
     """The result of a job that launches. A failure before its first launch is not the row's, unless the launch was refused."""
     said = _said(job)
-    if said.status in BLAMELESS and not job.died and REFUSED.search(said.why):
+    if said.status in BLAMELESS and not job.died and BINARY_REFUSED.search(said.why):
         return replace(said, status="launch_error")
     if said.status and not job.notes:
         return replace(said, status="failed")

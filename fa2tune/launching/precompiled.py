@@ -78,7 +78,7 @@ def code_of(variant: Variant, spec: Specialization, config: Config, arch: int) -
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 
-def key_of(code: str, build: str) -> str:
+def file_key(code: str, build: str) -> str:
     """What a binary is filed under: ``code_of`` it, and the build of Triton that compiled it; 64 hexadecimal digits."""
     return hashlib.sha256(f"{code} {build}".encode()).hexdigest()
 
@@ -88,7 +88,7 @@ def launch_of(image: Image) -> dict[str, Any]:
     return {name: value for name, value in asdict(image).items() if name != "cubin"}
 
 
-def image_of(launch: Mapping[str, Any], cubin: bytes) -> Image:
+def stored_image(launch: Mapping[str, Any], cubin: bytes) -> Image:
     """BinariesError: this is not what ``launch_of`` wrote."""
     try:
         maps = tuple(MapFormat(**{**one, "block": tuple(one["block"])}) for one in launch["maps"])
@@ -140,7 +140,7 @@ def find(
             others.add(build)
             continue
         try:
-            image = image_of(entry.launch, file.cubin(entry))
+            image = stored_image(entry.launch, file.cubin(entry))
             if image not in _refused:
                 return image, str(place.path)
             damaged.append(f"{place.path}: {_refused[image]}")

@@ -30,7 +30,7 @@ Array = Any  #: a numpy array of floats
 MUFU_LANES = 16
 ALU_LANES = 64
 SHARED_BYTES = 128  #: also what L1 gives to spills
-PHASE = (*sass.PHASE, "waits")
+PHASE_FIELDS = (*sass.PHASE, "waits")
 EARLY = 0.67  #: mean tiles that a band begins early by: of simulated schedules (docs/model.md)
 BETWEEN_SERIAL = 24  #: instructions that may stand between two products waited for one by one
 
@@ -111,7 +111,7 @@ class Candidates:
     fit: Array  #: [n] blocks an SM holds at a time
     mma: Array  #: [n, 2] 1 for HGMMA, 0 for HMMA, 2 for tcgen05, -1 without tensor cores
     counts: Mapping[str, Array]  #: numbers of sass.Loop by name, [n, 2]: of a warp
-    phases: Array  #: [phases, len(PHASE), n, 2]; phases that are not there wait for nothing and hold nothing
+    phases: Array  #: [phases, len(PHASE_FIELDS), n, 2]; phases that are not there wait for nothing and hold nothing
 
 
 MMA = {"HGMMA": 1.0, "HMMA": 0.0, "UTCHMMA": 2.0, "": -1.0}
@@ -156,8 +156,8 @@ def gather(
     ways = [both_ways(found) for found in loops]
     merged = [[_merged(loop.phases) for loop in pair] for pair in ways]
     longest = max((len(found) for pair in merged for found in pair), default=0)
-    phases = np.zeros((longest, len(PHASE), len(configs), 2))
-    phases[:, PHASE.index("pending")] = -1.0
+    phases = np.zeros((longest, len(PHASE_FIELDS), len(configs), 2))
+    phases[:, PHASE_FIELDS.index("pending")] = -1.0
     for row, pair in enumerate(merged):
         for column, found in enumerate(pair):
             if found:
@@ -266,7 +266,7 @@ def _phased(
     tensor = compute = np.zeros_like(slowed)
     plan = []
     for numbers in x.phases:
-        work = dict(zip(PHASE, numbers, strict=True))
+        work = dict(zip(PHASE_FIELDS, numbers, strict=True))
         busiest, alone = _stretch({**work, "issue": work["issue"] * slowed}, lanes, c)
         # warps of a quarter go in step, as far as the block's barriers and the tensor cores they share make them
         stretch = np.maximum(alone + c.in_step * (in_quarter - 1.0) * busiest, in_quarter * busiest)

@@ -184,18 +184,18 @@ class Guess:
         stretches.append({"pending": np.where(single, 0.0, -1.0), "issue": np.where(single, STRETCH, 0.0)})
         shape = (len(fit), 2)
         way = np.array([[0.0, 1.0]])
-        phases = np.zeros((len(stretches), len(model.PHASE), *shape))
+        phases = np.zeros((len(stretches), len(model.PHASE_FIELDS), *shape))
         counts = {name: np.zeros(shape) for name in model.COUNTS}
         for row, stretch in enumerate(stretches):
             values = {
                 name: np.zeros(shape) + stretch.get(name, 0.0)
-                for name in {*model.PHASE, *model.COUNTS, "operand_bytes"}
+                for name in {*model.PHASE_FIELDS, *model.COUNTS, "operand_bytes"}
             }
             values["alu"] = values["alu"] + stretch.get("masked", 0.0) * self.scores * way
             numbers = values["mufu"] + values["fp32"] + values["alu"] + values["products"]
             values["issue"] = values["issue"] + numbers + np.where(self.group, STRETCH, STRETCH / 2.0)
             values["shared_bytes"] = values["shared_bytes"] + values["operand_bytes"]
-            for column, name in enumerate(model.PHASE):
+            for column, name in enumerate(model.PHASE_FIELDS):
                 phases[row, column] = values[name]
             for name, total in counts.items():
                 total += values[name]

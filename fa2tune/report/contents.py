@@ -216,11 +216,15 @@ def tiles(standings: Sequence[Standing], found: Sequence[StoredSearch]) -> list[
             shown.append(
                 Tile(f"{gain:.3f} x", f"{name} over the portable default", f"geometric mean; at most {most:.2f}")
             )
-    judged = [s for s in best if s.row.gain_low is not None]
-    if judged:
-        kept = sum(s.keeps_default for s in judged)
+    with_interval = [s for s in best if s.row.gain_low is not None]
+    if with_interval:
+        kept = sum(s.keeps_default for s in with_interval)
         shown.append(
-            Tile(str(kept), "keys not faster than the portable default", f"beyond the 95 % interval, of {len(judged)}")
+            Tile(
+                str(kept),
+                "keys not faster than the portable default",
+                f"beyond the 95 % interval, of {len(with_interval)}",
+            )
         )
     near = [s.nearness for s in standings if s.nearness is not None]
     if near:
@@ -299,7 +303,7 @@ def _says(best: Sequence[Standing]) -> Iterable[str]:
 def _line(s: Standing, number: int, first: bool) -> Line:
     key = s.row.key
     return Line(
-        s, facts.config_of(s.row), facts.gain_text(s.row),
+        s, facts.config_text(s.row), facts.gain_text(s.row),
         charts.tokens(key) + ("" if s.best else " other"), tables.length_name(key.bucket), key.mask,
         key.kernel, number, first,
     )  # fmt: skip
@@ -309,12 +313,12 @@ def details(standings: Sequence[Standing]) -> dict[str, Any]:
     """What a row says when it is opened: per row [[number of a title, text]]. Titles are listed once."""
     titles: dict[str, int] = {}
     entries = [[(titles.setdefault(title, len(titles)), text) for title, text in _detail(s)] for s in standings]
-    told = [
+    shown = [
         {"tflops": s.row.tflops, "evidence": s.row.obtained, "on": s.row.obtained_on, "dim": s.row.key.head_dim,
          "dtype": s.row.key.dtype, "len": s.row.key.bucket, "title": charts.title_of(s.row.key)}
         for s in standings
     ]  # fmt: skip
-    return {"titles": list(titles), "rows": entries, "facts": document.columnar(told)}
+    return {"titles": list(titles), "rows": entries, "facts": document.columnar(shown)}
 
 
 def _detail(s: Standing) -> Iterable[tuple[str, str]]:
@@ -445,7 +449,7 @@ def compared_lines(both: Sequence[compared.Compared]) -> list[Difference]:
     """The keys of two files, the largest loss first, those without a ratio last."""
     found = []
     for one in both:
-        named = " / ".join(facts.config_of(row) if row else "-" for row in (one.here, one.there))
+        named = " / ".join(facts.config_text(row) if row else "-" for row in (one.here, one.there))
         configs = "same config" if one.same_config else named
         found.append(Difference(one.key, charts.tokens(one.key), one.state, one.ratio, one.here, one.there, configs))
     return sorted(found, key=lambda line: (line.ratio is None, line.ratio or 0.0, facts.order(line.key)))

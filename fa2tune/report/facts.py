@@ -178,7 +178,7 @@ def gain_text(row: Row) -> str:
     return f"{row.gain:.3f} [{row.gain_low:.3f}, {row.gain_high:.3f}]"
 
 
-def config_of(row: Row) -> str:
+def config_text(row: Row) -> str:
     """Its config on half a line, heads-per-wave as hpw; the strategy of a whole backward, and the implementations in it."""
     return described_row(row).replace("heads-per-wave=", "hpw")
 
@@ -270,7 +270,7 @@ def reasons() -> Mapping[tuple[str, bool], Mapping[str, str]]:
     return found
 
 
-def why(reason: str, kernel: str, specialized: bool = False) -> str:
+def rule_in_words(reason: str, kernel: str, specialized: bool = False) -> str:
     """A rule's reason in words, as that kernel's search space has it; where it has no such rule, of all that do. "" for a
     failure, which has a text of its own."""
     own = reasons().get((kernel, specialized), {}).get(reason)
@@ -301,7 +301,7 @@ def pruned(rows: Iterable[Row]) -> list[Pruned]:
     counts: dict[tuple[str, str], Counter[tuple[str, int]]] = {}
     for (kernel, head_dim, *_, specialized), mine in families.items():
         for reason, count in mine.items():
-            said = reason, why(reason, str(kernel), bool(specialized))
+            said = reason, rule_in_words(reason, str(kernel), bool(specialized))
             counts.setdefault(said, Counter())[str(kernel), int(str(head_dim))] += count
     stages = (BY_ARITHMETIC, BY_LIMITS, BY_FAILURE)
     found = [Pruned(*said, stage(said[0]), cells) for said, cells in counts.items()]

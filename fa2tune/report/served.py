@@ -17,7 +17,7 @@ from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM, padded_head_dim
 
 #: What stands for the documented default config among the numbers of rows.
-DEFAULT = -1
+NO_ROW_NUMBER = -1
 
 
 def served(standings: Sequence[Standing]) -> dict[str, Any]:
@@ -36,14 +36,14 @@ def served(standings: Sequence[Standing]) -> dict[str, Any]:
         chooser = Chooser(key.workload(), gpu, layers, node)
         answer, _ = chooser.find_backward(False) if key.kernel == BACKWARD else chooser.find(key.kernel)
         if answer is None:
-            return DEFAULT, -1
-        said = lookup_cost.told(key, lookup_cost.step_between(key, answer.row.key))
+            return NO_ROW_NUMBER, -1
+        said = lookup_cost.cost_line(key, lookup_cost.step_between(key, answer.row.key))
         return numbers[id(answer.row)], costs.setdefault(said, len(costs)) if said else -1
 
     found = {}
     for gpu, key in _asked(standings):
         lines = [[entry(key.with_(kernel=kernel, bucket=bucket), gpu) for bucket in BUCKETS] for kernel in PASSES]
-        if any(number != DEFAULT for line in lines for number, _ in line):
+        if any(number != NO_ROW_NUMBER for line in lines for number, _ in line):
             found[f"{key.gpu}@{key.sm_count} {key.dtype} {key.mask} {key.head_dim}"] = lines
     return {"buckets": BUCKETS, "passes": list(PASSES.values()), "costs": list(costs), "found": found}
 

@@ -120,7 +120,7 @@ def _check_studies(path: Path) -> None:
         raise SourceError(f"--studies: {path} is {kind}")
 
 
-def key_of(name: str) -> tuple[TuningKey, str] | None:
+def key_of_study(name: str) -> tuple[TuningKey, str] | None:
     """Key and stamp out of a study's name; None if it is not one of fa2tune's."""
     found = next(filter(None, (pattern.fullmatch(name) for pattern in _NAMES)), None)
     if found is None:
@@ -134,7 +134,7 @@ def key_of(name: str) -> tuple[TuningKey, str] | None:
             values["causal"] = {"True": True, "False": False}[values["causal"]]
     except (ValueError, KeyError):
         return None
-    return record.key_of(values), stamp
+    return record.key_from(values), stamp
 
 
 def _trial(frozen: FrozenTrial) -> Trial:
@@ -169,7 +169,7 @@ def read_studies(path: Path) -> tuple[list[StoredSearch], list[Row], list[str]]:
     try:
         storage = optuna.storages.RDBStorage(where, skip_table_creation=True)
         for study in storage.get_all_studies():
-            known = key_of(study.study_name)
+            known = key_of_study(study.study_name)
             if known is None:
                 foreign += 1
                 continue

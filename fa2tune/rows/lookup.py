@@ -91,9 +91,9 @@ class Toolchain:
 
     def stale(self, row: Row) -> tuple[str, ...]:
         """What ``row`` was made with that is not so today; empty: fresh."""
-        return self.judged(row)[1]
+        return self.compared(row)[1]
 
-    def judged(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
+    def compared(self, row: Row) -> tuple[tuple[bool, float, bool], tuple[str, ...]]:
         """How far a row's toolchain is from today's, for sorting: (another kernel source, how many minor releases of Triton,
         another Triton). And ``stale``."""
         triton, source = parts = [
@@ -182,7 +182,7 @@ def _relatives(layer: Layer, fixed: tuple[Any, ...]) -> Sequence[Row]:
         return _by_fixed(layer).get(fixed, ())
     arch, kernel, mask, family, width, precision, (padded, padded_v) = fixed
     return layer.rows.of(
-        arch=(arch,), kernel=(kernel,), mask=(mask,), family=(family,), precision=(precision,),
+        arch, kernel, mask=(mask,), family=(family,), precision=(precision,),
         dtype=SIXTEEN_BIT if width == 16 else (width,), head_dim=_padded_to(padded), head_dim_v=_padded_to(padded_v),
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _of_key(layer: Layer, key: TuningKey) -> Sequence[Row]:
     ms, and these alone mostly serve."""
     if isinstance(layer.rows, Rows):
         found: Sequence[Row] = layer.rows.of(
-            arch=(key.arch,), kernel=(key.kernel,), mask=(key.mask,), family=(key.family,), precision=(key.precision,),
+            key.arch, key.kernel, mask=(key.mask,), family=(key.family,), precision=(key.precision,),
             dtype=(key.dtype,), head_dim=(key.head_dim,), head_dim_v=(key.head_dim_v,), bucket=(key.bucket,),
         )  # fmt: skip
         return found
@@ -273,7 +273,7 @@ def _sorted(
             on = gpu_step(key, gpu_silicon, row.key)
             standing = _PLACE[on, row.obtained], abs(key.sm_count - row.key.sm_count), row.key.gpu
             driver = bool(toolchain.other_driver(row))
-            age, stale = toolchain.judged(row)
+            age, stale = toolchain.compared(row)
             compiles = mixed and not toolchain.held(row)
             order = (step, *distances, *standing, age, place, compiles, driver, row.rank_us, row.filed_as)
             found.append((order, row, layer, step, on, stale))

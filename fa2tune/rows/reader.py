@@ -82,6 +82,9 @@ class Rows(Sequence[Row]):
     def __init__(self, held: _Held) -> None:
         self._held, self._count = held, len(held.records)
         self._decoded: dict[int, Row] = {}
+        self._by_kernel: dict[tuple[Any, Any], list[int]] | None = (
+            None  #: (arch, kernel) as the file has them -> numbers
+        )
 
     def _at(self, numbers: Iterable[int]) -> list[Row]:
         found = []
@@ -95,11 +98,18 @@ class Rows(Sequence[Row]):
             self._count, found = 0, []
         return found
 
-    def of(self, **wanted: Container[Any]) -> list[Row]:
-        """Those that hold one of these values in each of these columns."""
-        places = [(self._held.names.index(name), values) for name, values in wanted.items()]
-        records = self._held.records[: self._count]
-        return self._at(n for n, held in enumerate(records) if all(held[place] in values for place, values in places))
+    def of(self, arch: int, kernel: str, **wanted: Container[Any]) -> list[Row]:
+        """Those of a kernel and compute capability that hold one of these values in each of these columns."""
+        held, place_of = self._held.records, self._held.names.index
+        if self._by_kernel is None:  # a first call looks up five kernels, in every file
+            found: dict[tuple[Any, Any], list[int]] = {}
+            columns = place_of("arch"), place_of("kernel")
+            for number, values in enumerate(held):
+                found.setdefault((values[columns[0]], values[columns[1]]), []).append(number)
+            self._by_kernel = found
+        numbers = self._by_kernel.get((arch, kernel), ()) if self._count else ()
+        places = [(place_of(name), values) for name, values in wanted.items()]
+        return self._at(n for n in numbers if all(held[n][place] in values for place, values in places))
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._at(range(self._count)))

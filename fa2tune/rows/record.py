@@ -284,7 +284,7 @@ def key_record(key: TuningKey) -> dict[str, Any]:
     return dict(zip(KEY_FIELDS, _key_values(key), strict=True))
 
 
-def key_of(values: Mapping[str, Any]) -> TuningKey:
+def key_from(values: Mapping[str, Any]) -> TuningKey:
     """The key of what ``key_record`` gives, or gave before keys named the mask and the family: then ``causal`` is true or
     false. TypeError: a field is missing, or too many."""
     named = dict(values)

@@ -47,21 +47,21 @@ WORKERS = sa.Table(
 LEASES = sa.Table(
     "held", _META,
     sa.Column("campaign", sa.TEXT, primary_key=True),
-    sa.Column("lot", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, key="job", primary_key=True),
     sa.Column("worker", sa.TEXT, nullable=False),
     sa.Column("since", sa.Double, nullable=False),
 )  # fmt: skip
 SETTLED = sa.Table(
     "settled", _META,
     sa.Column("campaign", sa.TEXT, primary_key=True),
-    sa.Column("lot", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, key="job", primary_key=True),
     sa.Column("request", sa.TEXT, primary_key=True),  # that it was settled for; or RETRIED
 )  # fmt: skip
 WANTED = sa.Table(  # jobs that a worker has been asked for, and that are not settled for it
     "wanted", _META,
     sa.Column("campaign", sa.TEXT, primary_key=True),
     sa.Column("worker", sa.TEXT, primary_key=True),
-    sa.Column("lot", sa.TEXT, primary_key=True),
+    sa.Column("lot", sa.TEXT, key="job", primary_key=True),
 )  # fmt: skip
 RETRIED = "retried"  #: a mark: what had failed before was struck out, once
 
@@ -148,10 +148,10 @@ class Leases:
             self._bury(connection)
             present = self._breathe(connection)
             table = connection.execute(sa.select(LEASES).where(LEASES.c.campaign == self.campaign)).all()
-            taken = {row.lot for row in table}
-            held = {row.lot for row in table if row.worker == self.worker}
+            taken = {row.job for row in table}
+            held = {row.job for row in table if row.worker == self.worker}
             done = (SETTLED.c.campaign == self.campaign, SETTLED.c.request == self.request)
-            settled = {*connection.execute(sa.select(SETTLED.c.lot).where(*done)).scalars()}
+            settled = {*connection.execute(sa.select(SETTLED.c.job).where(*done)).scalars()}
             open_ = [job for job in wanted if job not in settled]
             rivals = self._want(connection, open_)
             part = max(1, math.ceil(sum(Fraction(self.gpus, rivals[job]) for job in open_)))
@@ -159,7 +159,7 @@ class Leases:
             free = sorted((job for job in open_ if job not in taken), key=rivals.__getitem__)
             new = free[: max(0, part - len(held))]
             for job in new:
-                values = {"campaign": self.campaign, "lot": job, "worker": self.worker}
+                values = {"campaign": self.campaign, "job": job, "worker": self.worker}
                 connection.execute(LEASES.insert().values(**values, since=self.storage.now))
             sought = frozenset(job for job in held if rivals[job] > self.gpus)
             excess = max(0, len(held) - part)
@@ -175,13 +175,13 @@ class Leases:
     def _want(self, connection: sa.Connection, jobs: Sequence[str]) -> Counter[str]:
         """Say what this worker wants by now. Job -> the GPUs of all workers that want it."""
         mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker)
-        before = {*connection.execute(sa.select(WANTED.c.lot).where(*mine)).scalars()}
+        before = {*connection.execute(sa.select(WANTED.c.job).where(*mine)).scalars()}
         if gone := before - {*jobs}:
-            connection.execute(WANTED.delete().where(*mine, WANTED.c.lot.in_(gone)))
-        if new := [{"campaign": self.campaign, "worker": self.worker, "lot": job} for job in {*jobs} - before]:
+            connection.execute(WANTED.delete().where(*mine, WANTED.c.job.in_(gone)))
+        if new := [{"campaign": self.campaign, "worker": self.worker, "job": job} for job in {*jobs} - before]:
             connection.execute(WANTED.insert(), new)
         found = Counter[str]()
-        of_all = sa.select(WANTED.c.lot, WORKERS.c.gpus).join(WORKERS, WORKERS.c.worker == WANTED.c.worker)
+        of_all = sa.select(WANTED.c.job, WORKERS.c.gpus).join(WORKERS, WORKERS.c.worker == WANTED.c.worker)
         for job, gpus in connection.execute(of_all.where(WANTED.c.campaign == self.campaign)).all():
             found[job] += gpus
         return found
@@ -190,7 +190,7 @@ class Leases:
         """Whether a worker that wants one of ``jobs`` has nothing to do."""
         holders = sa.select(LEASES.c.worker).where(LEASES.c.campaign == self.campaign)
         query = sa.select(WANTED.c.worker).where(
-            WANTED.c.campaign == self.campaign, WANTED.c.lot.in_(jobs), WANTED.c.worker.not_in(holders)
+            WANTED.c.campaign == self.campaign, WANTED.c.job.in_(jobs), WANTED.c.worker.not_in(holders)
         )
         return connection.execute(query).first() is not None
 
@@ -226,7 +226,7 @@ class Leases:
     def _release(self, connection: sa.Connection, job: str) -> bool:
         """Whether it was still ours."""
         self.storage.alone(connection)
-        mine = (LEASES.c.campaign == self.campaign, LEASES.c.lot == job, LEASES.c.worker == self.worker)
+        mine = (LEASES.c.campaign == self.campaign, LEASES.c.job == job, LEASES.c.worker == self.worker)
         return connection.execute(LEASES.delete().where(*mine)).rowcount == 1
 
     def give(self, job: str) -> None:
@@ -239,7 +239,7 @@ class Leases:
         they stay ours."""
         self.storage.alone(connection)
         mine = (LEASES.c.campaign == self.campaign, LEASES.c.worker == self.worker)
-        return frozenset(connection.execute(sa.select(LEASES.c.lot).where(*mine)).scalars())
+        return frozenset(connection.execute(sa.select(LEASES.c.job).where(*mine)).scalars())
 
     def marked(self, job: str, what: str) -> bool:
         """Whether a worker of this campaign has marked a job."""
@@ -252,12 +252,12 @@ class Leases:
         def marked(connection: sa.Connection) -> None:
             self.storage.alone(connection)
             connection.execute(SETTLED.delete().where(*self._mark(job, what)))
-            connection.execute(SETTLED.insert().values(campaign=self.campaign, lot=job, request=what))
+            connection.execute(SETTLED.insert().values(campaign=self.campaign, job=job, request=what))
 
         self.storage.do(marked)
 
     def _mark(self, job: str, what: str) -> tuple[sa.ColumnElement[bool], ...]:
-        return SETTLED.c.campaign == self.campaign, SETTLED.c.lot == job, SETTLED.c.request == what
+        return SETTLED.c.campaign == self.campaign, SETTLED.c.job == job, SETTLED.c.request == what
 
     def settle(self, job: str) -> bool:
         """Everything of a job is done, and stored. False: it had been taken over, so that is for its holder to say."""
@@ -265,9 +265,9 @@ class Leases:
         def settled(connection: sa.Connection) -> bool:
             if not self._release(connection, job):
                 return False
-            mark = {"campaign": self.campaign, "lot": job, "request": self.request}
+            mark = {"campaign": self.campaign, "job": job, "request": self.request}
             connection.execute(SETTLED.insert().values(**mark))
-            mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker, WANTED.c.lot == job)
+            mine = (WANTED.c.campaign == self.campaign, WANTED.c.worker == self.worker, WANTED.c.job == job)
             connection.execute(WANTED.delete().where(*mine))
             return True
 
@@ -294,8 +294,8 @@ def board(storage: Storage) -> list[Lease]:
     """Every lease, and every worker that holds none, by campaign."""
     storage.create(WORKERS, LEASES, SETTLED)
     held = LEASES.c.worker == WORKERS.c.worker
-    query = sa.select(WORKERS, LEASES.c.lot, (storage.now - sa.func.coalesce(LEASES.c.since, WORKERS.c.since)).label("held"),
+    query = sa.select(WORKERS, LEASES.c.job, (storage.now - sa.func.coalesce(LEASES.c.since, WORKERS.c.since)).label("held"),
                       (WORKERS.c.until - storage.now).label("left")).select_from(
-        WORKERS.outerjoin(LEASES, held)).order_by(WORKERS.c.campaign, WORKERS.c.worker, LEASES.c.lot)  # fmt: skip
+        WORKERS.outerjoin(LEASES, held)).order_by(WORKERS.c.campaign, WORKERS.c.worker, LEASES.c.job)  # fmt: skip
     rows = storage.select(query)
-    return [Lease(row.campaign, row.lot or "", row.worker, row.gpus, row.held, row.left) for row in rows]
+    return [Lease(row.campaign, row.job or "", row.worker, row.gpus, row.held, row.left) for row in rows]

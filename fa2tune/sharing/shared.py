@@ -18,7 +18,7 @@ from fa2tune.rows import record
 from fa2tune.rows.row import Row
 from fa2tune.sharing.storage import Storage, StorageError
 
-TABLE = sa.Table(
+ROWS = sa.Table(
     "rows", sa.MetaData(),
     sa.Column("identity", sa.TEXT, primary_key=True),  # record.SLOT, as a JSON list
     sa.Column("version", sa.INTEGER, nullable=False),  # of the record's schema
@@ -32,11 +32,11 @@ class SharedStore:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.name = storage.name
-        storage.create(TABLE)
+        storage.create(ROWS)
 
     def rows(self) -> list[Row]:
         """Every row, sorted as in a file. StorageError: one was made by a later fa2tune, or is none."""
-        held = self.storage.select(sa.select(TABLE))
+        held = self.storage.select(sa.select(ROWS))
         found = [row for each in held for row in self._decoded(each.identity, each.version, each.record)]
         return sorted(found, key=record.identity)
 
@@ -72,8 +72,8 @@ class SharedStore:
         if not values:
             return
         older = [json.dumps(record.identity_2(filling[0])) for filling in slots.values()]
-        connection.execute(sa.delete(TABLE).where(TABLE.c.identity.in_(older)))
-        statement = insert(TABLE)
+        connection.execute(sa.delete(ROWS).where(ROWS.c.identity.in_(older)))
+        statement = insert(ROWS)
         new = {name: statement.excluded[name] for name in ("version", "record")}
         statement = statement.on_conflict_do_update(index_elements=["identity"], set_=new)
         connection.execute(statement, values)

@@ -21,7 +21,7 @@ from sqlalchemy.pool import NullPool, StaticPool
 
 from fa2tune.rows.turns import in_turn
 
-SCHEMA = "fa2tune"  #: of our tables in PostgreSQL
+POSTGRES_SCHEMA = "fa2tune"  #: of our tables in PostgreSQL
 OWN_FILE = "ledger.sqlite"  #: with SQLite, the file with our tables, beside the studies
 DRIVER = "postgresql+psycopg"
 EXTRA = "storage: PostgreSQL needs the package psycopg: pip install 'fa2tune[postgresql]'"
@@ -146,7 +146,7 @@ class Storage:
             return sa.create_engine(
                 self.url, pool_pre_ping=True, pool_size=1, connect_args=self._connect(),
                 isolation_level="READ COMMITTED",  # a writer that waited must see what was done meanwhile
-                execution_options={"schema_translate_map": {None: SCHEMA}},
+                execution_options={"schema_translate_map": {None: POSTGRES_SCHEMA}},
             )  # fmt: skip
         engine = sa.create_engine(
             f"sqlite:///{self.file}" if self.file is not None else "sqlite://",
@@ -234,14 +234,14 @@ class Storage:
     def alone(self, connection: sa.Connection) -> None:
         """Until this transaction ends, no other one that called this runs."""
         if self.shared:  # an SQLite file has one writer at a time as it is
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtext(SCHEMA))))
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtext(POSTGRES_SCHEMA))))
 
     def create(self, *tables: sa.Table) -> None:
         """Make tables of ours, where they are not yet there."""
 
         def make(connection: sa.Connection) -> None:
             self.alone(connection)
-            there, schema = sa.inspect(connection), SCHEMA if self.shared else None
+            there, schema = sa.inspect(connection), POSTGRES_SCHEMA if self.shared else None
             if schema is not None and not there.has_schema(schema):  # IF NOT EXISTS asks for the right to make one
                 connection.execute(sa.schema.CreateSchema(schema))
             for table in tables:

@@ -102,7 +102,7 @@ ABSENT = -(2**62)  #: what an operator gets for a value that a mask does not hav
 
 @lru_cache(maxsize=4096)
 def _pairs(mask: Mask, seqlen_q: int, seqlen_k: int) -> int:
-    return maskfile.counted(maskfile.mask_named(mask.name), (seqlen_q, seqlen_k), mask.values)
+    return maskfile.visible_pairs(maskfile.mask_named(mask.name), (seqlen_q, seqlen_k), mask.values)
 
 
 def _filled(values: tuple[int, ...]) -> tuple[int, ...]:

@@ -107,7 +107,7 @@ def pairs_below(rows: int, columns: int, shift: int) -> int:
     return ramp * shift + (first + full - 1) * ramp // 2 + (rows - full) * columns
 
 
-def counted(mask: MaskHooks, lengths: Lengths, values: MaskValues) -> int:
+def visible_pairs(mask: MaskHooks, lengths: Lengths, values: MaskValues) -> int:
     """Pairs that one head attends, by what the mask's file says, or counted."""
     if mask.pairs is not None:
         return mask.pairs(lengths, values)

@@ -28,9 +28,10 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384)
 #: The FlashAttention-2 paper's workload at every length: 16k tokens in all, hidden size 2048.
 WORKLOAD_TOKENS, WORKLOAD_HIDDEN = 16384, 2048
 
-#: Kernels studied one by one, and ``bwd``: the whole backward, whose rows say which strategy (split or fused) is faster.
-KERNELS = ("fwd", "bwd_dkdv", "bwd_dq", "bwd_fused")
-BACKWARD = "bwd"
+#: Kernel that is studied by itself -> its matrix products for a visible pair: over the head dim of Q and K, over that of V.
+PRODUCTS = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (2, 1), "bwd_fused": (3, 2)}
+KERNELS = tuple(PRODUCTS)
+BACKWARD = "bwd"  #: the whole backward, whose rows say which strategy (split or fused) is faster
 SPLIT, FUSED = "split", "fused"
 #: The tuned kernels of each strategy of the backward, in order. bwd_dq also makes delta.
 STRATEGIES = {SPLIT: ("bwd_dq", "bwd_dkdv"), FUSED: ("bwd_fused",)}
@@ -148,6 +149,5 @@ class Problem:
         pairs = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k * (0.5 if self.mask.name == "causal" else 1.0)
         if not self.mask.measured:  # counted one by one
             pairs = float(self.batch * self.heads_q * self.mask.pairs(self.seqlen_q, self.seqlen_k))
-        products = {"fwd": (1, 1), "bwd_dkdv": (2, 2), "bwd_dq": (2, 1), "bwd_fused": (3, 2), "bwd": (3, 2)}
-        over_d, over_dv = products[pass_]
+        over_d, over_dv = PRODUCTS["bwd_fused" if pass_ == BACKWARD else pass_]
         return 2.0 * pairs * (over_d * self.head_dim + over_dv * self.head_dim_v)

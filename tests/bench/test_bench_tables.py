@@ -317,17 +317,17 @@ def test_lookup_costs_by_step() -> None:
 
 def test_a_lookup_cost_is_told_where_it_was_measured_only() -> None:
     key = TuningKey("h200", 132, 90, "fwd", "bf16", "ieee", 128, 128, "causal", 2048)
-    said = lookup_cost.told(key, lookup_cost.step_between(key, key.with_(bucket=4096)))
+    said = lookup_cost.cost_line(key, lookup_cost.step_between(key, key.with_(bucket=4096)))
     assert said is not None and said.startswith("bucket: next longer: median ")
-    assert lookup_cost.step_between(key, key) is None and lookup_cost.told(key, None) is None
-    assert lookup_cost.told(key, lookup_cost.step_between(key, key.with_(bucket=4096, dtype="fp16"))) is None
+    assert lookup_cost.step_between(key, key) is None and lookup_cost.cost_line(key, None) is None
+    assert lookup_cost.cost_line(key, lookup_cost.step_between(key, key.with_(bucket=4096, dtype="fp16"))) is None
     for other in (
         {"head_dim": 96, "head_dim_v": 96},
         {"gpu": "a100-sxm-80gb"},
         {"dtype": "fp32"},
         {"kernel": "bwd_dq"},
     ):
-        assert lookup_cost.told(key.with_(**other), lookup_cost.DEFAULT) is None
+        assert lookup_cost.cost_line(key.with_(**other), lookup_cost.DEFAULT) is None
 
 
 def test_host_time_is_per_call() -> None:

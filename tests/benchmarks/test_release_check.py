@@ -31,7 +31,7 @@ def kernels(tmp_path: Path) -> Path:
     path = tmp_path / "sm_90.kernels"
     about = {"spec": {"dtype": "bf16"}, "kernel": "fwd"}
     entries = {f"{n:064x}": New(f"{n:064x}", about, {"name": "k"}, b"\x7fELF" + os.urandom(300)) for n in range(20)}
-    binaries.save(path, binaries.packed(entries, {}))
+    binaries.save(path, binaries.file_bytes(entries, {}))
     return path
 
 

@@ -96,11 +96,11 @@ def test_a_check_names_what_differs(
     file = File(path)
     held = {key: binaries.New(e.code, e.about, e.launch, file.cubin(e)) for key, e in file.entries.items()}
     (first, one), *others = held.items()
-    binaries.save(path, binaries.packed({**dict(others), "0" * 64: one}, file.sources))
+    binaries.save(path, binaries.file_bytes({**dict(others), "0" * 64: one}, file.sources))
     status, said = run(tmp_path, "--check")
     assert status == 1 and "lacks 1 of 3, as bwd_dq, Specialization(" in said and "no call loads 1 of 3, as {" in said
     changed = binaries.New(one.code, one.about, one.launch, one.cubin[:-1] + bytes([one.cubin[-1] ^ 1]))
-    binaries.save(path, binaries.packed({**held, first: changed}, {}))
+    binaries.save(path, binaries.file_bytes({**held, first: changed}, {}))
     status, said = run(tmp_path, "--check")
     assert status == 1 and "compiled again, another binary" in said and "of other sources" in said
     path.write_bytes(path.read_bytes()[:-5])
@@ -161,7 +161,7 @@ def filed(jobs: Iterable[precompile.BinaryJob]) -> dict[str, binaries.New]:
     for variant, spec, point in jobs:
         code = precompiled.code_of(variant, spec, dict(point), 90)
         about = {**precompiled.about(variant, spec, dict(point), 90), "triton": MADE}
-        made[precompiled.key_of(code, MADE)] = binaries.New(code, about, launch, code.encode())
+        made[precompiled.file_key(code, MADE)] = binaries.New(code, about, launch, code.encode())
     return made
 
 
@@ -178,7 +178,7 @@ def test_a_call_takes_the_row_whose_code_is_here_and_its_code(
     wanted = [job for job in everything[90] if job[1] == problem.specialization and job[0].name in names]
     made = filed(wanted)
     path = tmp_path / "sm_90.kernels"
-    binaries.save(path, binaries.packed(made, {}))
+    binaries.save(path, binaries.file_bytes(made, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     monkeypatch.setattr(fingerprint, "triton_version", lambda: version)
     monkeypatch.setattr(precompiled, "triton_version", lambda: version)
@@ -205,7 +205,7 @@ def test_the_grid_runs_what_was_measured_under_any_triton(
     """In each cell of the benchmarks the same kernels, configs and sources as under the Triton of the rows, all of them in the
     file; also where that Triton has rows of its own."""
     made = filed(everything[90])
-    binaries.save(tmp_path / "sm_90.kernels", binaries.packed(made, {}))
+    binaries.save(tmp_path / "sm_90.kernels", binaries.file_bytes(made, {}))
     layers, gpu = reader.layers(), gpus.named("h200")
 
     def chosen(triton: str, kernels: str) -> dict[tuple[object, ...], str]:

@@ -23,7 +23,7 @@ def recorder(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     import record_tables
 
-    monkeypatch.setattr(record_tables, "JUDGE", "table_fakes:judge")
+    monkeypatch.setattr(record_tables, "CHECK", "table_fakes:checked")
     monkeypatch.setattr(record_tables, "RACE", "table_fakes:race")
     monkeypatch.setattr(record_tables, "CLOSING_SECONDS", 0.0)
     return record_tables

@@ -274,7 +274,7 @@ def test_a_place_that_cannot_be_written_is_named_and_not_the_file_beside_it(tmp_
     ],
 )
 def test_a_wrong_name_is_exit_code_2_and_what_stops_the_work_is_1(error: Exception, code: int, words: str) -> None:
-    with pytest.raises(click.ClickException) as caught, _options.told():
+    with pytest.raises(click.ClickException) as caught, _options.shown_errors():
         raise error
     assert caught.value.exit_code == code and caught.value.message == words
 

@@ -196,20 +196,20 @@ def test_it_requires_what_pyproject_requires() -> None:
     declared = {
         re.split(r"[<>=]", line)[0]: re.findall(r"\d+", line.partition(".dev")[0]) for line in project["dependencies"]
     }
-    for package, lowest in _checks.REQUIRED.items():
+    for package, lowest in _checks.PACKAGES.items():
         assert declared[package] == [str(n) for n in lowest if n], package
     assert project["requires-python"] == ">=3.11"
 
 
 def test_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_checks.REQUIRED, "triton", (99, 1))
+    monkeypatch.setitem(_checks.PACKAGES, "triton", (99, 1))
     done = run()
     assert done.exit_code == 1
     assert done.output.startswith("Not ready: triton.\nNext: pip install --upgrade 'triton>=99.1'\n")
 
 
 def test_what_only_tuning_needs_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_checks.REQUIRED, "optuna", (99,))
+    monkeypatch.setitem(_checks.PACKAGES, "optuna", (99,))
     done = run()
     assert done.exit_code == 0 and done.output.startswith("Ready: ")
     assert re.search(
@@ -286,7 +286,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     entries = {
         (key := hashlib.sha256(bytes([n])).hexdigest()): New(key, about, launch, os.urandom(200)) for n in range(3)
     }
-    binaries.save(path, binaries.packed(entries, {}))
+    binaries.save(path, binaries.file_bytes(entries, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     binaries.forget()
     yield path
@@ -301,7 +301,7 @@ def test_a_file_of_intact_binaries(kernels: Path) -> None:
 
 
 def test_with_machine_code_a_triton_that_is_missing_is_a_note(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_checks.REQUIRED, "triton", (99, 1))
+    monkeypatch.setitem(_checks.PACKAGES, "triton", (99, 1))
     done = run()
     assert done.exit_code == 0 and done.output.startswith("Ready: ")
     assert "\nNext: pip install --upgrade 'triton>=99.1'\n" in done.output, "no tune without it"
@@ -366,7 +366,7 @@ def test_json_says_the_same(user: Path) -> None:
     assert held["stale_files"] == [str(user)]
     assert {one["subject"] for one in found["findings"]} >= {
         "python",
-        *_checks.REQUIRED,
+        *_checks.PACKAGES,
         "CUDA tools",
         "gpu 0",
         "kernels",

@@ -30,7 +30,7 @@ STRANGER = 54321  #: a user who is nobody here
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     found = tmp_path / "some.kernels"
-    binaries.save(found, binaries.packed(ENTRIES, SOURCES))
+    binaries.save(found, binaries.file_bytes(ENTRIES, SOURCES))
     return found
 
 
@@ -55,7 +55,7 @@ def test_what_is_saved_comes_back(path: Path) -> None:
 
 
 def test_the_same_binaries_are_the_same_bytes_that_their_owner_alone_can_write(path: Path) -> None:
-    assert path.read_bytes() == binaries.packed(dict(reversed(ENTRIES.items())), SOURCES)
+    assert path.read_bytes() == binaries.file_bytes(dict(reversed(ENTRIES.items())), SOURCES)
     assert path.stat().st_mode & 0o777 == 0o644
     os.chmod(path, 0o666)
     binaries.save(path, path.read_bytes())
@@ -108,7 +108,7 @@ def test_what_is_written_over_after_the_check_is_noticed(path: Path) -> None:
 
 def test_a_file_that_is_replaced_stays_what_it_was_for_who_has_it_open(path: Path) -> None:
     file = File(path)
-    binaries.save(path, binaries.packed({}, {}))
+    binaries.save(path, binaries.file_bytes({}, {}))
     assert {key: file.cubin(entry) for key, entry in file.entries.items()} == {k: n.cubin for k, n in ENTRIES.items()}
     assert not File(path).entries
 
@@ -242,7 +242,7 @@ def test_trusted_are_the_users_the_named_and_the_shipped_and_no_layers_companion
 def test_files_are_read_once_per_process_until_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     first = binaries.trusted()
-    binaries.save(path, binaries.packed({}, {}))
+    binaries.save(path, binaries.file_bytes({}, {}))
     assert binaries.trusted() is first
     binaries.forget()
     assert not binaries.trusted().files[0][1].entries

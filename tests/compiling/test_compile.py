@@ -266,7 +266,7 @@ def test_a_file_whose_text_does_not_say_what_it_serves_is_an_error(monkeypatch: 
     ],
 )
 def test_what_a_file_serves_is_read_off_the_call_that_makes_its_variant(text: str, served: str) -> None:
-    assert registry.served_by(text, "kernels/portable/one.py") == served
+    assert registry.kernel_served(text, "kernels/portable/one.py") == served
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_a_file_serves_is_read_off_the_call_that_makes_its_variant(text: st
 )
 def test_a_file_that_does_not_say_plainly_what_it_serves_is_an_error(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=rf"kernels/portable/one\.py: .*{why}"):
-        registry.served_by(text, "kernels/portable/one.py")
+        registry.kernel_served(text, "kernels/portable/one.py")
 
 
 def test_a_callback_of_another_signature_is_an_error() -> None:

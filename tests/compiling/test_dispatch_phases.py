@@ -146,14 +146,14 @@ def test_reports_are_judged_pair_by_pair(
     monkeypatch.setattr(sanitize, "binaries_in", lambda cache, kernels: {kernel: [accesses] for kernel in kernels})
     good, bad = report(read, write), report(body, write, body)
     of = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, 0 warnings)".format
-    assert sanitize.judge_races([*good, *good, of(2, 2)], Path())
+    assert sanitize.check_races([*good, *good, of(2, 2)], Path())
     assert "2 of 2 hazards left out" in capsys.readouterr().out
-    assert not sanitize.judge_races([*good, *bad, of(2, 2)], Path())
+    assert not sanitize.check_races([*good, *bad, of(2, 2)], Path())
     said = capsys.readouterr().out
     assert "1 of 2 hazards left out" in said and all(line in said for line in bad[:-1]) and good[0] not in said
     mirrored = [swapped(line) for line in report(write, read)]  # "between Write access at ... and Read access at ..."
-    assert sanitize.judge_races([*mirrored, of(1, 1)], Path())
-    assert not sanitize.judge_races([*good, of(2, 2)], Path())  # a report cut short
-    assert not sanitize.judge_races([*report(read), of(1, 1)], Path())  # a read with nothing
-    assert not sanitize.judge_races([line.replace("Read", "Write") for line in [*good, of(1, 1)]], Path())
-    assert not sanitize.judge_races([*good, "========= Warning: results might be incorrect", of(1, 1)], Path())
+    assert sanitize.check_races([*mirrored, of(1, 1)], Path())
+    assert not sanitize.check_races([*good, of(2, 2)], Path())  # a report cut short
+    assert not sanitize.check_races([*report(read), of(1, 1)], Path())  # a read with nothing
+    assert not sanitize.check_races([line.replace("Read", "Write") for line in [*good, of(1, 1)]], Path())
+    assert not sanitize.check_races([*good, "========= Warning: results might be incorrect", of(1, 1)], Path())

@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_read_so_is_imported(monkeypatch: pytest.MonkeyPat
     from fa2tune.compiling import binaries
 
     path = tmp_path / "some.kernels"
-    binaries.save(path, binaries.packed({}, {}))
+    binaries.save(path, binaries.file_bytes({}, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     assert isinstance(registry.Variants()["portable/fwd"].kernel, hostside.Kernel)
     monkeypatch.setattr(hostside, "variant", lambda name: {}[name])
@@ -173,7 +173,7 @@ def test_a_triton_without_gluon_chooses_all_the_same(tmp_path: Path) -> None:
     from fa2tune.compiling import binaries
 
     path = tmp_path / "old.kernels"
-    binaries.save(path, binaries.packed({}, {"another day": {"fwd": "0"}}))
+    binaries.save(path, binaries.file_bytes({}, {"another day": {"fwd": "0"}}))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_GLUON], capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "FA2TUNE_KERNELS": str(path), "PYTHONPATH": str(ROOT)},

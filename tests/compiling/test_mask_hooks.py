@@ -1,10 +1,10 @@
-"""The hooks of kernels/masks/ that Gluon kernels call, run as plain Python: Gluon has no interpreter. What a kernel skips,
-takes whole or hides is compared with what the mask says is visible."""
+"""The hooks of every file of kernels/masks/, run as plain Python: Gluon has no interpreter, and Triton's is slow. What a kernel
+skips, takes whole or hides is compared with what the mask says is visible."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -35,15 +35,17 @@ def sampled(name: str) -> Iterator[Mask]:
         yield Mask(name, *values)
 
 
-#: Of every file; portable kernels serve a mask that lacks a hook
-MASKS = [mask for name in maskfile.names() if maskfile.hooks_of(name) >= HOOKS_OF_GLUON for mask in sampled(name)]
+#: Of every file
+ALL = [mask for name in maskfile.names() for mask in sampled(name)]
+#: Portable kernels serve a mask that lacks a hook
+MASKS = [mask for mask in ALL if maskfile.hooks_of(mask.name) >= HOOKS_OF_GLUON]
 LENGTHS = tuple(itertools.product((1, 8, 13, 40), repeat=2))
 
 
 def hook(mask: Mask, name: str) -> Callable[..., Any]:
-    """The function below its decorator, with numpy in place of Gluon."""
+    """The function below its decorator, with numpy in place of Triton's language and Gluon's."""
     jitted: standins.Kernel = standins.run(f"masks.{mask.name}")[name]
-    return FunctionType(jitted.fn.__code__, {"gl": GLUON, "float": float, "max": max}, name)
+    return FunctionType(jitted.fn.__code__, {"gl": GLUON, "tl": GLUON, "float": float, "max": max}, name)
 
 
 def visible(mask: Mask, seqlen_q: int, seqlen_k: int, rows: int, columns: int) -> np.ndarray:
@@ -58,6 +60,59 @@ def test_the_hooks_are_those_that_kernels_in_gluon_call() -> None:
              if isinstance(hook, standins.Kernel) and hook.is_gluon()}  # fmt: skip
     assert gluon == HOOKS_OF_GLUON
     assert {mask.name for mask in MASKS} >= {"full", "causal", "causal_top_left", "band", "chunked"}
+
+
+@pytest.mark.parametrize("mask", ALL, ids=str)
+def test_which_keys_triton_kernels_visit_and_take_whole(mask: Mask) -> None:
+    range_of = hook(mask, "key_range")
+    for seqlen_q, seqlen_k in LENGTHS:
+        rows = -(-seqlen_q // BLOCK_M) * BLOCK_M
+        seen = visible(mask, seqlen_q, seqlen_k, rows, seqlen_k)
+        window, offset = mask.arguments(seqlen_q, seqlen_k), seqlen_k - seqlen_q
+        for start in range(0, seqlen_q, BLOCK_M):
+            found = map(int, range_of(start, BLOCK_M, offset, seqlen_k, window, BLOCK_N))
+            begin, full_begin, full_end, end = check_range(found, seqlen_k, BLOCK_N)
+            real, mine = seen[start : min(start + BLOCK_M, seqlen_q)], seen[start : start + BLOCK_M]
+            assert not real[:, :begin].any() and not real[:, end:].any(), "what is skipped is seen by none"
+            assert mine[:, full_begin:full_end].all(), "what is taken whole is seen by all"
+
+
+@pytest.mark.parametrize("mask", ALL, ids=str)
+def test_which_queries_triton_kernels_visit_and_take_whole(mask: Mask) -> None:
+    range_of = hook(mask, "query_range")
+    for seqlen_q, seqlen_k in LENGTHS:
+        seen = visible(mask, seqlen_q, seqlen_k, seqlen_q, seqlen_k)
+        window, offset = mask.arguments(seqlen_q, seqlen_k), seqlen_k - seqlen_q
+        for start in range(0, seqlen_k, BLOCK_N):
+            found = map(int, range_of(start, BLOCK_N, offset, seqlen_q, window, BLOCK_M))
+            begin, full_begin, full_end, end = check_range(found, seqlen_q, BLOCK_M)
+            mine = seen[:, start : start + BLOCK_N]
+            assert not mine[:begin].any() and not mine[end:].any(), "what is skipped sees none"
+            assert mine[full_begin:full_end].all(), "what is taken whole sees all"
+
+
+def check_range(found: Iterable[int], length: int, step: int) -> tuple[int, int, int, int]:
+    """(begin, full_begin, full_end, end). Its three parts are walked in whole steps, and no part walks what another does."""
+    begin, full_begin, full_end, end = found
+    assert begin >= 0 and begin % step == full_begin % step == 0 and end <= -(-length // step) * step
+    parts = ((begin, full_begin), (full_begin, full_end), (full_end, end))
+    walked = [start for low, high in parts for start in range(low, high, step)]
+    assert all(start % step == 0 for start in walked) and len(walked) == len({*walked})
+    assert {*walked} >= {*range(begin, end, step)}
+    return begin, full_begin, full_end, end
+
+
+@pytest.mark.parametrize("mask", ALL, ids=str)
+def test_which_pairs_triton_kernels_keep(mask: Mask) -> None:
+    keep, sees = hook(mask, "keep"), hook(mask, "sees")
+    for seqlen_q, seqlen_k in LENGTHS:
+        window, offset = mask.arguments(seqlen_q, seqlen_k), seqlen_k - seqlen_q
+        columns = -(-seqlen_k // BLOCK_N) * BLOCK_N
+        seen = visible(mask, seqlen_q, seqlen_k, seqlen_q, columns)
+        rows = np.arange(seqlen_q)
+        kept = keep(rows[:, None], np.arange(columns), offset, seqlen_k, window)
+        assert (np.broadcast_to(kept, seen.shape) == seen).all()
+        assert (sees(rows, offset, seqlen_k, window) == seen.any(1)).all()
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cache_rows import CONFIG, row
 from click.testing import CliRunner, Result
 from variant_fakes import DEFAULT
 
+from fa2tune.calling import choosing
 from fa2tune.cli.cache import cache
 from fa2tune.fleet.modelconfig import MAX_COUNT, ModelConfigError, attentions, read
 from fa2tune.rows import reader
@@ -112,10 +114,11 @@ def test_a_file_that_is_no_config_is_named(content: bytes, said: str, tmp_path: 
 
 
 @pytest.fixture(autouse=True)
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(reader, "shipped_paths", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return reader.user_path()
+    yield reader.user_path()
+    choosing.forget()  # what was read without the shipped files
 
 
 def covered(folder: Path, config: dict[str, Any], *arguments: object) -> Result:

@@ -169,20 +169,20 @@ def test_builds_of_one_version_of_triton_do_not_share_binaries(tmp_path: Path, m
     monkeypatch.setattr(precompiled, "triton_build", lambda: "")
     with pytest.raises(RuntimeError, match="while the build of this Triton is unknown"):
         precompile.check_host()
-    assert len({precompiled.key_of("1" * 64, name) for name in ("3.6.0", "3.6.0+git9844da95")}) == 2
+    assert len({precompiled.file_key("1" * 64, name) for name in ("3.6.0", "3.6.0+git9844da95")}) == 2
 
 
 def of_tritons(kernels: Path, path: Path, *builds: str) -> None:
     """A file with the same binaries as ``kernels``, as if each of these builds of Triton had compiled them."""
     file = File(kernels)
     made = {
-        precompiled.key_of(entry.code, build): binaries.New(
+        precompiled.file_key(entry.code, build): binaries.New(
             entry.code, {**entry.about, "triton": build}, entry.launch, file.cubin(entry) + build.encode()
         )
         for entry in file.entries.values()
         for build in builds
     }
-    binaries.save(path, binaries.packed(made, file.sources))
+    binaries.save(path, binaries.file_bytes(made, file.sources))
 
 
 def test_a_row_takes_the_code_that_it_was_measured_with_or_that_of_the_triton_here(
@@ -279,7 +279,7 @@ def test_a_file_that_describes_the_mask_by_flags_is_read(
         for key, entry in file.entries.items()
     }
     path = tmp_path / "old.kernels"
-    binaries.save(path, binaries.packed(old, {}))
+    binaries.save(path, binaries.file_bytes(old, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     assert precompiled.find(variant, spec, config, 90)[1] == str(path)
 
@@ -316,7 +316,7 @@ def test_other_tritons_and_architectures_stay_in_a_file(kernels: Path, tmp_path:
         "4" * 64: new,  # another config, say
     }
     sources = {"then": {"fwd": "of another day"}, "never": {"fwd": "unheard of"}}
-    binaries.save(path, binaries.packed(before, sources))
+    binaries.save(path, binaries.file_bytes(before, sources))
     saved = precompile.save(path, precompile.CompiledBinaries({key: new}))
     assert (saved.binaries, saved.kept, saved.dropped, saved.digest) == (4, 3, 1, File(path).digest)
     assert saved.size == path.stat().st_size
@@ -342,7 +342,7 @@ def test_writers_of_one_file_take_turns(kernels: Path, tmp_path: Path) -> None:
 def test_odd_facts_about_a_launch_are_damage(kernels: Path, name: str, value: object) -> None:
     entry = next(entry for entry in File(kernels).entries.values())
     with pytest.raises(binaries.BinariesError, match="is damaged"):
-        precompiled.image_of({**entry.launch, name: value}, b"")
+        precompiled.stored_image({**entry.launch, name: value}, b"")
 
 
 def test_what_is_not_trusted_is_not_built_on(kernels: Path, tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_manifests_name_the_binaries(
     dispatch.reload()
     assert manifests.manifest().hash == manifests.read(locked).hash
     other = tmp_path / "other.kernels"
-    binaries.save(other, binaries.packed({}, {}))
+    binaries.save(other, binaries.file_bytes({}, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", f"{binaries.companion(cache)}:{other}")
     found = run("cache", "check", locked)
     assert found.exit_code == 1
@@ -582,7 +582,7 @@ def fake_builds(one_key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def build(job: precompile.BinaryJob, arch: int) -> tuple[str, binaries.New]:
         variant, spec, point = job
         code = precompiled.code_of(variant, spec, dict(point), arch)
-        key = precompiled.key_of(code, precompiled.triton_build())
+        key = precompiled.file_key(code, precompiled.triton_build())
         built.append(key)
         time.sleep(0.05)
         return key, binaries.New(code, precompiled.about(variant, spec, dict(point), arch), {}, key.encode() * 400)

@@ -32,7 +32,7 @@ from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
 from fa2tune.tuning.run import tuner
 from fa2tune.tuning.select import evidence, finalists
 
-HANDS = WorkerFunctions(
+FUNCTIONS = WorkerFunctions(
     "upkeep_fakes:compile_check", "upkeep_fakes:race", "upkeep_fakes:check", "upkeep_fakes:check_backward"
 )
 GPU = PresentGpu(gpus.named("h200"), "NVIDIA H200", "580.1")
@@ -79,7 +79,7 @@ def predicted(**changes: Any) -> Row:
 
 
 def look(rows: list[Row], present: PresentGpu | None = GPU, among: list[Row] | None = None) -> Verification:
-    return Verification(rows, rows if among is None else among, present, HANDS, 2)
+    return Verification(rows, rows if among is None else among, present, FUNCTIONS, 2)
 
 
 def found(rows: list[Row], present: PresentGpu | None = GPU) -> list[Finding]:
@@ -263,7 +263,7 @@ def tune(portable_kernels: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(request: TuneRequest) -> Any:
         asked.append(request)
-        return tuner.tune(request, Watcher(), HANDS)
+        return tuner.tune(request, Watcher(), FUNCTIONS)
 
     run.asked = asked  # type: ignore[attr-defined]
     return run
@@ -488,7 +488,7 @@ def test_rows_of_one_slot_are_renewed_retuned_and_withdrawn_one_by_one(tmp_path:
 
 @pytest.fixture
 def command(tmp_path: Path, tune: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("fa2tune.cli.cache.verify._functions", lambda: HANDS)
+    monkeypatch.setattr("fa2tune.cli.cache.verify._functions", lambda: FUNCTIONS)
     monkeypatch.setattr(finding, "present_gpu", lambda: GPU)
     return lambda *arguments: CliRunner().invoke(
         cache, ["verify", "--cache", str(tmp_path / "cache.sqlite"), "--workers", "2", *map(str, arguments)]

@@ -18,15 +18,15 @@ def rows() -> list[Row]:
     """Forward and both kernels of the split backward, by pointer, with times that nothing can keep; and the whole backward."""
     present = finding.present_gpu()
     assert present is not None
-    toolchain = Provenance(MEASURED, present.name, present.driver)
+    provenance = Provenance(MEASURED, present.name, present.driver)
     key = TuningKey(
         present.gpu.name, present.gpu.sm_count, present.gpu.arch, "fwd", "bf16", "ieee", 64, 64, "causal", 2048
     )
     found = []
     for kernel in ("fwd", "bwd_dq", "bwd_dkdv"):
         config = finalists.rival(portable_of(kernel).space, key.specialization(), key.arch, "pointer")
-        found.append(evidence.measured(key.with_(kernel=kernel), "pointer", config, toolchain, [1.0] * 9, None))
-    whole = evidence.measured(key.with_(kernel="bwd"), "portable", {}, toolchain, [1.0] * 9, None, "split")
+        found.append(evidence.measured(key.with_(kernel=kernel), "pointer", config, provenance, [1.0] * 9, None))
+    whole = evidence.measured(key.with_(kernel="bwd"), "portable", {}, provenance, [1.0] * 9, None, "split")
     return [*found, whole]
 
 

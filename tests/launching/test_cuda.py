@@ -740,8 +740,8 @@ def filed(path: Path, rows: Sequence[Row], without: tuple[str, ...] = ()) -> Non
             code, triton = precompiled.code_of(variant, spec, binary, 90), rows[0].triton
             about = {**precompiled.about(variant, spec, binary, 90), "triton": triton}
             new = binaries.New(code, about, precompiled.launch_of(its_image), its_image.cubin)
-            made[precompiled.key_of(code, triton)] = new
-    binaries.save(path, binaries.packed(made, precompile.sources()))
+            made[precompiled.file_key(code, triton)] = new
+    binaries.save(path, binaries.file_bytes(made, precompile.sources()))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "sm_80.kernels"
     code, about = precompiled.code_of(FORWARD, SPEC, BINARY, 80), precompiled.about(FORWARD, SPEC, BINARY, 80)
     new = binaries.New(code, about, precompiled.launch_of(IN_FILE), IN_FILE.cubin)
-    binaries.save(path, binaries.packed({precompiled.key_of(code, about["triton"]): new}, {}))
+    binaries.save(path, binaries.file_bytes({precompiled.file_key(code, about["triton"]): new}, {}))
     monkeypatch.setenv("FA2TUNE_KERNELS", str(path))
     monkeypatch.setattr(cuda, "may_load", lambda: True)
     monkeypatch.setattr(launch, "arch_of", lambda device: 80)

@@ -119,8 +119,8 @@ def test_what_a_row_has_to_beat():
 
 
 def test_measured_row_holds_its_evidence():
-    toolchain = Provenance("measured", "NVIDIA H200", "580.1")
-    row = evidence.measured(KEY, "pointer", {"BLOCK_M": 64}, toolchain, [100.0, 110.0, 90.0], [200.0, 220.0, 180.0])
+    provenance = Provenance("measured", "NVIDIA H200", "580.1")
+    row = evidence.measured(KEY, "pointer", {"BLOCK_M": 64}, provenance, [100.0, 110.0, 90.0], [200.0, 220.0, 180.0])
     assert (row.time_us, row.gain, row.samples, row.default_time_us) == (100.0, 2.0, 3, 200.0)
     assert row.tflops == pytest.approx(KEY.workload().flops("fwd") / 100e-6 / 1e12)
     assert row.time_low_us < row.time_us < row.time_high_us and row.proof == "target"

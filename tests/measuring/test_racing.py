@@ -165,7 +165,7 @@ class Player:
 
     def __call__(self, job):
         job.began, job.notes = True, [-1]
-        if job.function == self.script.HANDS.check:
+        if job.function == self.script.FUNCTIONS.check:
             job.result = {}
             return job
         _, contenders, effort, *best = job.arguments
@@ -185,7 +185,7 @@ def script(monkeypatch):
 def test_reversing_the_candidates_changes_the_winner_by_less_than_a_percent(script, tmp_path):
     """A cool GPU that loses 8 % within the races, noise, outliers, a throttled spell; 24 candidates, many of them close."""
     request = script.plan_for("fwd", 128, "causal", 4096, tmp_path / "cache.sqlite")
-    toolchain = Provenance(MEASURED, "simulated", "1")
+    provenance = Provenance(MEASURED, "simulated", "1")
     naive = []
     for seed in range(6):
         first = script.task_of("fwd", request)
@@ -198,7 +198,7 @@ def test_reversing_the_candidates_changes_the_winner_by_less_than_a_percent(scri
         for number, order in enumerate((configs, configs[::-1])):
             player = Player(script, 10 * seed + number, truth, throttled=[(0.3, 0.35)])
             task = first if number == 0 else script.task_of("fwd", request)
-            row = script.tuned(task, order, player, tmp_path / f"{seed}-{number}.sqlite", toolchain).winner
+            row = script.tuned(task, order, player, tmp_path / f"{seed}-{number}.sqlite", provenance).winner
             assert row.throttled and row.clock_mhz and row.gain_low is not None
             assert dict(row.config) == dict(task.default) or row.gain_low > 1.0
             winners.append(truth[point(row.config)])
@@ -252,7 +252,7 @@ def test_a_gpu_that_stays_throttled_in_the_proof_replaces_no_default(script, tmp
     player = Player(script, 1, truth)
 
     def hot(job):
-        proof = job.function == script.HANDS.race and job.arguments[2] == "proof"
+        proof = job.function == script.FUNCTIONS.race and job.arguments[2] == "proof"
         player.gpu.windows, player.gpu.patience = [(0.0, 1e9)] if proof else [], 3
         return player(job)
 
@@ -271,8 +271,8 @@ def test_the_record_of_two_orders(script, tmp_path):
     configs = script.candidates(task, script.reader.read(script.reader.shipped_paths()[-1]))
     assert len(configs) == script.CANDIDATES and len({point(config) for config in configs}) == len(configs)
     truth = {point(config): 500.0 for config in configs}
-    toolchain = Provenance(MEASURED, "simulated")
-    one = script.tuned(task, configs, Player(script, 0, truth), tmp_path / "c.sqlite", toolchain)
+    provenance = Provenance(MEASURED, "simulated")
+    one = script.tuned(task, configs, Player(script, 0, truth), tmp_path / "c.sqlite", provenance)
     worse = replace(one.winner, config={**one.winner.config, "maxnreg": 128})
     joint = race(SimulatedGpu([500.0, 500.0, 510.0]), PROOF)
     found = script.report(task.keys[0], one, script.Tuned(worse, 1.0), joint)

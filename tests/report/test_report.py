@@ -44,7 +44,7 @@ from fa2tune.tuning.request import plan
 from fa2tune.tuning.request.watcher import WorkerFunctions
 from fa2tune.tuning.run import tuner
 from fa2tune.tuning.search.space import PRUNED
-from fa2tune.tuning.search.study import KeyStudy, TrialOutcome, study_name
+from fa2tune.tuning.search.study import SELECTED, KeyStudy, TrialOutcome, study_name
 
 ROOT = Path(__file__).parents[2]
 EVIL = "<script>alert(1)</script>\"'&</style>"
@@ -142,7 +142,7 @@ def file_study(path: Path, key: TuningKey, stamp: str = STAMP, rows: Sequence[Ro
     for outcome in outcomes(count):
         study.tell(outcome)
     study.disqualify(outcomes(count)[0].config, f"o: NaN {EVIL}")
-    study.keep("crowned", "18", rows)
+    study.keep(SELECTED, "18", rows)
     writer.close()
 
 
@@ -322,7 +322,7 @@ def test_reading_changes_no_file(run: Path) -> None:
     ids=lambda key: key.gpu,
 )  # fmt: skip
 def test_a_studys_name_says_its_key(key: TuningKey) -> None:
-    assert sources.key_of(study_name(key, STAMP)) == (key, STAMP)
+    assert sources.key_of_study(study_name(key, STAMP)) == (key, STAMP)
 
 
 def test_a_name_from_before_keys_named_the_mask_says_its_key() -> None:
@@ -330,14 +330,14 @@ def test_a_name_from_before_keys_named_the_mask_says_its_key() -> None:
         "gpu=NVIDIA Some Card sm_count=132 arch=90 kernel=fwd dtype=bf16 precision=ieee head_dim=128 head_dim_v=128 "
         f"causal=False bucket=4096 {STAMP}"
     )
-    assert sources.key_of(older) == (replace(KEY, gpu="NVIDIA Some Card", mask="full"), STAMP)
+    assert sources.key_of_study(older) == (replace(KEY, gpu="NVIDIA Some Card", mask="full"), STAMP)
 
 
 def test_other_names_say_none() -> None:
     name = "gpu=a sm_count=1 arch=90 kernel=fwd dtype=bf16 precision=ieee head_dim=64 head_dim_v=64 causal=True bucket=512 s"
-    assert sources.key_of(name) is not None
-    assert sources.key_of("no-name") is None
-    assert sources.key_of(name.replace("causal=True", "causal=maybe")) is None
+    assert sources.key_of_study(name) is not None
+    assert sources.key_of_study("no-name") is None
+    assert sources.key_of_study(name.replace("causal=True", "causal=maybe")) is None
 
 
 def test_without_options_the_users_cache_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,13 +488,13 @@ def test_intensity_and_share_of_the_peak() -> None:
 
 def test_every_rule_has_its_reason_and_stage() -> None:
     rule = "rows_per_warp_block_m"
-    assert facts.stage(rule) == facts.BY_ARITHMETIC and "16 rows" in facts.why(rule, "fwd")
-    assert facts.stage("spills") == facts.BY_LIMITS and facts.why("spills", "fwd")
-    assert facts.stage("timeout") == facts.BY_FAILURE and not facts.why("timeout", "fwd")
-    assert facts.stage(PRUNED) == facts.BY_ARITHMETIC and facts.why(PRUNED, "fwd")
+    assert facts.stage(rule) == facts.BY_ARITHMETIC and "16 rows" in facts.rule_in_words(rule, "fwd")
+    assert facts.stage("spills") == facts.BY_LIMITS and facts.rule_in_words("spills", "fwd")
+    assert facts.stage("timeout") == facts.BY_FAILURE and not facts.rule_in_words("timeout", "fwd")
+    assert facts.stage(PRUNED) == facts.BY_ARITHMETIC and facts.rule_in_words(PRUNED, "fwd")
     source = (ROOT / "fa2tune" / "compiling" / "limits.py").read_text()
     for reason in re.findall(r'Refusal\(\s*"(\w+)"', source):
-        assert facts.stage(reason) != facts.BY_FAILURE and facts.why(reason, "fwd"), reason
+        assert facts.stage(reason) != facts.BY_FAILURE and facts.rule_in_words(reason, "fwd"), reason
 
 
 def test_rules_of_one_name_keep_the_reason_of_their_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,9 @@ def test_rules_of_one_name_keep_the_reason_of_their_kernel(monkeypatch: pytest.M
     shown = contents.pruned_table(rows)
     [rules] = shown["stages"].values()
     assert {why: sum(cells) for _, why, cells in rules} == {"one reason": 5, "another": 2}
-    assert facts.why("rule", "bwd_fused") == "one reason / another", "a kernel without the rule: all that have it"
+    assert facts.rule_in_words("rule", "bwd_fused") == "one reason / another", (
+        "a kernel without the rule: all that have it"
+    )
 
 
 def test_every_row_that_ships_has_the_reasons_of_its_own_kernel() -> None:
@@ -617,7 +619,7 @@ def test_what_no_row_serves_is_the_default_config() -> None:
     found = served.served(facts.standings([row(config={**CONFIG, "HEADS_PER_WAVE": 1})]))
     lines = found["found"]["h200@132 bf16 causal 128"]
     assert [number for number, _ in lines[0]] == [0] * len(BUCKETS)  # the nearest length
-    assert [number for number, _ in lines[1]] == [served.DEFAULT] * len(BUCKETS)
+    assert [number for number, _ in lines[1]] == [served.NO_ROW_NUMBER] * len(BUCKETS)
     assert "h200@132 bf16 full 128" not in found["found"]
     costs = [found["costs"][cost] if cost >= 0 else "" for _, cost in lines[0]]
     assert any("next longer" in cost for cost in costs), costs

@@ -139,7 +139,7 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
         from dataclasses import replace
         from pathlib import Path
         import torch
-        from test_upkeep import GPU, HANDS, KEY, config, made
+        from test_upkeep import GPU, FUNCTIONS, KEY, config, made
         from fa2tune.compiling import fingerprint, registry
         from fa2tune.fleet import finding, repair
         from fa2tune.tuning.request import plan
@@ -162,9 +162,9 @@ def test_a_verify_that_repairs_may_be_killed_and_goes_on_from_there(tmp_path: Pa
 
         def run(path):
             rows = [row for row in reader.read(path) if finding.toolchain_here(GPU).stale(row)]
-            look = Verification(rows, reader.read(path), GPU, HANDS, 1)
+            look = Verification(rows, reader.read(path), GPU, FUNCTIONS, 1)
             look.found = repair.Refresher(path)
-            repair.repair(path, look.go(), look, lambda r: tuner.tune(r, Watcher(), HANDS), trials=2, workers=1)
+            repair.repair(path, look.go(), look, lambda r: tuner.tune(r, Watcher(), FUNCTIONS), trials=2, workers=1)
 
         def start(name):
             path = folder / name / "cache.sqlite"

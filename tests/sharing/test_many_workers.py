@@ -36,7 +36,7 @@ from fa2tune.rows import reader, record
 from fa2tune.rows.row import PREDICTED
 from fa2tune.sharing import leases, storage
 from fa2tune.sharing.leases import Leases, board
-from fa2tune.sharing.shared import TABLE, SharedStore
+from fa2tune.sharing.shared import ROWS, SharedStore
 from fa2tune.sharing.storage import Storage, StorageError, parsed
 from fa2tune.sharing.study_writer import StudyWriter, write
 from fa2tune.tuning.request import jobs
@@ -419,8 +419,8 @@ def test_who_waits_for_his_turn_sees_what_was_done(url: str) -> None:
         admin.exec_driver_sql("drop role if exists looker")
         admin.exec_driver_sql(f"create role looker login password '{PASSWORD}'")
         admin.exec_driver_sql(f"grant connect on database {name} to looker")
-        admin.exec_driver_sql(f"grant usage on schema {storage.SCHEMA} to looker")
-        admin.exec_driver_sql(f"grant select on all tables in schema {storage.SCHEMA} to looker")
+        admin.exec_driver_sql(f"grant usage on schema {storage.POSTGRES_SCHEMA} to looker")
+        admin.exec_driver_sql(f"grant select on all tables in schema {storage.POSTGRES_SCHEMA} to looker")
     held.engine.dispose()
     level = held.do(lambda connection: connection.exec_driver_sql("show transaction_isolation").scalar())
     assert level == "read committed"
@@ -547,11 +547,11 @@ def test_the_rows_of_the_database_are_exported_as_a_file(url: str, tmp_path: Pat
     assert result.exit_code == 0 and "3 rows" in result.output and PASSWORD not in result.output, result.output
     assert reader.read(tmp_path / "fleet.sqlite") == store.rows()
     assert {held.samples for held in store.rows() if held.key.bucket == 512} == {99}
-    newer = TABLE.update().values(version=99)
+    newer = ROWS.update().values(version=99)
     store.storage.execute(newer)
     result = CliRunner().invoke(main, ["cache", "export", "--storage", url, str(tmp_path / "new.sqlite")])
     assert result.exit_code == 1 and "upgrade fa2tune" in result.output and not (tmp_path / "new.sqlite").exists()
-    store.storage.execute(TABLE.update().values(version=2, record='{"gpu": 3}'))
+    store.storage.execute(ROWS.update().values(version=2, record='{"gpu": 3}'))
     with pytest.raises(StorageError, match=r"row .*bf16"):
         store.rows()
     with pytest.raises(ValueError, match="gain"):
@@ -570,7 +570,7 @@ def test_a_database_holds_slots_and_upgrades_what_an_earlier_release_wrote(url: 
         identity = json.dumps(
             [*({**each, "causal": bool(each["causal"])}[name] for name in (*fields, "variant", "obtained"))]
         )
-        store.storage.execute(TABLE.insert().values(identity=identity, version=2, record=json.dumps(each)))
+        store.storage.execute(ROWS.insert().values(identity=identity, version=2, record=json.dumps(each)))
     rows = reader.read(older)
     assert store.rows() == sorted(rows, key=record.identity)
     [old] = [each for each in rows if (each.filed_as, each.key.mask) == ("split portable", "causal")]

@@ -26,7 +26,7 @@ from postgres_server import server
 from fa2tune.compiling.registry import portable_of
 from fa2tune.sharing import leases, storage, trials
 from fa2tune.sharing.leases import Leases, board
-from fa2tune.sharing.shared import TABLE, SharedStore
+from fa2tune.sharing.shared import ROWS, SharedStore
 from fa2tune.sharing.storage import Storage, StorageError, parsed
 from fa2tune.sharing.study_writer import StudyWriter
 from fa2tune.spec.problem import Specialization
@@ -185,7 +185,7 @@ def test_a_compile_that_took_too_long_counts_in_the_second_run(held: Storage) ->
 def test_rows_of_a_later_fa2tune_are_not_read(held: Storage) -> None:
     store = SharedStore(held)
     store.storage.do(lambda connection: store.write(connection, [FULL]))
-    store.storage.execute(TABLE.update().values(version=99))
+    store.storage.execute(ROWS.update().values(version=99))
     with pytest.raises(StorageError, match="upgrade fa2tune"):
         store.rows()
 

@@ -74,7 +74,7 @@ def test_pairs_that_no_file_states_are_counted() -> None:
         uncounted = maskfile.MaskHooks(name, stated.left, stated.right, stated.visible, "full", stated.values)
         values = [min(max(3, least), most) for least, most in stated.values.values()]
         for lengths in itertools.product(LENGTHS, LENGTHS):
-            assert maskfile.counted(uncounted, lengths, values) == Mask(name, *values).pairs(*lengths)
+            assert maskfile.visible_pairs(uncounted, lengths, values) == Mask(name, *values).pairs(*lengths)
 
 
 def test_what_a_call_asks_for() -> None:

@@ -10,7 +10,7 @@ import click
 
 from fa2tune import gpus
 from fa2tune.cli import _output
-from fa2tune.cli._options import Command, head_dim_list, masks, told
+from fa2tune.cli._options import Command, head_dim_list, masks, shown_errors
 from fa2tune.rows import pruned, reader
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import OBTAINED, Row
@@ -72,7 +72,7 @@ def selector(rows: Sequence[Row], wanted: dict[str, Any]) -> Callable[[Row], boo
 
 
 def layers_of(path: Path | None) -> list[Layer]:
-    with told():
+    with shown_errors():
         return reader.layers() if path is None else [Layer("named", path, reader.read(path))]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import at_least_one, comma_separated, told
+from fa2tune.cli._options import at_least_one, comma_separated, shown_errors
 from fa2tune.cli.cache.common import KEY_TITLES, cells, console, gpu_asked, is_here
 from fa2tune.rows import reader
 from fa2tune.spec.problem import DTYPES
@@ -79,7 +79,7 @@ def coverage(
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before Transformers is imported
     target = gpu_asked(gpu)
-    with told():
+    with shown_errors():
         model = modelconfig.model(modelconfig.read(path), dtype)
         layers = reader.layers(named)
     seqlen = seqlen or []

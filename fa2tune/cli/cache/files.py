@@ -11,14 +11,14 @@ import click
 from click.core import ParameterSource
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import check_folder, told
+from fa2tune.cli._options import check_folder, shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import FILE, KEY_TITLES, cells, figure, filters, selector
 from fa2tune.rows import reader, record
 from fa2tune.rows.row import Row, precedence
 from fa2tune.text import count
 
-LISTED = 10  #: rows of each kind that ``diff`` lists without --all
+LISTED_ROWS = 10  #: rows of each kind that ``diff`` lists without --all
 KIND_OF_SUFFIX = {".sqlite": "sqlite", ".json": "json"}
 
 
@@ -51,7 +51,7 @@ def export(
         if click.get_current_context().get_parameter_source("storage") is not ParameterSource.ENVIRONMENT:
             raise click.UsageError("--cache and --storage: got both, one is allowed")
         storage = None
-    with told():
+    with shown_errors():
         source: Path | str = reader.user_path() if file is None else file
         if storage is not None:
             from fa2tune.sharing.shared import SharedStore
@@ -94,7 +94,7 @@ def merge(files: Sequence[Path], into: Path | None, dry_run: bool) -> None:
     """
     if into is not None:
         check_folder(into, "--cache")
-    with told():
+    with shown_errors():
         from fa2tune.rows import store
 
         path = reader.user_path() if into is None else into
@@ -190,13 +190,13 @@ def _config_change(one: Row, other: Row) -> str:
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--brief", is_flag=True, help="Print only the counts.")
-@click.option("--all", "everything", is_flag=True, help=f"List every row, not only {LISTED} of each kind.")
+@click.option("--all", "everything", is_flag=True, help=f"List every row, not only {LISTED_ROWS} of each kind.")
 @filters
 def diff(a: Path, b: Path, brief: bool, everything: bool, **wanted: Any) -> None:
     """Compare the rows of two cache files, A and B: the counts, then the rows. Exit code 1 if they differ."""
     if brief and everything:
         raise click.UsageError("--brief and --all: got both, one is allowed")
-    with told():
+    with shown_errors():
         held = [reader.read(path) for path in (a, b)]
     chosen = selector([row for rows in held for row in rows], wanted)
     ours, theirs = (record.by_slot(filter(chosen, rows)) for rows in held)
@@ -210,7 +210,7 @@ def diff(a: Path, b: Path, brief: bool, everything: bool, **wanted: Any) -> None
         f"{configs} of them in the config; {len(both) - len(changed)} the same"
     )
     if not brief:
-        most = None if everything else LISTED
+        most = None if everything else LISTED_ROWS
         parts: dict[tuple[str, str], list[tuple[str, ...]]] = {}
         for sign, rows in (("-", gone[:most]), ("+", new[:most])):
             for row in rows:

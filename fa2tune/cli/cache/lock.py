@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fa2tune.cli._options import check_folder, told
+from fa2tune.cli._options import check_folder, shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import FILE
 from fa2tune.rows import reader
@@ -19,7 +19,7 @@ SUFFIX, OLD_SUFFIX = ".lock.json", ".manifest.json"  #: of the name of a lock fi
 def _write(files: Sequence[Path], out: Path | None, suffix: str) -> None:
     if out is not None:
         check_folder(out, "--out")
-    with told():
+    with shown_errors():
         from fa2tune.compiling import measured_code
         from fa2tune.fleet import manifests
         from fa2tune.rows import store
@@ -74,7 +74,7 @@ def check(lock_file: Path) -> None:
     The last line is the hash of this machine, which a program gets as fa2tune.manifest().hash. Machines with equal hashes and
     equal GPUs make equal decisions.
     """
-    with told():
+    with shown_errors():
         from fa2tune.compiling import measured_code
         from fa2tune.fleet import manifests
 

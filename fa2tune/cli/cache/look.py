@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import told
+from fa2tune.cli._options import shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import EVIDENCE_INDENT, FILE, cells, describe_row, filters, layers_of, selector
 from fa2tune.rows import lookup, reader, record
@@ -20,7 +20,7 @@ from fa2tune.text import count
 @click.command(short_help="Print the path of the user's cache file.")
 def path() -> None:
     """Print the path of the user's cache file, whether or not it exists."""
-    with told():
+    with shown_errors():
         click.echo(reader.user_path())
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fa2tune.cli import _output, _tables
-from fa2tune.cli._options import CannotUseError, check_folder, head_dim, told
+from fa2tune.cli._options import CannotUseError, check_folder, head_dim, shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli._progress import StepsBar
 from fa2tune.cli.cache.common import FILE, gpu_asked
@@ -77,7 +77,7 @@ def precompile(
     target = gpu_asked(gpu)
     if out is not None:
         check_folder(out, "--out")
-    with told():
+    with shown_errors():
         if file is None:
             layers = reader.layers()
         else:
@@ -108,7 +108,7 @@ def precompile(
     kept = f"{out} keeps the binaries that were saved; the same command continues from here"
     _output.if_stopped(kept)
     run = _Run(out, lacking)
-    with told(f". {kept}"), _naming(out):
+    with shown_errors(f". {kept}"), _naming(out):
         precompile.check_host()
         with binaries.turn(out):
             pass  # fails now, not after the compiles, if the file cannot be written
@@ -117,7 +117,7 @@ def precompile(
         _tables.say(f"not compiled, so a call takes the next row: {variant.short_name}, {spec}: {plain(why)}")
     for kernel, number in sorted(run.outcome.kernels.items()):
         echo(f"  {kernel:20}{number:5}")
-    with told(), _naming(out):
+    with shown_errors(), _naming(out):
         held = binaries.File(out, believed=True)
     removed = f", {run.removed} outdated or damaged ones removed" if run.removed else ""
     _tables.say(

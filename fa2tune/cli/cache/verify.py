@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fa2tune.cli import _output, _tables
-from fa2tune.cli._options import told
+from fa2tune.cli._options import shown_errors
 from fa2tune.cli._output import echo
 from fa2tune.cli._progress import StepsBar
 from fa2tune.cli.cache.common import (
@@ -65,7 +65,7 @@ def verify(
     from fa2tune.fleet import repair as mending
     from fa2tune.tuning.request.watcher import Watcher
 
-    with told():
+    with shown_errors():
         path = reader.user_path() if file is None else file
         held = reader.read(path)
         present = finding.present_gpu()
@@ -91,7 +91,7 @@ def verify(
     if repair:
         look.found = mending.Refresher(path)
         _output.if_stopped("What was done is kept; --stale --repair continues from here")
-    with told(". What was done is kept; --stale --repair continues from here" if repair else ""):
+    with shown_errors(". What was done is kept; --stale --repair continues from here" if repair else ""):
         with steps:
             found = look.go()
         _tell(found, everything)

@@ -73,17 +73,17 @@ def tuning_jobs(plan: TuningPlan) -> list[TuningJob]:
     )
 
 
-def stamp(toolchain: Provenance) -> str:
+def stamp(provenance: Provenance) -> str:
     """What trials of one kernel and search space must have in common: how times are obtained, of which GPU, with which
     toolchain."""
-    made = f"{toolchain.obtained} triton={toolchain.stamp()['triton']}"
-    if toolchain.obtained == PREDICTED:
+    made = f"{provenance.obtained} triton={provenance.stamp()['triton']}"
+    if provenance.obtained == PREDICTED:
         return f"{made} model={_model_hash()}"
     # times, and rows kept with them, are of this GPU under this driver
-    return f"{made} on={toolchain.obtained_on.replace(' ', '_')} driver={toolchain.driver}"
+    return f"{made} on={provenance.obtained_on.replace(' ', '_')} driver={provenance.driver}"
 
 
-def campaign(plan: TuningPlan, toolchain: Provenance) -> str:
+def campaign(plan: TuningPlan, provenance: Provenance) -> str:
     """What workers must have in common to share jobs: comparable trials of the same kernels and search spaces for the same GPU,
     in the same studies. Several files of studies may share the file with the leases."""
     gpu, url = plan.target.gpu, plan.storage.url
@@ -95,7 +95,7 @@ def campaign(plan: TuningPlan, toolchain: Provenance) -> str:
     })  # fmt: skip
     sources = hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]
     studies = "" if url is None or plan.storage.shared else f" studies={Path(url.database or '').resolve()}"
-    return f"{gpu.name} {gpu.sm_count} SMs {stamp(toolchain)} sources={sources}{studies}"
+    return f"{gpu.name} {gpu.sm_count} SMs {stamp(provenance)} sources={sources}{studies}"
 
 
 def request_token(plan: TuningPlan) -> str:

@@ -23,7 +23,7 @@ from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BUCKETS, DTYPES, HEAD_DIM_STEP, KERNELS, MAX_HEAD_DIM, MIN_HEAD_DIM, Specialization
 from fa2tune.spec.variant import Variant
 
-KERNELS_OF_PASS = {"fwd": ("fwd",), "bwd": ("bwd_dkdv", "bwd_dq", "bwd_fused"), "both": KERNELS}
+KERNELS_OF_PASS = {"fwd": ("fwd",), "bwd": tuple(kernel for kernel in KERNELS if kernel != "fwd"), "both": KERNELS}
 
 SAMPLERS = ("guided", "tpe", "random", "grid", "gp", "cmaes")
 

@@ -146,7 +146,7 @@ class HeldJobs:
         theirs = [self.jobs[name] for name in self.leases.standing.settled & self.jobs.keys() - mine]
         if not theirs:
             return
-        request, gpu, made = self.plan.request, self.plan.target.gpu, self.log.toolchain.stamp()
+        request, gpu, made = self.plan.request, self.plan.target.gpu, self.log.provenance.stamp()
         self.log.report.take(
             row for row in self.log.store.rows()
             if any(job.covers(row.key) for job in theirs)

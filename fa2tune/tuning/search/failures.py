@@ -35,14 +35,15 @@ BLAMELESS = frozenset(("failed", "killed"))
 
 ONCE = "timeout_once"  #: filed for a compile that took too long in one run so far: tried again by the next
 
-TABLE = sa.Table(
+FAILURES = sa.Table(
     "failures",
     sa.MetaData(),
     *(
         sa.Column(name, sa.TEXT, primary_key=True)
         for name in ("triton", "arch", "kernel", "kernel_hash", "specialization", "stage", "gpu", "driver", "config")
     ),
-    *(sa.Column(name, sa.TEXT, nullable=False) for name in ("fate", "why", "created")),
+    sa.Column("fate", sa.TEXT, key="status", nullable=False),
+    *(sa.Column(name, sa.TEXT, nullable=False) for name in ("why", "created")),
     sqlite_with_rowid=False,
 )
 
@@ -75,7 +76,7 @@ class FailureRecord:
         self.storage = storage
         self.scope = scope
         self.insert = postgresql.insert if storage.shared else sqlite.insert
-        storage.create(TABLE)
+        storage.create(FAILURES)
 
     def of_kernel(self, variant: Variant, spec: Specialization, arch: int) -> KernelFailures:
         """The failures of one kernel and specialization on one architecture, in this record's scope."""
@@ -98,12 +99,12 @@ class KernelFailures:
         self._found: dict[tuple[str, str], Failure] = {}
         self._slow: set[str] = set()  #: configs filed as ONCE by earlier runs
         for stage in (COMPILE, LAUNCH):
-            query = sa.select(TABLE).where(*self._conditions(stage))
+            query = sa.select(FAILURES).where(*self._conditions(stage))
             for row in failure_record.storage.select(query):
-                if row.fate == ONCE:
+                if row.status == ONCE:
                     self._slow.add(row.config)
                 else:
-                    self._found[stage, row.config] = Failure(row.stage, row.fate, row.why, row.created)
+                    self._found[stage, row.config] = Failure(row.stage, row.status, row.why, row.created)
 
     def _key(self, stage: str) -> dict[str, str]:
         launched = stage == LAUNCH
@@ -112,7 +113,7 @@ class KernelFailures:
         return {**self._about, "stage": stage, **place}
 
     def _conditions(self, stage: str) -> list[sa.ColumnElement[bool]]:
-        return [TABLE.c[name] == value for name, value in self._key(stage).items()]
+        return [FAILURES.c[name] == value for name, value in self._key(stage).items()]
 
     def _config(self, stage: str, config: Config) -> str:
         """As it is filed: a compile depends on what the binary depends on."""
@@ -132,9 +133,9 @@ class KernelFailures:
         failure = Failure(stage, status, why, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
         self._found[stage, text] = failure
         filed = ONCE if (stage, status) == (COMPILE, "timeout") and text not in self._slow else status
-        what = {"fate": filed, "why": why, "created": failure.created}
-        statement = self._record.insert(TABLE).values(**self._key(stage), config=text, **what)
-        index = list(TABLE.primary_key.columns)
+        what = {"status": filed, "why": why, "created": failure.created}
+        statement = self._record.insert(FAILURES).values(**self._key(stage), config=text, **what)
+        index = list(FAILURES.primary_key.columns)
         self._record.storage.execute(statement.on_conflict_do_update(index_elements=index, set_=what))
 
     def forgotten(self, config: Config, status: str) -> bool:
@@ -148,7 +149,7 @@ class KernelFailures:
         self._found.clear()
         self._slow.clear()
         for stage in (COMPILE, LAUNCH):
-            statement = sa.delete(TABLE).where(*self._conditions(stage))
+            statement = sa.delete(FAILURES).where(*self._conditions(stage))
             self._record.storage.execute(statement)
         return count
 

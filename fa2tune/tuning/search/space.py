@@ -54,8 +54,8 @@ class Space:
     def refused(self, known: Collection[Point]) -> dict[str, int]:
         """Reason -> points never compiled: by arithmetic, by the model's estimate, or as they failed in an earlier run.
         ``known``: points whose end is counted elsewhere."""
-        hopeless = len(self.points - self.hopeful - set(known))
-        return {**self.legal.refused, **({PRUNED: hopeless} if hopeless else {}), **self.left_out(known)}
+        slow = len(self.points - self.hopeful - set(known))
+        return {**self.legal.refused, **({PRUNED: slow} if slow else {}), **self.left_out(known)}
 
     def left_out(self, known: Collection[Point]) -> dict[str, int]:
         """Points out of the search because they failed in an earlier run, but for those whose end is ``known``."""

@@ -28,6 +28,7 @@ from fa2tune.tuning.search.candidates import Point, UnseenSampler, point
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 NAME_AT_MOST = 500  #: characters; Optuna allows 512
+SELECTED = "crowned"  #: the stored name of the rows that a study's finalists gave
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fa2tune.tuning.search.compile_check import CompileResult
 from fa2tune.tuning.search.failures import FailureRecord
 from fa2tune.tuning.search.proposals import Search
 from fa2tune.tuning.search.space import Space
-from fa2tune.tuning.search.study import KeyStudy, TrialOutcome
+from fa2tune.tuning.search.study import SELECTED, KeyStudy, TrialOutcome
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class SearchTask:
 
     def kept(self) -> list[tuple[TuningKey, list[Row]]] | None:
         """The rows of every length, where an earlier run selected them from these very trials."""
-        found = [(key, study.kept("crowned", study.token)) for key, study in self.studies.items()]
+        found = [(key, study.kept(SELECTED, study.token)) for key, study in self.studies.items()]
         return None if any(rows is None for _, rows in found) else [(key, rows or []) for key, rows in found]
 
     def best_row(self, rows: Iterable[Row], key: TuningKey) -> Row | None:

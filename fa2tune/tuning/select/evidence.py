@@ -23,7 +23,7 @@ MEMORY_SHARE = 0.85  #: of the published bandwidth, for kernels that only stream
 
 
 def _base(
-    key: TuningKey, implementation: str, config: Config, toolchain: Provenance, time_us: float, strategy: str
+    key: TuningKey, implementation: str, config: Config, provenance: Provenance, time_us: float, strategy: str
 ) -> Row:
     workload = key.workload()
     if key.kernel == BACKWARD:
@@ -39,24 +39,24 @@ def _base(
     return Row(
         key=key, implementation=implementation, strategy=strategy, config=dict(config), time_us=time_us,
         tflops=workload.flops(key.kernel) / time_us * 1e-6, **{name: getattr(workload, name) for name in WORKLOAD}, **hashes,
-        **toolchain.stamp(),
+        **provenance.stamp(),
     )  # fmt: skip
 
 
-def predicted(key: TuningKey, implementation: str, config: Config, toolchain: Provenance, time_us: float,
+def predicted(key: TuningKey, implementation: str, config: Config, provenance: Provenance, time_us: float,
               default_us: float | None, strategy: str = "", **evidence: Any) -> Row:  # fmt: skip
     """A row without a measurement: times by the model, no interval. ``strategy``: of a whole backward."""
-    row = _base(key, implementation, config, toolchain, time_us, strategy)
+    row = _base(key, implementation, config, provenance, time_us, strategy)
     return replace(
         row, default_time_us=default_us, gain=None if default_us is None else default_us / time_us, **evidence
     )
 
 
-def measured(key: TuningKey, implementation: str, config: Config, toolchain: Provenance, times: Sequence[float],
+def measured(key: TuningKey, implementation: str, config: Config, provenance: Provenance, times: Sequence[float],
              default_times: Sequence[float] | None, strategy: str = "", **evidence: Any) -> Row:  # fmt: skip
     """A row from interleaved samples; ``default_times`` None where the default config cannot be launched. ``strategy``: of a
     whole backward."""
-    row = _base(key, implementation, config, toolchain, median(times), strategy)
+    row = _base(key, implementation, config, provenance, median(times), strategy)
     row = replace(
         row, time_low_us=quantile(times, 0.1), time_high_us=quantile(times, 0.9), samples=len(times), **evidence
     )

@@ -207,7 +207,7 @@ class Final:
             task = self.task(name)
             rows.append(
                 evidence.measured(
-                    self.key, name, outcome.config, self.log.toolchain, times[best], default_times, errors=errors[best],
+                    self.key, name, outcome.config, self.log.provenance, times[best], default_times, errors=errors[best],
                     tried=len(self.study(name).outcomes), pruned=task.pruned(self.key), **evidence.watched(*races),
                     **evidence.evidence_of(outcome),
                 )

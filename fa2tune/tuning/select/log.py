@@ -39,7 +39,7 @@ class Log:
     watcher: Watcher
     functions: WorkerFunctions
     store: RowSource
-    toolchain: Provenance
+    provenance: Provenance
     report: Report
     #: files those rows that are still this worker's to file, and says which these are
     file_ours: Callable[[Sequence[Row]], Sequence[Row]]

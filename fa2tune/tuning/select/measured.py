@@ -11,6 +11,7 @@ from fa2tune.measuring.worker import Crew
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.tuning.search.compile_check import CompileResult
+from fa2tune.tuning.search.study import SELECTED
 from fa2tune.tuning.search.task import SearchTask
 from fa2tune.tuning.select.final import Final
 from fa2tune.tuning.select.gpu_jobs import Steps
@@ -60,12 +61,12 @@ class Measured:
     def _select(self, tasks: Sequence[SearchTask], key: TuningKey, left: set[TuningKey]) -> Steps:
         """``left``: lengths whose rows are not selected yet."""
         token = " | ".join(task.studies[key].token for task in tasks)
-        rows = tasks[0].studies[key].kept("crowned", token)
+        rows = tasks[0].studies[key].kept(SELECTED, token)
         if rows is None:
             rows, sound = yield from Final(tasks, key, self.log).rows()
             if sound:
                 token = " | ".join(task.studies[key].token for task in tasks)
-                tasks[0].studies[key].keep("crowned", token, rows)
+                tasks[0].studies[key].keep(SELECTED, token, rows)
         self.log.put(key, rows, f"{tasks[0].title} {key.bucket}", NONE_RIGHT)
         left.discard(key)
         for task in tasks:

@@ -15,7 +15,7 @@ from fa2tune.tuning.request.provenance import PROOF
 from fa2tune.tuning.search.candidates import Point, point
 from fa2tune.tuning.search.compile_check import CompileResult
 from fa2tune.tuning.search.status import status_of
-from fa2tune.tuning.search.study import TrialOutcome, cover
+from fa2tune.tuning.search.study import SELECTED, TrialOutcome, cover
 from fa2tune.tuning.search.task import SearchTask
 from fa2tune.tuning.select import evidence, finalists
 from fa2tune.tuning.select.gpu_jobs import Steps
@@ -88,7 +88,7 @@ class Predicted:
                     assert outcome.time_us is not None
                     rows[key].append(
                         evidence.predicted(
-                            key, implementation, outcome.config, self.log.toolchain, outcome.time_us,
+                            key, implementation, outcome.config, self.log.provenance, outcome.time_us,
                             default.time_us if default else None, errors=errors, **evidence.evidence_of(outcome),
                             **({} if task.proven is None else {"proof": PROOF[SIBLING]}),
                         )
@@ -97,7 +97,7 @@ class Predicted:
         for key, found in rows.items():
             study = task.studies[key]
             found = [replace(row, tried=len(study.outcomes), pruned=task.pruned(key)) for row in found]
-            study.keep("crowned", study.token, found)
+            study.keep(SELECTED, study.token, found)
             self.log.put(key, found, f"{task.title} {key.bucket}", NONE_RIGHT)
 
     def _proved(self, task: SearchTask, config: Config) -> Generator[Job, Job, Any]:
@@ -134,7 +134,7 @@ class Predicted:
                 time_us += evidence.streaming_us(key.workload(), strategy, gpu)
                 errors = evidence.worst_errors([row.errors for name in kernels if (row := best[name])])
                 made = evidence.predicted(
-                    what, PORTABLE, {}, self.log.toolchain, time_us, default_us, strategy, errors=errors
+                    what, PORTABLE, {}, self.log.provenance, time_us, default_us, strategy, errors=errors
                 )
                 rows.append(made)
             self.log.put(what, rows, f"{BACKWARD} {members[0].short} {key.bucket}", NONE_RIGHT)

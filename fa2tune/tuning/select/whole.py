@@ -124,7 +124,7 @@ class WholeBackward:
         rows = [
             evidence.measured(
                 key, each.implementation, {kernel: implementation_of(config) for kernel, config in each.configs.items()},
-                self.log.toolchain, samples, race.times[0], each.strategy, errors=each.errors,
+                self.log.provenance, samples, race.times[0], each.strategy, errors=each.errors,
                 **evidence.watched(race),
             )
             for each, samples in zip(able, race.times[1:], strict=True)
