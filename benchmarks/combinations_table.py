@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 import marked
 
-from fa2tune.compiling import registry
 from fa2tune.spec import combinations as table
 
 
@@ -21,14 +20,11 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def calls() -> Iterator[str]:
-    packed = "yes" if registry.PACKED_ON_HOPPER else "dense calls"
-    kernels = ("yes", "yes" if registry.PACKED_ON_HOPPER else "no", packed, packed, packed.replace("dense calls", "no"))
-    last = "yes" if registry.PACKED_ON_HOPPER else "without padding or packing"
     yield from _rows(
         ("", *table.CALLS),
         [
             *((feature, *cells) for feature, cells in table.TAKEN.items()),
-            ("warp-specialised kernels", *kernels, last),
+            ("warp-specialised kernels", *["yes"] * len(table.CALLS)),
             ("rows tuned for it", "yes", "no", "dense calls", "dense calls", "no", "without padding or packing"),
         ],
     )

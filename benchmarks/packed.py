@@ -5,8 +5,9 @@
 Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
 the dense call as it is served. A Hopper forward is also timed with fewer tiles of equal sequences in turns
 (search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie in no order.
-FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. CUDA events around
-single calls, interleaved, L2 flushed each time; medians of 25. TFLOP/s count visible pairs. Needs a GPU.
+FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. Timed as
+benchmarks/side_by_side.py has it, on a stream of its own, so that a backward runs where it is captured. TFLOP/s count visible
+pairs. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import side_by_side
 import torch
 
 import fa2tune
@@ -31,9 +33,6 @@ from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
-
-REPEATS = 25
-FLUSHED_WORDS = 64 << 20  #: int32 words, several times the L2
 
 
 class Packing(NamedTuple):
@@ -70,22 +69,10 @@ PACKINGS: Mapping[str, Packing] = {
 
 
 def microseconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Medians, interleaved."""
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    flush = torch.empty(FLUSHED_WORDS, dtype=torch.int32, device="cuda")
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(REPEATS):
-        for name, call in calls.items():
-            flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            samples[name].append(1e3 * start.elapsed_time(end))
-    return {name: round(statistics.median(times), 1) for name, times in samples.items()}
+    """Medians over rounds of CUDA graphs, in turns."""
+    stream = torch.cuda.current_stream()
+    samples = side_by_side.raced({name: side_by_side.graphed(call, stream) for name, call in calls.items()})
+    return {name: round(1e3 * statistics.median(times), 1) for name, times in samples.items()}
 
 
 def _fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, longest: int) -> Callable[[], Any]:
@@ -122,7 +109,7 @@ def measured(packing: Packing) -> dict[str, Any]:
     views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
     ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
     served = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
-    portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), specialized=False).config
+    portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), False).config
     plan = passes.ForwardPlan(ragged, *views, scale, portable)
     others = {count: in_turns(count, ragged, views, scale, served) for count in (32, 64)} if specialized(served) else {}
     calls: dict[str, Callable[[], Any]] = {
@@ -147,16 +134,15 @@ def record(packings: Mapping[str, Any], measure: Callable[[Any], dict[str, Any]]
     """Measure each packing on a warm GPU and print it; ``out``: every figure, as JSON."""
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    for _ in range(50):  # a cool GPU clocks higher
-        matrix @ matrix
+    side_by_side.warm()
     here = choosing.toolchain()
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "driver": here.driver, "torch": torch.__version__, "triton": here.triton,
         "date": time.strftime("%Y-%m-%d"), "packings": {},
     }  # fmt: skip
     for name, packing in packings.items():
-        facts["packings"][name] = found = measure(packing)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            facts["packings"][name] = found = measure(packing)
         click.echo(f"{name}: {found['served']}, TFLOP/s {found['tflops']}, us {found['us']}")
     if out is not None:
         out.write_text(json.dumps(facts, indent=1) + "\n")

@@ -3,36 +3,22 @@
     python benchmarks/packed_backward.py [--heads 16] [--out benchmarks/calls/packed_backward.json]
 
 Causal, bf16, public calls as they are served. A deterministic call is served by the portable kernels. FlashAttention-4 takes
-part where flash_attn.cute can be imported. As benchmarks/packed.py: medians of 25 interleaved calls, L2 flushed before each;
-TFLOP/s count visible pairs. Needs a GPU.
+part where flash_attn.cute can be imported. Packings and times are those of benchmarks/packed.py. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from packed import microseconds, record
+from packed import PACKINGS, Packing, microseconds, record
 
 import fa2tune
 from fa2tune.search_spaces.sm90 import bwd_fused
-
-#: (lengths, heads, head dim)
-PACKINGS: Mapping[str, tuple[tuple[int, ...], int, int]] = {
-    "32 of 512": ((512,) * 32, 16, 128),
-    "16 of 1024": ((1024,) * 16, 16, 128),
-    "8 of 2048": ((2048,) * 8, 16, 128),
-    "4 of 4096": ((4096,) * 4, 16, 128),
-    "2 of 8192": ((8192,) * 2, 16, 128),
-    "8, the longest 8192": ((8192, 100, 4000, 1, 0, 700, 2000, 1391), 16, 128),
-    "300 of 1 to 109": (tuple(1 + 53 * n % 109 for n in range(300)), 16, 128),
-    "16 of 1024, 32 heads of 64": ((1024,) * 16, 32, 64),
-    "4 of 4096, 32 heads of 64": ((4096,) * 4, 32, 64),
-}
 
 
 def _peer() -> Callable[..., Any] | None:
@@ -42,10 +28,12 @@ def _peer() -> Callable[..., Any] | None:
         return None
 
 
-def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
+def measured(packing: Packing) -> dict[str, Any]:
     """Times of one packing, TFLOP/s, and the kernels that served the packed call."""
+    lengths, dim = packing.lengths, packing.dim
     tensors = [
-        torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (packing.heads_q, packing.heads_kv, packing.heads_kv)
     ]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     do, longest = torch.randn_like(tensors[0]), max(lengths)
@@ -68,7 +56,7 @@ def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
         o = peer(*tensors, **sides, causal=True)
         calls["FlashAttention-4"] = backward(o[0] if isinstance(o, tuple) else o, tensors, do)
     times = microseconds(calls)
-    flops = 10 * dim * heads * sum(length * (length + 1) / 2 for length in lengths)
+    flops = 10 * dim * packing.heads_q * sum(length * (length + 1) / 2 for length in lengths)
     explained = fa2tune.explain(
         *tensors, cu_seqlens_q=offsets, max_seqlen_q=longest, causal=True, backward=True
     ).as_dict()
@@ -82,7 +70,7 @@ def measured(lengths: tuple[int, ...], heads: int, dim: int) -> dict[str, Any]:
 def main(out: Path | None, heads: str | None) -> None:
     if heads is not None:
         bwd_fused.PACKED["HEADS_PER_WAVE"] = int(heads)
-    record(PACKINGS, lambda packing: measured(*packing), out)
+    record(PACKINGS, measured, out)
 
 
 if __name__ == "__main__":

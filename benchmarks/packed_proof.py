@@ -2,25 +2,22 @@
 
     python benchmarks/packed_proof.py [--only REGEX] [--jobs 4] [--seconds 40]
     python benchmarks/packed_proof.py --compile [--rows]
-    python benchmarks/packed_proof.py --switch pytest -q tests/gpu/test_varlen.py
-    python benchmarks/packed_proof.py --switch benchmarks/packed.py --out benchmarks/calls/packed.json
 
 Every case prints PASS, WRONG, STRAY, FAULT, HANG or ERROR, and the next one runs whatever became of it. The first case, the
-smallest with grouped heads, runs alone. A case calls kernels by explicit config, whatever PACKED_ON_HOPPER says, once for each
+smallest with grouped heads, runs alone. A case calls kernels by explicit config, once for each
 way in which its tensors can lie (benchmarks/guarded_memory.py). Results are held against float64 by the error rule of
 fa2tune/measuring/verify.py, large ones against the portable kernels. A case that faults runs again with
 CUDA_LAUNCH_BLOCKING=1, which names the kernel.
 
 Binaries are compiled before, by as many processes as there are cores, and the operands of each are checked
 (fa2tune/compiling/operandcheck.py). --compile does only that, without a GPU; --rows for what shipped rows serve packed calls
-by. --switch runs tests or a script with PACKED_ON_HOPPER set.
+by.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -249,7 +246,7 @@ class Call:
         o, lse, *block = self._placed(memory, ("o", "lse"), plan.fresh)
         plan.chain((*tensors, o, lse, *starts, *block))
         _synchronize(self.device)
-        return {"o": o, "lse": lse}
+        return {"o": passes.in_one_batch(o), "lse": lse}
 
     def _backward(self, given: Any, starts: Any, memory: Memory) -> dict[str, torch.Tensor]:
         dtype = DTYPE_OF_NAME[self.case.dtype]
@@ -339,7 +336,7 @@ def compiled(asked: Binary) -> str:
 
 def of_rows() -> Iterator[Binary]:
     """Those of packed calls that shipped rows would serve."""
-    gpu, registry.PACKED_ON_HOPPER = gpus.named("h200"), True
+    gpu = gpus.named("h200")
     served = {"causal": ("causal", "window", "left", "chunked"), "full": ("full", "window")}
     for row in (row for name in ROWS for row in reader.read(CACHE / name)):
         if row.key.kernel not in ("fwd", "bwd_fused") or row.implementation != WARP_SPECIALIZED:
@@ -364,28 +361,13 @@ def compile_all(found: Iterable[Binary]) -> None:
     click.echo(f"{len(asked)} binaries in {time.monotonic() - began:.0f} s")
 
 
-def switched(asked: Sequence[str]) -> None:
-    """Tests ("pytest", ...) or a script, with packed calls on Hopper kernels."""
-    if any(word.startswith("-n") for word in asked):
-        raise click.BadParameter("--switch holds in this process alone: no -n")
-    registry.PACKED_ON_HOPPER = True
-    if asked[0] == "pytest":
-        import pytest
-
-        sys.exit(pytest.main(list(asked[1:])))
-    sys.argv = list(asked)
-    runpy.run_path(asked[0], run_name="__main__")
-
-
-@click.command(help=(__doc__ or "").splitlines()[0], context_settings={"allow_interspersed_args": False})
+@click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--only", default="", help="Regular expression: cases whose name it is found in.")
 @click.option("--jobs", default=4, show_default=True, help="Cases at once, behind the first.")
 @click.option("--seconds", default=60.0, show_default=True, help="For one case.")
 @click.option("--compile", "compiles", is_flag=True, help="Compile and check the binaries only.")
 @click.option("--rows", is_flag=True, help="The same of what shipped rows serve packed calls by.")
 @click.option("--child", "name", help="Run one case in this process.")
-@click.option("--switch", is_flag=True, help="Run ASKED with PACKED_ON_HOPPER set.")
-@click.argument("asked", nargs=-1, type=click.UNPROCESSED)
 def main(
     only: str,
     jobs: int,
@@ -393,11 +375,7 @@ def main(
     compiles: bool,
     rows: bool,
     name: str | None,
-    switch: bool,
-    asked: tuple[str, ...],
 ) -> None:
-    if switch:
-        return switched(asked)
     if name is not None:
         return click.echo(child(next(case for case in CASES if case.name == name)))
     cases = [case for case in CASES if re.search(only, case.name)]

@@ -171,7 +171,7 @@ def estimate(sample: int, seed: int, workers: int | None, only: int | None = Non
         number = sum(map(len, groups.values()))
         yield f"sm_{arch} {'all':18} {number:5} binaries{f'{total / 1e6:9.2f} MB, by {len(made)} of them' if sample else ''}"
     if sample:
-        yield f"both files: {whole / 1e6:.1f} MB"
+        yield f"all files: {whole / 1e6:.1f} MB"
 
 
 @contextmanager

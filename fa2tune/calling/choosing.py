@@ -15,7 +15,7 @@ from functools import cache, partial
 from fa2tune.calling import ordered, schedule
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
-from fa2tune.compiling import limits, measured_code, registry
+from fa2tune.compiling import limits, measured_code
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting
@@ -274,8 +274,6 @@ def choose(
 def choose_in_order(chooser: Chooser) -> Choice | None:
     """The choice of the fused kernel for a deterministic backward, with dQ summed in a fixed order; None: the split kernels
     serve."""
-    if not registry.FUSED_IN_ORDER:
-        return None
     strategy, kinds = chooser.strategy(False)
     if strategy != FUSED:
         return None

@@ -19,7 +19,7 @@ from fa2tune.spec.maskfile import ROW_MASKS, hooks_of
 from fa2tune.spec.problem import KERNELS, Config, Specialization
 from fa2tune.spec.score import NONE
 from fa2tune.spec.standins import is_module
-from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, WARP_SPECIALIZED, Variant, implementation_of
+from fa2tune.spec.variant import DESCRIPTOR, HOOKS, PORTABLE_FOLDER, Variant, implementation_of
 
 log = logging.getLogger("fa2tune")
 
@@ -277,14 +277,6 @@ def refused_score(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
-#: Whether packed calls may take the warp-specialised kernels, which have a form for them. Off: their descriptors, as they are
-#: now, have not been run on a GPU together with what else changed since (docs/experiments/varlen.md).
-PACKED_ON_HOPPER = False
-
-
-#: Whether deterministic calls may take a fused kernel in its form of a fixed order. Off: it has not been run on a GPU
-#: (docs/experiments/mma-sync.md).
-FUSED_IN_ORDER = False
 #: Fused kernel -> the one that computes the same, from configs of the same dimensions, with dQ summed in a fixed order.
 IN_ORDER = {"sm80/bwd_fused": "sm80/bwd_ordered"}
 
@@ -301,10 +293,6 @@ def refused_extent(variant: Variant, spec: Specialization, config: Config) -> st
         return None
     if "RAGGED" not in variant.constexpr_names:
         return f"{variant.short_name} computes sequences of one length, and the call has packed ones"
-    if not PACKED_ON_HOPPER and WARP_SPECIALIZED in variant.implementations:
-        return (
-            f"{variant.short_name} for packed sequences is switched off until it is proved on a GPU (PACKED_ON_HOPPER)"
-        )
     if implementation_of(config) == DESCRIPTOR:
         return "a descriptor reads past the end of a packed sequence, into the next one"
     return None

@@ -40,7 +40,9 @@ def sees(rows, offset, seqlen_k, window):
 
 @gluon.jit
 def blocks_below(rows_end, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
-    return gl.cdiv(gl.maximum(gl.minimum(rows_end, seqlen_k), 1), BLOCK_N)
+    # With maximum(minimum(rows_end, seqlen_k), 1) LLVM knows the result to be 1 or more: rows_end is a multiple of 128, so that
+    # cdiv cannot overflow. q_again of kernels/lib/hopper_forward.py is then for nothing.
+    return gl.cdiv(gl.minimum(rows_end, gl.maximum(seqlen_k, 1)), BLOCK_N)
 
 
 @gluon.jit

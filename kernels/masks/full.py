@@ -38,7 +38,8 @@ def sees(rows, offset, seqlen_k, window):
 
 @gluon.jit
 def blocks_below(rows_end, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
-    """Key blocks, counted from the first key, up to the last that the rows below rows_end see; at least one."""
+    """Key blocks, counted from the first key, up to the last that the rows below rows_end (1 or more) see; at least one. Of a
+    mask that is bounded on the right alone the compiler must not know that it is (``q_again`` of lib/hopper_forward.py)."""
     return gl.cdiv(seqlen_k, BLOCK_N)
 
 

@@ -32,7 +32,7 @@ class Plan:
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         q, k, v = tensors[:3]
         backward = len(tensors) > 7  # o, do, lse, then the results
-        found = tensors[6:9] if backward else tensors[3:5]
+        found = tensors[6:9] if backward else (passes.in_one_batch(tensors[3]), tensors[4])
         for tensor in found:
             tensor.fill_(0)
         if not backward:
@@ -61,7 +61,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(guarded, "PAGE", 1 << 12)
 
         def forward(problem: Any, q: torch.Tensor, *_: Any) -> Plan:
-            return Plan([q, torch.empty(q.shape[:3])], problem.mask, harm)
+            return Plan([passes.without_batch(q), torch.empty(q.shape[:3])], problem.mask, harm)
 
         def backward(problem: Any, do: Any, dlse: Any, q: Any, k: Any, v: Any, *_: Any) -> Plan:
             return Plan([q, k, v], problem.mask, harm)

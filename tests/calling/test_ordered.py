@@ -36,18 +36,6 @@ def chosen(problem: Problem, gpu: Any = A100) -> tuple[str, Mapping[str, Choice]
     return choosing.choose_backward(choosing.Chooser(problem, gpu, node=NODE), True)
 
 
-@pytest.fixture
-def proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it will be once the kernel has run on a GPU."""
-    monkeypatch.setattr(registry, "FUSED_IN_ORDER", True)
-
-
-def test_deterministic_calls_are_split_until_then() -> None:
-    strategy, choices = chosen(posed())
-    assert strategy == SPLIT and set(choices) == {"bwd_dq", "bwd_dkdv"}
-
-
-@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
 def test_the_fused_kernel_s_row_serves_them(dim: int, mask: Mask) -> None:
@@ -63,7 +51,6 @@ def test_the_fused_kernel_s_row_serves_them(dim: int, mask: Mask) -> None:
         assert ORDERED.space.broken(found.config, problem.specialization, 80) is None
 
 
-@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize(
     ("problem", "gpu"),
     [
@@ -117,7 +104,6 @@ def test_tiles_of_few_keys_are_bound_by_memory() -> None:
     assert speeds[512] > 0.9 and speeds[8192] < ordered.LEAST_SPEED
 
 
-@pytest.mark.usefixtures("proved")
 def test_a_split_group_has_programs_for_each_part() -> None:
     problem = posed(8192, heads=(16, 1))
     _, choices = chosen(problem)
@@ -126,7 +112,6 @@ def test_a_split_group_has_programs_for_each_part() -> None:
     assert parts == ordered.group_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
 
 
-@pytest.mark.usefixtures("proved")
 def test_explain_tells_it() -> None:
     found = serving.explain_problem(posed(), A100, (BACKWARD,), deterministic=True, present=False)
     whole, fused = found.kernels
@@ -136,7 +121,6 @@ def test_explain_tells_it() -> None:
     assert [*fused.binaries][-1] == "sm80/bwd_ordered_finish" and "sm80/bwd_ordered" in fused.binaries
 
 
-@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize("error", [CompileError("no registers"), NoTritonError(ImportError("none")), OSError("full")])
 def test_what_does_not_load_gives_way_to_the_split_kernels(error: Exception) -> None:
     def make(strategy: str, choices: Mapping[str, Choice]) -> tuple[str, list[str]]:
@@ -148,7 +132,6 @@ def test_what_does_not_load_gives_way_to_the_split_kernels(error: Exception) -> 
     assert dispatch._backward_plan(chooser, True, make) == (SPLIT, ["bwd_dkdv", "bwd_dq"])
 
 
-@pytest.mark.usefixtures("proved")
 def test_other_errors_stay() -> None:
     def make(strategy: str, choices: Mapping[str, Choice]) -> None:
         raise CaptureMiss("sm80/bwd_ordered")

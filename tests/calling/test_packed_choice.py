@@ -28,13 +28,6 @@ def posed(dim: int, mask: Mask = CAUSAL, dtype: str = "bf16", longest: int = 0, 
     return Problem(dtype, 1, 16, 4, 16384, 16384, dim, dim, mask, extent=extent, **more)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it will be once the kernel has run on a GPU."""
-    monkeypatch.setattr(registry, "PACKED_ON_HOPPER", True)
-
-
-@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize("dim", [40, 64, 80, 128])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(256, 0)], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -49,7 +42,6 @@ def test_the_fused_hopper_backward_serves(dim: int, mask: Mask, dtype: str) -> N
         assert limits.before_compile(variant, problem.specialization, choice.config, H200) is None
 
 
-@pytest.mark.usefixtures("proved")
 def test_the_length_chooses_the_row() -> None:
     for sequences, longest, parts, bucket in (
         (16, 0, 1, 1024),
@@ -62,7 +54,6 @@ def test_the_length_chooses_the_row() -> None:
         assert choice.answer is not None and choice.answer.row.key.bucket == bucket
 
 
-@pytest.mark.usefixtures("proved")
 @pytest.mark.parametrize(
     ("problem", "deterministic"),
     [
@@ -83,7 +74,6 @@ def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bo
         assert implementation_of(config) != WARP_SPECIALIZED
 
 
-@pytest.mark.usefixtures("proved")
 def test_forms_that_packed_sequences_cannot_have_are_refused() -> None:
     variant, spec = registry.variant_named("sm90/bwd_fused"), posed(128).specialization
     good = variant.space.default(spec, 90)
@@ -110,12 +100,3 @@ def test_a_descriptor_ends_where_a_sequence_ends() -> None:
                 assert address % (1 << 64) == 2 * ((first + row) * strides[2] + 3 * strides[1])
     dense = Problem("bf16", 2, heads, heads, rows, rows, dim, dim, CAUSAL)
     assert _addressed("q", dense, strides, {}) == ([2, heads, rows, dim], [*strides, 1])
-
-
-def test_what_is_not_proved_is_not_served() -> None:
-    for longest in (0, 1024, 8192):
-        strategy, kinds = choosing.strategy_of(posed(128, longest=longest), H200, False, node=NODE)
-        assert strategy == SPLIT or not kinds["bwd_fused"]
-        for kernel in kinds:
-            config = choosing.choose(posed(128), kernel, H200, kinds[kernel], node=NODE).config
-            assert implementation_of(config) != WARP_SPECIALIZED

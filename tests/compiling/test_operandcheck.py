@@ -6,6 +6,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry
+from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Specialization
 from fa2tune.tuning.search import compile_check
@@ -122,6 +123,25 @@ def test_the_forward_that_showed_it(dtype: str, causal: bool, rescale: str, rows
     assert limits.before_compile(variant, spec, config, h200) is None
     binary = compiler.build(variant, spec, config, 90)
     assert operandcheck.check(binary) == ()
+
+
+#: Masks that rows of another serve, so that no search compiles them, where a tile's blocks are counted from the first key.
+SERVED = [name for name in maskfile.names() if name not in maskfile.ROW_MASKS and not maskfile.mask_named(name).left]
+
+
+@pytest.mark.parametrize("mask", SERVED)
+def test_masks_that_rows_of_another_serve(mask: str) -> None:
+    """Two Q tiles of 128 rows in shared memory, as a row of head dim 64 names them: where the blocks of a tile are known to be
+    1 or more, the address of one loop reaches another."""
+    variant = registry.variant_named("sm90/fwd")
+    spec = Specialization("bf16", 64, 64, mask)
+    config = {
+        **variant.space.default(spec, 90),
+        "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 3, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True, "RESCALE": "lazy",
+        "Q_IN_REGISTERS": False, "O_THROUGH": "own", "maxnreg": 0,
+    }  # fmt: skip
+    assert limits.before_compile(variant, spec, config, gpus.named("h200")) is None
+    assert operandcheck.check(compiler.build(variant, spec, config, 90)) == ()
 
 
 def test_the_packed_forward_that_showed_it() -> None:

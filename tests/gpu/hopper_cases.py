@@ -7,6 +7,7 @@ python tests/gpu/hopper_cases.py small [kernel ...]                what benchmar
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import sys
 import time
@@ -242,10 +243,16 @@ def draw(dice: random.Random, variants: Sequence[Variant], count: int) -> list[F
     return compilable(found)
 
 
+def compilers() -> ProcessPoolExecutor:
+    """Processes that compile: of all test processes together as many as there are cores."""
+    cores, testing = len(os.sched_getaffinity(0)), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return ProcessPoolExecutor(max(1, cores // testing), multiprocessing.get_context("spawn"))
+
+
 def compilable(cases: Sequence[Fixed]) -> list[Fixed]:
     """Those that compile, on all cores, into Triton's cache."""
     arch = dispatch.gpu_of(0).arch
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with compilers() as pool:
         jobs = [
             (fixed, pool.submit(_compile, one.name, fixed[2].specialization, config, arch))
             for fixed in cases for one, config in binaries_of(*fixed)

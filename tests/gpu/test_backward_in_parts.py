@@ -3,9 +3,7 @@ in what was not written. All binaries are compiled first, on all cores."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from hopper_cases import (
     as_they_are,
     binaries_of,
     check,
+    compilers,
     config_for,
     refusal,
     run,
@@ -112,7 +111,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         for variant, config in binaries_of(case.variant, case.config(asked), asked, portable=False):
             one = variant.name, asked.specialization, compiler.binary_config(variant, config), arch
             jobs += [] if one in jobs else [one]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with compilers() as pool:
         done = [pool.submit(_compile, *job) for job in jobs]
         assert [why for one in done if (why := one.result())] == []
 

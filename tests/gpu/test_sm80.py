@@ -242,9 +242,8 @@ def test_in_order_calls_have_equal_bits(dim: int, mask: Mask) -> None:
             same(problem, in_order(problem, buffers))
 
 
-def test_in_order_through_the_public_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_order_through_the_public_call() -> None:
     """On a GPU whose rows name the fused kernel."""
-    monkeypatch.setattr(registry, "FUSED_IN_ORDER", True)
     problem, gpu = posed(1024, 1024, dims=(128, 128), mask=CAUSAL, heads=(16, 16)), dispatch.gpu_of(0)
     chooser = choosing.Chooser(problem, gpu)
     strategy, choices = choosing.choose_backward(chooser, True)

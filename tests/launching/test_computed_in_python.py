@@ -160,6 +160,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PythonGpu:
 
 ONE_GROUP = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80,
              "Q_IN_REGISTERS": True}  # fmt: skip
+TWO_Q_TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True, "RESCALE": "lazy",
+               "Q_IN_REGISTERS": False}  # fmt: skip
+TOP_LEFT = Mask("causal_top_left")
 PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
 FORWARDS = [
     (Call(((200, 200),), (2, 1), (128, 128), FULL, batch=2), {}),
@@ -167,6 +170,8 @@ FORWARDS = [
     (Call(((260, 140),), (2, 2), (64, 64), CAUSAL), {}),
     (Call(((200, 200),), (2, 1), (64, 64), band(60, 10)), ONE_GROUP),
     (Call(((190, 250),), (1, 1), (128, 128), Mask("chunked", 64)), {}),
+    (Call(((260, 140),), (2, 1), (64, 64), TOP_LEFT), TWO_Q_TILES),
+    (Call(((140, 260),), (2, 1), (64, 64), TOP_LEFT), TWO_Q_TILES),
     (Call(((130, 130),), (2, 1), (96, 96), CAUSAL), {}),
     (Call(((130, 200),), (1, 1), (192, 128), FULL), {}),
     (Call(((150, 150),), (1, 1), (256, 256), CAUSAL), {}),
@@ -181,7 +186,7 @@ def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("dim", "mask", "settings"),
     [(128, CAUSAL, {}), (64, FULL, {}), (64, band(40, 0), ONE_GROUP), (128, band(-1, 20), {"Q_STAGES": 2}), (80, CAUSAL, {}),
-     (128, Mask("chunked", 64), {})],
+     (128, Mask("chunked", 64), {}), (64, TOP_LEFT, TWO_Q_TILES)],
     ids=str,
 )  # fmt: skip
 def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str, Any]) -> None:
