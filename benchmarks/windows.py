@@ -9,14 +9,13 @@ warp-specialised one that. ``ratio``: (time of the window / time of the causal m
 visits / tiles that the causal mask visits): 1 where a window costs exactly its share. Calls are interleaved on a warm GPU, back
 to back, nothing flushed; the median of the rounds counts. Needs a GPU.
 
-<<<<<<< HEAD
     python benchmarks/windows.py --race [--shape 1x64/8x16384x64:128 ...] [--seconds 0.05] [--out FILE]
 
 races the forms of the Hopper forward that a window may take instead (rows and keys of a tile, Q_STAGES, programs that share a
 multiprocessor): of each form the config of a shipped row where there is one, else one legal config. Microseconds beside what
 ``fa2tune/calling/window_schedule.py`` predicts of rows; ``*`` is what serves. A result that
 differs from the first one's by more than bf16 allows is an error.
-=======
+
 The fit takes a tile's time for a + b * keys that it visits (queries, where a tile owns keys), from its time under the causal
 mask and under the window: a / b are the keys whose products take as long as what does not depend on how many there are.
 """

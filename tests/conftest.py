@@ -284,6 +284,15 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 
 
 @pytest.fixture
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python processes that a test starts need not import torch and its like again."""
+    import quick_start
+
+    if sys.platform == "linux":
+        monkeypatch.setattr(subprocess, "Popen", quick_start.Popen)
+
+
+@pytest.fixture
 def portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuner knows one variant of each kernel, the portable one, whatever others the house has."""
     from fa2tune.compiling import registry

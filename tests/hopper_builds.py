@@ -3,6 +3,7 @@ most of what the suite takes."""
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from fa2tune.compiling.compiler import Binary
 from fa2tune.spec.problem import Specialization
 
 TESTED = triton.__version__.startswith("3.6.")  #: whether the compiler is that of constraints.txt
+WORKERS = len(os.sched_getaffinity(0))
 #: Variant's name, specialization, settings of a config.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
 
@@ -52,27 +54,29 @@ def _build(asked: Asked, folder: str) -> Built:
     return Built(binary, said.getvalue(), Path(binary.cubin_path).with_suffix(".ttgir").read_text(), listing)
 
 
+@functools.cache
+def _pool() -> ProcessPoolExecutor:
+    """One for all builders: a process imports torch and Triton, three seconds of a core."""
+    return ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+
+
 @contextmanager
 def builder(expected: Sequence[Asked]) -> Iterator[Callable[[Asked], Built]]:
     """What is asked for, each compiled once. ``expected``: in the order in which it will be; what comes next is compiled
     meanwhile."""
-    workers = len(os.sched_getaffinity(0))
     places = {asked: place for place, asked in enumerate(expected)}
     jobs: dict[Asked, Future[Built]] = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
 
         def built(asked: Asked) -> Built:
             place = places[asked]
-            for near in expected[place : place + 2 * workers]:
+            for near in expected[place : place + 2 * WORKERS]:
                 if near not in jobs:
-                    jobs[near] = pool.submit(_build, near, folder)
+                    jobs[near] = _pool().submit(_build, near, folder)
             return jobs[asked].result()
 
         yield built
-        pool.shutdown(cancel_futures=True)
+        wait([job for job in jobs.values() if not job.cancel()])  # they write there
 
 
 _SEVERAL = {"64": 2, "WIDE": 2, "CS2R": 2, "2": 2, "128": 4, "4": 4}

@@ -18,6 +18,8 @@ from fa2tune.rows import reader
 from fa2tune.rows.row import Row
 from fa2tune.rows.store import Store
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 ROOT = Path(__file__).parent.parent
 TUNE = "tune", "--pass", "fwd", "--headdim", "64", "--causal", "--dtype", "fp16", "--seqlen", "512", "--workers", "1"
 

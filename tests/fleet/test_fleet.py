@@ -22,6 +22,8 @@ from fa2tune.rows.lookup import Toolchain
 from fa2tune.rows.reader import Layer
 from fa2tune.rows.store import Store
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 ROOT = Path(__file__).parents[2]
 HERE = Toolchain("3.6.0", "580.1", {"fwd": "abc"})
 

@@ -8,7 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from fa2tune.rows import reader
+
+pytestmark = pytest.mark.usefixtures("quick_starts")
 
 ROOT = Path(__file__).parents[2]
 

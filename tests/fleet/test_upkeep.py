@@ -32,6 +32,8 @@ from fa2tune.tuning.request.watcher import Watcher, WorkerFunctions
 from fa2tune.tuning.run import tuner
 from fa2tune.tuning.select import evidence, finalists
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 FUNCTIONS = WorkerFunctions(
     "upkeep_fakes:compile_check", "upkeep_fakes:race", "upkeep_fakes:check", "upkeep_fakes:check_backward"
 )

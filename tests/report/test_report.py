@@ -46,6 +46,8 @@ from fa2tune.tuning.run import tuner
 from fa2tune.tuning.search.space import PRUNED
 from fa2tune.tuning.search.study import SELECTED, KeyStudy, TrialOutcome, study_name
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 ROOT = Path(__file__).parents[2]
 EVIL = "<script>alert(1)</script>\"'&</style>"
 #: Elements that HTML closes by itself.

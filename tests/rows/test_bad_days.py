@@ -21,7 +21,10 @@ from fa2tune.rows.store import Store
 ROOT = Path(__file__).parents[2]
 PATHS = (ROOT, ROOT / "tests", ROOT / "tests" / "fleet")  #: of test_upkeep.py
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals, limits and forks of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="signals, limits and forks of POSIX"),
+    pytest.mark.usefixtures("quick_starts"),
+]
 
 
 def python(code: str, *arguments: object, **environment: str) -> str:

@@ -22,7 +22,10 @@ from fa2tune.rows.store import Store
 from fa2tune.rows.turns import in_turn
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="record locks of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="record locks of POSIX"),
+    pytest.mark.usefixtures("quick_starts"),
+]
 
 #: How each writer writes once; all of them start together and go on until the time is over.
 WORKS = {

@@ -33,7 +33,10 @@ from fa2tune.spec.problem import Specialization
 from fa2tune.tuning.search.failures import COMPILE, LAUNCH, FailureRecord, FailureScope
 
 __all__ = ["server"]  # a fixture
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="forks of POSIX"),
+    pytest.mark.usefixtures("quick_starts"),
+]
 NUMBERS = itertools.count()
 DISTRIBUTIONS = {
     "BLOCK_M": CategoricalDistribution((64, 128)), "LOADS": CategoricalDistribution(("pointer", "descriptor")),

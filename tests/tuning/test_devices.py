@@ -25,7 +25,7 @@ from fa2tune.tuning.run.tuner import Run
 from fa2tune.tuning.select.gpu_jobs import GpuLost
 
 H200, H100 = gpus.named("h200"), gpus.named("h100")
-pytestmark = pytest.mark.usefixtures("portable_kernels")
+pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from fa2tune.tuning.search.proven import proven
 from fa2tune.tuning.search.study import TrialOutcome
 from fa2tune.tuning.select.predicted import with_margin
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 SPEC = Specialization("bf16", 128, 128, "causal")
 FORWARD = variant_named("sm80/fwd")
 DEFAULT = dict(FORWARD.space.default(SPEC, 80))

@@ -15,6 +15,8 @@ from test_tuner import HERE, Bench, Listener, bench
 from fa2tune.tuning.run import budget, progress
 from fa2tune.tuning.run.remaining import Remaining
 
+pytestmark = pytest.mark.usefixtures("quick_starts")
+
 __all__ = ["bench"]  # a fixture
 
 

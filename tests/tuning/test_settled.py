@@ -25,7 +25,7 @@ from fa2tune.tuning.select.completeness import close
 from fa2tune.tuning.select.log import NONE_RIGHT
 
 __all__ = ["bench"]  # a fixture
-pytestmark = pytest.mark.usefixtures("portable_kernels")
+pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
 
 ABSENT = Target(gpus.named("a100"), PREDICTED, None)
 ALIKE = Target(gpus.named("h100"), SIBLING, gpus.named("h200"))

@@ -42,7 +42,7 @@ FAKES = WorkerFunctions(
 )
 H200, H100, A100 = gpus.named("h200"), gpus.named("h100"), gpus.named("a100")
 SPEC = Specialization("bf16", 128, 128, "causal")
-pytestmark = pytest.mark.usefixtures("portable_kernels")
+pytestmark = pytest.mark.usefixtures("portable_kernels", "quick_starts")
 
 
 class Listener(Watcher):

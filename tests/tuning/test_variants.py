@@ -33,7 +33,7 @@ from fa2tune.tuning.search import space
 from fa2tune.tuning.search.candidates import Legal
 from fa2tune.tuning.select.final import Final
 
-pytestmark = pytest.mark.usefixtures("specialized_fakes")
+pytestmark = pytest.mark.usefixtures("specialized_fakes", "quick_starts")
 H200 = gpus.named("h200")
 
 
