@@ -57,6 +57,13 @@ def one_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def read_anew() -> Iterator[None]:
+    """What was read of a test's files is not left to the tests after it."""
+    yield
+    choosing.forget()
+
+
 def layers(path: Path) -> list[Layer]:
     return [Layer("named", path, reader.read(path))]
 
