@@ -233,6 +233,23 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links(page) if not (page.parent / link).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as the site makes them; of equal ones the first."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), re.M)
+    words = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    found = re.findall(r"\]\(([^)#\s]*\.md|)#([^)\s]+)\)", text)
+    assert [
+        f"{link}#{anchor}" for link, anchor in found
+        if "://" not in link and anchor not in anchors(page.parent / link if link else page)
+    ] == []  # fmt: skip
+
+
 NAMED = re.compile(r"`((?:benchmarks|docs|examples|fa2tune|kernels|search_spaces|tests)/[\w./-]+)`")
 
 

@@ -24,7 +24,7 @@ from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padd
 
 KERNEL = "bwd_fused"
 #: Share of the GPU's memory that the sums may take.
-MOST_MEMORY = 1 / 16
+MOST_MEMORY = 1 / 32
 #: Registers of a thread where a config has no cap.
 REGISTERS = 255
 #: Share of the peak rate that the kernel reaches. Rough: it is only to say what a byte costs in query rows.

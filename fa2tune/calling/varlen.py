@@ -100,7 +100,8 @@ def attention_varlen(
             int32 tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they
             are, no memory outside the tensors is read or written.
 
-    The portable kernels serve it, with configs that were tuned without packing. Differentiable once, through output and lse.
+    On compute capability 9.0 the warp-specialised kernels serve it, of bf16 and fp16 that TMA can address; otherwise, and in a
+    deterministic backward, the portable ones. Configs were tuned without packing. Differentiable once, through output and lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})

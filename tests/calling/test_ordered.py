@@ -88,7 +88,7 @@ def test_programs_fill_the_gpu_and_fit_its_memory() -> None:
         buffers, speed = ordered.buffers_of(problem, config, gpu)
         tiles, most = -(-length // config["BLOCK_N"]), gpu.hbm_bytes * ordered.MOST_MEMORY
         assert 1 <= buffers <= tiles and (buffers == 1 or buffers * ordered.buffer_bytes(problem) <= most)
-        assert 0 < speed <= 1.0 and (gpu is L4 or dim == 256 or speed > 0.75)
+        assert 0 < speed <= 1.0 and (gpu is L4 or dim == 256 or speed > 0.7)
     (buffers, speed) = ordered.buffers_of(posed(16384), FREE.space.default(posed().specialization, 80), H200)
     assert buffers == 8 and speed > 0.9, "16 heads of 8 programs for 132 multiprocessors"
 
