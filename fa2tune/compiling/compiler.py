@@ -332,8 +332,8 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
 
 
 def tool(name: str) -> str:
-    """Path of a CUDA binary tool, cuobjdump, nvdisasm or ptxas: what its variable of Triton names (TRITON_NVDISASM_PATH), or what
-    the Triton wheel carries, or what PATH has. FileNotFoundError: none of them."""
+    """Path of a CUDA binary tool, cuobjdump, nvdisasm or ptxas: what its variable of Triton (TRITON_NVDISASM_PATH) names, or
+    what the Triton wheel carries, or what PATH has. FileNotFoundError: none of them."""
     import triton
 
     variable, wheel = f"TRITON_{name.upper()}_PATH", Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

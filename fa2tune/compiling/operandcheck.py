@@ -25,7 +25,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, sass
 from fa2tune.compiling.compiler import Binary, CompileError
 from fa2tune.rows.whole import publish
 from fa2tune.spec.problem import Config, Specialization
@@ -91,8 +91,6 @@ def _instruction(match: re.Match[str]) -> _PlacedInstruction:
 
 def _flow(listing: str) -> tuple[list[_PlacedInstruction], list[list[int]]]:
     """Instructions, and of each where control may go on; no instructions, where a jump cannot be followed."""
-    from fa2tune.compiling import sass  # loading a kernel that is compiled already needs none of it
-
     code: list[_PlacedInstruction] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -205,12 +203,14 @@ def _check(cubin_path: str) -> tuple[UnsoundOperand, ...]:
     kept, digest = path.with_suffix(".operands"), hashlib.sha256(path.read_bytes()).hexdigest()
     if (known := _stored(kept, digest)) is not None:
         return known
-    from fa2tune.compiling import sass
-
     found = unsound(sass.disassembly(cubin_path))
     text = json.dumps([CHECK, digest, [astuple(one) for one in found]])
+
+    def fill(file: Path) -> None:
+        file.write_text(text)
+
     with suppress(OSError):  # then the next process checks it again
-        publish(kept, lambda file: file.write_text(text))
+        publish(kept, fill)
     return found
 
 
