@@ -33,7 +33,6 @@ from fa2tune.spec.variant import Variant
 
 log = logging.getLogger("fa2tune")
 
-CHECK = 1  #: raise it with every change of what is found: verdicts that are stored under another are not taken
 ARCH = 90  #: whose products are HGMMA
 NOWHERE = -1  #: the place of a register's value before the kernel writes it
 UNIFORM_REGISTERS = 64
@@ -185,11 +184,18 @@ def unsound(listing: str) -> tuple[UnsoundOperand, ...]:
     return tuple(found)
 
 
+@cache
+def _version() -> str:
+    """Of the check: a changed one takes no verdicts of another."""
+    sources = (Path(str(file)).read_bytes() for file in (__file__, sass.__file__))
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+
+
 def _stored(path: Path, digest: str) -> tuple[UnsoundOperand, ...] | None:
     """The verdict in a file; None: there is none of this check and of a cubin with this SHA-256."""
     try:
         version, of, found = json.loads(path.read_text())
-        if (version, of) == (CHECK, digest):
+        if (version, of) == (_version(), digest):
             return tuple(UnsoundOperand(int(one), int(register), tuple(writers)) for one, register, writers in found)
     except (OSError, ValueError, TypeError):  # none, or a damaged one
         pass
@@ -204,7 +210,7 @@ def _check(cubin_path: str) -> tuple[UnsoundOperand, ...]:
     if (known := _stored(kept, digest)) is not None:
         return known
     found = unsound(sass.disassembly(cubin_path))
-    text = json.dumps([CHECK, digest, [astuple(one) for one in found]])
+    text = json.dumps([_version(), digest, [astuple(one) for one in found]])
 
     def fill(file: Path) -> None:
         file.write_text(text)

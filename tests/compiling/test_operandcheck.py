@@ -253,7 +253,7 @@ def test_a_verdict_is_stored_beside_the_code(cubin: Path, monkeypatch: pytest.Mo
     assert verdict() == FOUND and len(runs) == 1
     with pytest.raises(compiler.CompileError):
         launched()
-    monkeypatch.setattr(operandcheck, "CHECK", operandcheck.CHECK + 1)
+    monkeypatch.setattr(operandcheck, "_version", lambda: "of another check")
     assert verdict() == verdict() == () and len(runs) == 2
     cubin.write_bytes(b"other code")
     assert verdict() == verdict() == () and len(runs) == 3
@@ -262,7 +262,7 @@ def test_a_verdict_is_stored_beside_the_code(cubin: Path, monkeypatch: pytest.Mo
         "[",
         "{}",
         "7",
-        json.dumps([operandcheck.CHECK, hashlib.sha256(b"other code").hexdigest(), [3]]),
+        json.dumps(["of another check", hashlib.sha256(b"other code").hexdigest(), [3]]),
     ):
         cubin.with_suffix(".operands").write_text(damaged)
         assert verdict() == ()
