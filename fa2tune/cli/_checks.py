@@ -86,7 +86,8 @@ def _machine_code() -> bool:
 
 
 def tools() -> Iterator[Check]:
-    """The programs that compile for a GPU and read its machine code. They come with the triton wheel."""
+    """The programs that compile for a GPU and read its machine code. They come with the Triton wheel. A call needs no
+    disassembler, but runs code unchecked without."""
     from fa2tune.compiling import compiler
 
     try:
@@ -106,9 +107,12 @@ def tools() -> Iterator[Check]:
             compiler.tool(name)
             found.append(name)
         except FileNotFoundError as error:
-            yield Check(name, str(error), "pip install --force-reinstall --no-deps triton")
+            fix = "pip install --force-reinstall --no-deps triton"
+            if name == "nvdisasm":
+                fix += "; without it Hopper kernels are launched without a check of their machine code, and fa2tune tune fails"
+            yield Check(name, str(error), fix, needed=name != "nvdisasm")
     if found:
-        yield Check("CUDA tools", f"{', '.join(found)}, of the triton wheel")
+        yield Check("CUDA tools", f"{', '.join(found)}")
 
 
 def _broken_triton(error: Exception) -> Check:

@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -330,15 +331,16 @@ def around(variant: Variant, spec: Specialization, config: Config, arch: int) ->
     return with_configs([*before, *packed]), with_configs(after)
 
 
-@cache
 def tool(name: str) -> str:
-    """Path of a CUDA binary tool that the triton wheel carries: cuobjdump, nvdisasm or ptxas."""
+    """Path of a CUDA binary tool, cuobjdump, nvdisasm or ptxas: what its variable of Triton (TRITON_NVDISASM_PATH) names, or
+    what the Triton wheel carries, or what PATH has. FileNotFoundError: none of them."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    if not path.exists():
-        raise FileNotFoundError(f"{name} is missing from the triton wheel (looked in {path.parent})")
-    return str(path)
+    variable, wheel = f"TRITON_{name.upper()}_PATH", Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for place in (os.environ.get(variable), str(wheel / name), name):
+        if place and (found := shutil.which(place)):
+            return found
+    raise FileNotFoundError(f"{name} is missing (looked at {variable}, in {wheel} of the Triton wheel and on PATH)")
 
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fa2tune import collected, gpus, versions
-from fa2tune.compiling import compiler, operandcheck
+from fa2tune.compiling import compiler
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching import cuda, ported, precompiled
@@ -181,6 +181,10 @@ def _loaded(
             if error.code != cuda.OUT_OF_MEMORY:  # which may pass
                 precompiled.refuse(image, str(error))
             found = f"{found}: {error}"
+    from fa2tune.compiling import (
+        operandcheck,
+    )  # reads machine code: milliseconds that a process without Triton does not spend
+
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes
     compiled = operandcheck.compile_kernel(variant, spec, binary, arch)

@@ -20,7 +20,7 @@ from test_driver_devices import H200, Driver
 
 from fa2tune import devices
 from fa2tune.cli import _checks, main
-from fa2tune.compiling import binaries, fingerprint
+from fa2tune.compiling import binaries, compiler, fingerprint
 from fa2tune.compiling.binaries import New
 from fa2tune.launching import precompiled
 from fa2tune.rows import reader
@@ -371,6 +371,22 @@ def test_json_says_the_same(user: Path) -> None:
         "gpu 0",
         "kernels",
     }
+
+
+def test_a_missing_disassembler_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls run without it."""
+    there = compiler.tool
+
+    def missing(name: str) -> str:
+        if name == "nvdisasm":
+            raise FileNotFoundError(f"{name} is missing")
+        return there(name)
+
+    monkeypatch.setattr(compiler, "tool", missing)
+    note, rest = _checks.tools()
+    assert (note.subject, note.mark, note.found) == ("nvdisasm", "note", "nvdisasm is missing")
+    assert "launched without a check of their machine code" in note.fix
+    assert (rest.mark, rest.found) == ("ok", "ptxas, cuobjdump")
 
 
 PROBE = """

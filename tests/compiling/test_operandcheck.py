@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, operandcheck, registry
+from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
 from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Specialization
 from fa2tune.tuning.search import compile_check
+
+FOUND = (operandcheck.UnsoundOperand(0x90, 33, ("nothing",)),)
 
 PRODUCT = "HGMMA.64x128x16.F32 R24, gdesc[UR32], R24"
 #: both of what an address is: its low word and, with the carry, its high one
@@ -166,31 +172,125 @@ def test_a_candidate_that_shows_it_is_not_launched(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("spec", "checked"),
+    "spec",
     [
-        (Specialization("bf16", 64, 64, "causal_top_left"), True),
-        (Specialization("bf16", 64, 64, "causal", extent=RAGGED), True),
-        (Specialization("bf16", 64, 64, "causal"), False),  # by the search
+        Specialization("bf16", 64, 64, "causal_top_left"),
+        Specialization("bf16", 64, 64, "causal", extent=RAGGED),
+        Specialization("bf16", 64, 64, "causal"),  # a row's mask: yet another Triton makes other code of it
     ],
     ids=str,
 )
-def test_what_no_search_has_checked_is_checked_before_a_launch(
-    monkeypatch: pytest.MonkeyPatch, spec: Specialization, checked: bool
-) -> None:
-    """There CompileError, which a call answers with a portable row."""
+def test_what_is_compiled_for_a_launch_is_checked(monkeypatch: pytest.MonkeyPatch, spec: Specialization) -> None:
+    """Unsound code is a CompileError, which a call answers with a portable row."""
     variant = registry.variant_named("sm90/fwd")
     compiled = SimpleNamespace(metadata_group={"k.json": "k.json", "k.cubin": "a/k.cubin"})
-    found = operandcheck.UnsoundOperand(0x90, 33, ("nothing",))
     asked: list[str] = []
     monkeypatch.setattr(compiler, "compile_kernel", lambda *_: compiled)
     monkeypatch.setattr(operandcheck, "_check", lambda path: asked.append(path) or ())
-    assert operandcheck.compile_kernel(variant, spec, {}, 90) is compiled
-    assert asked == ["a/k.cubin"] * checked
-    assert operandcheck.compile_kernel(registry.portable_of("fwd"), spec, {}, 90) is compiled and len(asked) == checked
-    if checked:
-        monkeypatch.setattr(operandcheck, "_check", lambda _: (found,))
-        with pytest.raises(compiler.CompileError, match="is miscompiled: HGMMA at 0x90 takes UR33 from nothing"):
-            operandcheck.compile_kernel(variant, spec, {}, 90)
-        monkeypatch.setattr(operandcheck, "_check", lambda _: Path("no nvdisasm").read_text())
-        with pytest.raises(compiler.CompileError, match="sm90/fwd cannot be checked for unsound operands: "):
-            operandcheck.compile_kernel(variant, spec, {}, 90)
+    assert operandcheck.compile_kernel(variant, spec, {}, 90) is compiled and asked == ["a/k.cubin"]
+    assert operandcheck.compile_kernel(registry.portable_of("fwd"), spec, {}, 90) is compiled and len(asked) == 1
+    assert operandcheck.compile_kernel(variant, spec, {}, 100) is compiled and len(asked) == 1
+    monkeypatch.setattr(operandcheck, "_check", lambda _: FOUND)
+    with pytest.raises(compiler.CompileError, match="is miscompiled: HGMMA at 0x90 takes UR33 from nothing"):
+        operandcheck.compile_kernel(variant, spec, {}, 90)
+
+
+@pytest.fixture
+def cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for machine code, in a folder of Triton's cache; compiling makes it."""
+    path = tmp_path / "k.cubin"
+    path.write_bytes(b"code")
+    monkeypatch.setattr(compiler, "compile_kernel", lambda *_: SimpleNamespace(metadata_group={path.name: path}))
+    operandcheck._warn_once.cache_clear()
+    return path
+
+
+def launched(mask: str = "band") -> None:
+    operandcheck.compile_kernel(registry.variant_named("sm90/fwd"), Specialization("bf16", 64, 64, mask), {}, 90)
+
+
+def failing(command: list[str], **_: object) -> object:
+    raise subprocess.CalledProcessError(255, command, stderr="nvdisasm fatal: not for this architecture\n")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_a_disassembler_code_runs_unchecked_and_one_warning_says_so(
+    cubin: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, there: bool
+) -> None:
+    """None at all, or one that does not know the code."""
+    if there:
+        monkeypatch.setattr(subprocess, "run", failing)
+    else:
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+    for number in range(2):
+        cubin.write_bytes(b"%d" % number)
+        operandcheck._check.cache_clear()
+        launched()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "without the check for operands at wrong addresses" in record.message
+    said = (
+        "ended with status 255: nvdisasm fatal: not for this"
+        if there
+        else "nvdisasm is missing (looked at TRITON_NVDISASM"
+    )
+    assert said in record.message
+    assert [*cubin.parent.iterdir()] == [cubin]
+
+
+def test_a_verdict_is_stored_beside_the_code(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of this code, and of this check."""
+    runs: list[str] = []
+    found = [FOUND]
+    monkeypatch.setattr(sass, "disassembly", lambda path: runs.append(path) or "")
+    monkeypatch.setattr(operandcheck, "unsound", lambda listing: found[0])
+
+    def verdict() -> tuple[operandcheck.UnsoundOperand, ...]:
+        operandcheck._check.cache_clear()  # as another process
+        return operandcheck._check(str(cubin))
+
+    assert verdict() == verdict() == FOUND and len(runs) == 1
+    found[0] = ()
+    assert verdict() == FOUND and len(runs) == 1
+    with pytest.raises(compiler.CompileError):
+        launched()
+    monkeypatch.setattr(operandcheck, "_version", lambda: "of another check")
+    assert verdict() == verdict() == () and len(runs) == 2
+    cubin.write_bytes(b"other code")
+    assert verdict() == verdict() == () and len(runs) == 3
+    for damaged in (
+        "",
+        "[",
+        "{}",
+        "7",
+        json.dumps(["of another check", hashlib.sha256(b"other code").hexdigest(), [3]]),
+    ):
+        cubin.with_suffix(".operands").write_text(damaged)
+        assert verdict() == ()
+    assert len(runs) == 8
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(cubin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sass, "disassembly", lambda path: "")
+    cubin.with_suffix(".operands").mkdir()
+    operandcheck._check.cache_clear()
+    assert operandcheck._check(str(cubin)) == ()
+
+
+def test_tools_are_found_where_triton_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variable, its wheel, and then PATH."""
+    named, on_path, triton_ = tmp_path / "named", tmp_path / "bin" / "nvdisasm", tmp_path / "triton"
+    wheel = triton_ / "backends" / "nvidia" / "bin" / "nvdisasm"
+    for path in (named, on_path, wheel):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(0o755)
+    monkeypatch.setattr("triton.__file__", str(triton_ / "__init__.py"))
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setenv("TRITON_NVDISASM_PATH", str(named))
+    assert compiler.tool("nvdisasm") == str(named)
+    monkeypatch.setenv("TRITON_NVDISASM_PATH", str(tmp_path / "missing"))
+    assert compiler.tool("nvdisasm") == str(wheel)
+    wheel.unlink()
+    assert compiler.tool("nvdisasm") == str(on_path)
+    on_path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"nvdisasm is missing \(looked at TRITON_NVDISASM_PATH, in "):
+        compiler.tool("nvdisasm")
