@@ -147,9 +147,9 @@ def by_numbers(
     terms.check_dense(call, "attention_mask", numbers)
     if given(q, k, v):
 
-        def part(*here: torch.Tensor) -> torch.Tensor:
+        def part(here_q: torch.Tensor, here_k: torch.Tensor, here_v: torch.Tensor) -> torch.Tensor:
             _check(call, k, v, numbers, q.shape[0])
-            return by_numbers(call, *here, _rows(call, numbers, q), **options)
+            return by_numbers(call, here_q, here_k, here_v, _rows(call, numbers, q), **options)
 
         divided: Any = by_parts(part, q, k, v, "bshd", ())
         return divided
