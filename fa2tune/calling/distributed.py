@@ -33,6 +33,21 @@ def whole(name: str, tensor: Any) -> Any:
     return tensor.to_local()
 
 
+def rows_of_batches(name: str, tensor: Any, q: Any) -> Any:
+    """Of what has one row a batch (masks of tokens), whole or divided by batches as q is: the rows of this rank's part of q,
+    a DTensor whose dimension 0 is batches. ValueError: it is divided in another way."""
+    batches = [place.is_shard() and place.dim % q.dim() == 0 for place in q.placements]
+    if given(tensor) and tensor.device_mesh == q.device_mesh:
+        pairs = zip(tensor.placements, batches, strict=True)
+        if all(place.is_shard(0) if divided else place.is_replicate() for place, divided in pairs):
+            return tensor.to_local()
+    rows = whole(name, tensor)
+    for number, divided in enumerate(batches):
+        if divided:
+            rows = rows.chunk(q.device_mesh.size(number))[q.device_mesh.get_local_rank(number)]
+    return rows
+
+
 def local_parts(q: Any, k: Any, v: Any, layout: Any) -> tuple[torch.Tensor, ...]:
     """This rank's q, k and v; what is no DTensor as it is. ``layout``: of ``DIVIDED``.
 

@@ -38,7 +38,7 @@ def asked(call: str, window_size: Any, causal: Any) -> Band:
     """Two negative sides are no window, as in FlashAttention-4. With ``causal`` the right side is 0 after that.
 
     TypeError: not two sides, each an integer or None."""
-    if type(window_size) is tuple and window_size == (None, None):
+    if type(window_size) is tuple and len(window_size) == 2 and window_size[0] is None and window_size[1] is None:
         return _UNBOUNDED
     allowed = "must be two, each an integer or None"
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:

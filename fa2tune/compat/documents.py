@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fa2tune.calling.distributed import by_parts, given, whole
+from fa2tune.calling.distributed import by_parts, given, rows_of_batches, whole
 from fa2tune.calling.packing import cu_seqlens
 from fa2tune.compat import terms
 from fa2tune.spec.combinations import why
@@ -123,6 +123,17 @@ def _check(call: str, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, b
         raise ValueError(f"{call}: attention_mask: got device {numbers.device}, k is on {k.device}")
 
 
+def _rows(call: str, numbers: torch.Tensor, q: Any) -> Any:
+    """The rows of ``numbers`` that belong to this rank's batches of q, one tensor for all layers of a model."""
+
+    def rows() -> torch.Tensor:
+        found: torch.Tensor = rows_of_batches(f"{call}: attention_mask", numbers, q)
+        # no view of ``numbers``, which would keep it alive in what is remembered
+        return found if given(numbers) else found.clone()
+
+    return _remembered(numbers, ("rows", q.device_mesh, q.placements), rows)
+
+
 def by_numbers(
     call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, **options: Any
 ) -> torch.Tensor:
@@ -134,10 +145,16 @@ def by_numbers(
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
     terms.check_dense(call, "attention_mask", numbers)
-    numbers = whole(f"{call}: attention_mask", numbers)
     if given(q, k, v):
-        divided: Any = by_parts(lambda q, k, v: by_numbers(call, q, k, v, numbers, **options), q, k, v, "bshd", ())
+
+        def part(here_q: torch.Tensor, here_k: torch.Tensor, here_v: torch.Tensor) -> torch.Tensor:
+            _check(call, k, v, numbers, q.shape[0])
+            return by_numbers(call, here_q, here_k, here_v, _rows(call, numbers, q), **options)
+
+        divided: Any = by_parts(part, q, k, v, "bshd", ())
         return divided
+    if given(numbers):
+        numbers = _remembered(numbers, "whole", lambda: whole(f"{call}: attention_mask", numbers))
     batch, rows = q.shape[:2]
     _check(call, k, v, numbers, batch)
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]

@@ -128,8 +128,14 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """qkv (total, 3, heads, head_dim) -> out (total, heads, head_dim); the rest as ``flash_attn_varlen_func``."""
     call = "flash_attn_varlen_qkvpacked_func"
-    return _packed(call, _parts(call, "qkv", qkv, 4, 3), (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), dropout_p,
-                   softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+    parts = _parts(call, "qkv", qkv, 4, 3)
+    try:
+        return _packed(call, parts, (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), dropout_p, softmax_scale, causal,
+                       window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+    except (TypeError, ValueError) as error:
+        names = ("cu_seqlens", "max_seqlen")
+        terms.rename(error, {f"{name}_{side}": name for name in names for side in "qk"})
+        raise
 
 
 def flash_attn_varlen_kvpacked_func(

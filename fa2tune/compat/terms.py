@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -39,11 +40,24 @@ def refuse_absent(call: str, **given: Any) -> None:
             refuse(call, name, value, absent)
 
 
+def rename(error: Exception, names: Mapping[str, str]) -> None:
+    """In the text of an error of ``attention`` or ``attention_varlen``: the caller's names of arguments in place of theirs.
+    ``names``: theirs -> the caller's. Not while a graph is made, whose tracing does not follow it."""
+    if torch.compiler.is_compiling():
+        return
+    # what is in quotes is a value
+    said = re.sub(rf"(?<!['\w])({'|'.join(names)})(?!\w)", lambda found: names[found[1]], str(error))
+    error.args = (re.sub(r"\b(\w+), \1\b", r"\1", said),)  # two of theirs may be one of the caller's
+
+
 def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None] | None:
     """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may
     be a tensor of two on the CPU. None: both are unbounded."""
-    if type(window_size) is tuple and window_size == (-1, -1) and type(window_size[0]) is type(window_size[1]) is int:
-        return None
+    # types first: == of what may be a tensor reads it
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int and left == right == -1:
+            return None
     allowed = "must be two integers, or a tensor of two on the CPU"
     if isinstance(window_size, torch.Tensor):
         window_size = whole(f"{call}: window_size", window_size)

@@ -13,6 +13,12 @@ import torch
 from fa2tune.calling import distributed
 from fa2tune.compat import terms
 
+#: Names of ``attention_varlen`` -> names here.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k",
+    "max_seqlen_q": "max_q", "max_seqlen_k": "max_k", "causal": "is_causal", "softmax_scale": "scale",
+}  # fmt: skip
+
 
 def varlen_attn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor | None,
@@ -43,11 +49,15 @@ def varlen_attn(
             f"{call}: return_aux: got {return_aux!r:.80}, must be None or torch's AuxRequest, which has lse"
         )
     return_lse = return_aux is not None and bool(return_aux.lse)
-    out, lse = terms.packed(
-        call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
-        causal=is_causal, window=terms.sides(call, window_size, terms.length(max_k)), return_lse=return_lse,
-        seqused_k=seqused_k,
-    )  # fmt: skip
+    window = terms.sides(call, window_size, terms.length(max_k))
+    try:
+        out, lse = terms.packed(
+            call, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, deterministic=None,
+            causal=is_causal, window=window, return_lse=return_lse, seqused_k=seqused_k,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        terms.rename(error, _NAMES)
+        raise
     return (out, lse) if return_lse else out
 
 

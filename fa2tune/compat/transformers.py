@@ -31,6 +31,11 @@ except ImportError as error:
     ) from error
 
 NAME = "fa2tune"
+#: Names of ``attention`` and ``attention_varlen`` -> names of ``forward``.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k", "causal": "is_causal", "softmax_scale": "scaling",
+}  # fmt: skip
 #: Makers of mask functions in transformers.masking_utils, with arguments to make one.
 _MAKERS: dict[str, tuple[Any, ...]] = {
     "and_masks": (), "or_masks": (), "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,),
@@ -281,15 +286,19 @@ def forward(
         if cu_seq_lens_q is not None:
             _refuse_chunks("cu_seq_lens_q", "packed sequences")
         options |= {"causal": False, "window": None, "mask": Mask("chunked", chunk)}
-    if cu_seq_lens_q is not None:
-        q, k, v = _rows_first(query, key, value)
-        offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options), None
-    if attention_mask is not None:
-        q, k, v = _rows_first(query, key, value)
-        return documents.by_numbers(NAME, q, k, v, attention_mask, **options), None
-    out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
-    return out.transpose(1, 2), None
+    try:
+        if cu_seq_lens_q is not None:
+            q, k, v = _rows_first(query, key, value)
+            offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+            return documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options), None
+        if attention_mask is not None:
+            q, k, v = _rows_first(query, key, value)
+            return documents.by_numbers(NAME, q, k, v, attention_mask, **options), None
+        out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
+        return out.transpose(1, 2), None
+    except (TypeError, ValueError) as error:
+        terms.rename(error, _NAMES)
+        raise
 
 
 def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

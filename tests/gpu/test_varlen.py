@@ -98,7 +98,7 @@ def test_other_dtypes_and_a_soft_cap():
 
 
 @pytest.mark.xfail(
-    raises=verify.WrongResult, strict=False, reason="float32 sums over many queries, docs/experiments/portable.md"
+    raises=verify.WrongResult, strict=True, reason="float32 sums over many queries, docs/experiments/portable.md"
 )
 def test_dk_of_many_queries_in_float32():
     """The first key of 300 has 600 products in one chain of multiply-adds, of which the reference adds partial sums."""

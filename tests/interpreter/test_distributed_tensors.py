@@ -3,6 +3,8 @@ process group that sends nothing: the results are this rank's part."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fa2tune
-from fa2tune.compat import flash_attn, flash_attn_4, torch_varlen
+from fa2tune.compat import documents, flash_attn, flash_attn_4, torch_varlen
 from fa2tune.compat import transformers as drop_in
 
 
@@ -177,6 +179,53 @@ def test_what_every_rank_needs_is_replicated_or_refused_by_name(mesh, name):
         o = call(spread(one, mesh, Replicate()), *qkv)
         assert isinstance(o, DTensor) == (qkv is not given)
         torch.testing.assert_close(*((want, o) if qkv is given else (half(want, Shard(len(lead))), o.to_local())))
+
+
+def batches(mask, given):
+    return drop_in.forward(torch.nn.Module(), *(tensor.transpose(1, 2) for tensor in given), mask)[0]
+
+
+@pytest.mark.parametrize(("kind", "compiled"), [("tokens", False), ("tokens", True), ("documents", False)])
+def test_a_rank_takes_its_rows_of_a_mask(mesh, kind, compiled):
+    """Rows differ, so that those of another rank show."""
+    ends = torch.tensor([3, 9, 7, 5])[:, None]
+    mask = torch.arange(9) < ends if kind == "tokens" else (torch.arange(9) >= ends).int()
+    given = tensors(4, 9)
+    want = half(batches(mask, given), Shard(0))
+    torch._dynamo.reset()
+    call = torch.compile(batches, fullgraph=True, backend="aot_eager") if compiled else batches
+    for one in (mask, spread(mask, mesh, Replicate()), spread(mask, mesh, Shard(0))):
+        o = call(one, placed(given, mesh, Shard(0)))
+        assert isinstance(o, DTensor) and o.placements == (Shard(0),) and o.shape == (4, 9, 4, 16)
+        torch.testing.assert_close(o.to_local(), want)
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 9\), must be \(4, at most 9 keys\)"):
+        batches(mask[:2], placed(given, mesh, Shard(0)))
+    with pytest.raises(ValueError, match=r"attention_mask: got placements \(Shard\(dim=1\),\), must be"):
+        batches(spread(torch.ones(4, 8, dtype=torch.bool), mesh, Shard(1)), placed(given, mesh, Shard(0)))
+
+
+@pytest.mark.parametrize("place", [Shard(0), Shard(2), None], ids=str)
+def test_documents_are_counted_once_for_all_layers(mesh, place, monkeypatch):
+    """Counting waits for the GPU. A mask that changed is counted again, and one that is gone is not kept."""
+    counted, count = [], documents.cu_seqlens
+    monkeypatch.setattr(documents, "cu_seqlens", lambda **given: counted.append(1) or count(**given))
+    numbers = (torch.arange(9) > torch.tensor([3, 5])[:, None]).int()
+    given = tensors(2, 9)
+    qkv = placed(given, mesh, place) if place else given
+    kept = len(documents._KNOWN)
+    for mask in (numbers, spread(numbers, mesh, Replicate())):
+        counted.clear()
+        for _ in range(3):
+            batches(mask, qkv)
+        assert len(counted) == 1
+        mask.zero_()
+        o = batches(mask, qkv)
+        assert len(counted) == 2
+        want = batches(torch.zeros(2, 9, dtype=torch.int32), given)
+        torch.testing.assert_close(o.to_local() if place else o, half(want, place) if place else want)
+    del mask, numbers
+    gc.collect()
+    assert len(documents._KNOWN) <= kept
 
 
 def test_lengths_of_the_longest_and_offsets_of_documents(mesh):

@@ -27,8 +27,12 @@ def dense(k=BATCHES, **options):
     return flash_attn.flash_attn_func(BATCHES, k, k, **options)
 
 
-def varlen(**options):
-    return torch_varlen.varlen_attn(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 5, 5, **options)
+def varlen(key=PACKED, cu_seq_q=OFFSETS, max_q=5, **options):
+    return torch_varlen.varlen_attn(PACKED, key, key, cu_seq_q, OFFSETS, max_q, 5, **options)
+
+
+def stacked(cu_seqlens=OFFSETS, max_seqlen=5):
+    return flash_attn.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 3, 2, 16), cu_seqlens, max_seqlen)
 
 
 def shifted(**options):
@@ -47,6 +51,19 @@ REFUSED = {
         torch.zeros(2, 9, 3, 2, 16).to_sparse()
     ),
     "varlen_attn: return_aux: got ('lse',), must be None": lambda: varlen(return_aux=("lse",)),
+    "cu_seq_q: got list, must be": lambda: varlen(cu_seq_q=[0, 8]),
+    "cu_seq_q: got device meta, query is on cpu": lambda: varlen(cu_seq_q=OFFSETS.to("meta")),
+    "cu_seq_k: got 3 entries, cu_seq_q has 2": lambda: varlen(cu_seq_q=OFFSETS[:2]),
+    "max_q, max_k: got -3, must be": lambda: varlen(max_q=-3),
+    "max_q: got 1.5, must be": lambda: varlen(max_q=1.5),
+    "varlen_attn: key: got head dim 24, query has 16": lambda: varlen(key=torch.zeros(9, 2, 24)),
+    "key: got dtype torch.float16, query has torch.float32": lambda: varlen(key=PACKED.half()),
+    "is_causal: got 'causal', allowed": lambda: varlen(is_causal="causal"),
+    "cu_seqlens: got list, must be": lambda: stacked(cu_seqlens=[0, 9]),
+    "max_seqlen: got -3, must be": lambda: stacked(max_seqlen=-3),
+    "cu_seq_lens_q: got shape (1, 3), must have 1": lambda: layer(cu_seq_lens_q=OFFSETS[None]),
+    "max_length_q, max_length_k: got -3": lambda: layer(cu_seq_lens_q=OFFSETS, max_length_q=-3),
+    "scaling: got 'x'": lambda: layer(scaling="x"),
     "seqused_q: got device meta": lambda: shifted(seqused_q=torch.ones(2, dtype=torch.int32, device="meta")),
     "fa2tune: query: got tuple, must be": lambda: layer(query=(1, 2)),
     "fa2tune: query: got shape (3,), must have 4": lambda: layer(query=torch.zeros(3), attention_mask=TOKENS),
@@ -60,9 +77,9 @@ REFUSED = {
     "fa2tune: attention_mask: got shape (2, 12), must be (2, at most 9": lambda: layer(
         attention_mask=torch.ones(2, 12, dtype=torch.bool)
     ),
-    "fa2tune: attention_mask: got device meta, k is on cpu": lambda: layer(attention_mask=TOKENS.to("meta")),
-    "fa2tune: k: got batch 1, q has 2": lambda: layer(key=HEADS_FIRST[:1], attention_mask=TOKENS),
-    "fa2tune: v: got batch and length (2, 4), k has (2, 9)": lambda: layer(
+    "fa2tune: attention_mask: got device meta, key is on cpu": lambda: layer(attention_mask=TOKENS.to("meta")),
+    "fa2tune: key: got batch 1, query has 2": lambda: layer(key=HEADS_FIRST[:1], attention_mask=TOKENS),
+    "fa2tune: value: got batch and length (2, 4), key has (2, 9)": lambda: layer(
         value=HEADS_FIRST[:, :, :4], attention_mask=TOKENS
     ),
     "fa2tune: cu_seq_lens_q: got list, must be": lambda: layer(cu_seq_lens_q=[0, 18]),
@@ -98,3 +115,21 @@ def test_a_window_of_other_integers_and_a_switch_of_numpy_are_taken():
         dense(dropout_p=0.5)
     with pytest.raises(NotImplementedError, match="dropout_p: got ''"):
         dense(dropout_p="")
+
+
+@pytest.mark.parametrize("side", [torch.tensor([1, 2]), torch.tensor(-1), torch.ones(2).numpy()], ids=str)
+@pytest.mark.parametrize("other", [-1, None])
+def test_a_side_of_a_window_is_an_integer_before_it_is_compared(side, other, monkeypatch):
+    """Truth of a tensor on the GPU waits for it."""
+
+    def read(tensor):
+        raise AssertionError("the tensor is read")
+
+    def four(**options):
+        return flash_attn_4.flash_attn_func(BATCHES, BATCHES, BATCHES, **options)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", read)
+    for call in (dense, varlen, four):
+        for window in ((side, other), (other, side)):
+            with pytest.raises(TypeError, match=r"window_size: got .* two"):
+                call(window_size=window)
