@@ -36,7 +36,8 @@ def test_every_gpu_has_a_line_of_at_most_80_columns_with_its_shipped_rows(monkey
     cells = {words[0]: " ".join(words[7:]) for line in lines if len(words := line.split()) > 7}
     assert all(gpu.name in cells for gpu in gpus.catalogue())
     assert (cells["h200"], cells["h100-sxm"], cells["a100-sxm-80gb"]) == ("measured", "sibling", "ported")
-    assert (cells["gh200-96gb"], cells["a30"], cells["rtx-4090"]) == ("of h200", "of a100-sxm-80gb", "none")
+    assert (cells["gh200-96gb"], cells["a30"], cells["rtx-4090"]) == ("of h200", "of a100-sxm-80gb", "ported")
+    assert (cells["a40"], cells["rtx-5080"], cells["b200"]) == ("of a10", "of rtx-5090", "none")
     assert lines[-1] == "This machine: no NVIDIA driver is installed."
     for arch, name in GENERATIONS.items():
         assert f"{name}: compute capability {arch // 10}.{arch % 10}, " in output
@@ -69,8 +70,14 @@ def test_an_unlisted_gpu_is_called_an_estimate(monkeypatch: pytest.MonkeyPatch) 
     output = listed(monkeypatch, devices.Device(0, "NVIDIA GeForce RTX 4090 Laptop GPU\x1b[2J", 89, 76))
     said = " ".join(output[output.index("This machine") :].split())
     assert "not in the catalogue: rates are estimated from rtx-4090 (98 TFLOP/s)." in said
-    assert "No rows are shipped for it: calls run the default config. Next: fa2tune tune" in said
+    assert "those of l4 serve. Next: fa2tune tune" in said
     assert "\x1b" not in output and max(map(len, output.splitlines())) <= 80
+
+
+def test_a_gpu_without_rows_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = listed(monkeypatch, devices.Device(0, "NVIDIA B200", 100, 148))
+    said = " ".join(output[output.index("This machine") :].split())
+    assert "No rows are shipped for it: calls run the default config. Next: fa2tune tune" in said
 
 
 def test_a_gpu_that_is_too_old_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +92,7 @@ def test_json_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = by_name["h200"]
     assert (h200["driver_names"], h200["compute_capability"], h200["sm_count"]) == (["NVIDIA H200"], "9.0", 132)
     assert set(h200["shipped_rows"]) == {"measured"} and h200["shipped_rows"]["measured"] > 1000
-    assert by_name["rtx-4090"]["served_by"] is None and by_name["gh200-96gb"]["served_by"] == "h200"
+    assert by_name["b200"]["served_by"] is None and by_name["gh200-96gb"]["served_by"] == "h200"
     assert document["present"] == [{"device": 0, "driver_name": "NVIDIA H200", "gpu": h200}]
     none = json.loads(listed(monkeypatch, why="the driver finds no GPU", options=["--json"]))
     assert (none["present"], none["none_present_because"]) == ([], "the driver finds no GPU")
