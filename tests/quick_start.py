@@ -3,15 +3,15 @@
 ``Popen`` takes the place of ``subprocess.Popen``. For this interpreter's ``-c``, ``-m`` or a script, it asks a process that has
 imported those packages, and nothing of fa2tune, to fork. Everything else it starts as ever. What is forked has the arguments,
 environment, folder, open files, process group, ``sys.path`` and fresh ``__main__`` that it would have had, and is a child of
-the one who asked: its pid, exit status, signals and the death of its parent are real. It differs in what a start alone decides,
-the hash seed, ``sys.flags``, and what third-party packages read from the environment at import, and in its end: threads are
-waited for and exit functions run, but modules are not taken down.
+the calling process: its pid, exit status, signals and the death of its parent are real. It differs in what a start alone
+decides, the hash seed, ``sys.flags``, and what third-party packages read from the environment at import, and in its end:
+threads are waited for and exit functions run, but modules are not taken down.
 
 Tests whose point is the start of a process, or what it imports, use subprocess as it is. The others ask for ``quick_starts``
 (conftest.py). Linux only.
 
-How a process forks a child for another: the one who asks is for a moment a subreaper (prctl), the server forks twice, and the
-process in between ends. The orphan falls to the nearest subreaper among the server's ancestors. So each process that may ask
+How a process forks a child for another: the caller is for a moment a subreaper (prctl), the server forks twice, and the
+process in between ends. The orphan falls to the nearest subreaper among the server's ancestors. So each process that may call
 needs a server below itself: one that runs a module or a script is forked together with a server of its own.
 """
 
@@ -58,7 +58,7 @@ def _subreaper(on: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-# --- who asks
+# --- the caller's side
 
 
 def _connected() -> socket.socket | None:
@@ -164,7 +164,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def _serve(connection: socket.socket, base: list[str], loaded: bool = False) -> Callable[[], None] | None:
-    """Fork what is asked for until the one who asks is gone. Returns None then, and in a child what it is to run.
+    """Fork what is asked for until the caller has ended. Returns None then, and in a child what it is to run.
 
     ``loaded``: Triton is imported, compiling or interpreting. A server that has not leaves code (``-c``) to one below it that
     has, and forks what may ask for more itself."""
@@ -210,7 +210,7 @@ def _serve(connection: socket.socket, base: list[str], loaded: bool = False) -> 
                 other.close()
             for fd in (pids, told, go):
                 os.close(fd)
-            os.read(orphaned, 1)  # the process in between has ended: whoever asked is the parent
+            os.read(orphaned, 1)  # the process in between has ended: the caller is the parent
             os.close(orphaned)
             with suppress(OSError):
                 os.setpgid(0, request["group"])

@@ -132,6 +132,15 @@ def _looks_like_bshd(q: Sequence[int], k: Sequence[int]) -> bool:
     return dim < LARGE_HEAD_DIM and heads >= 4 * tokens
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    """TypeError: no tensor, or a nested or sparse one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: got {kind}, must be a dense tensor (torch.strided)")
+
+
 def check_among(name: str, value: Any, allowed: tuple[bool | None, ...]) -> None:
     """TypeError: not a bool. Under torch.compile its value may not be known yet. Values equal to an allowed one pass (0, 1,
     numpy's bools), as they do in the memo of plans."""

@@ -303,11 +303,7 @@ def check(
     if q is MISSING or k is MISSING or v is MISSING:
         arguments.refuse({}, (), q, k, v, layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, must be a torch.Tensor")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-            raise TypeError(f"{name}: got {kind}, must be a dense tensor (torch.strided)")
+        arguments.check_dense(name, tensor)
         if tensor.dtype not in TORCH_DTYPES:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, allowed are {', '.join(map(str, TORCH_DTYPES))}")
         if tensor.dtype != q.dtype:

@@ -6,6 +6,7 @@ from numbers import Integral
 
 import torch
 
+from fa2tune.calling.arguments import check_dense
 from fa2tune.calling.distributed import whole
 
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
@@ -40,12 +41,8 @@ def cu_seqlens(
     if len(said) != 1:
         raise TypeError(f"cu_seqlens: got {' and '.join(said) or 'neither'}, takes one of {' and '.join(given)}")
     ((name, numbers),) = said.items()
-    if not isinstance(numbers, torch.Tensor):
-        raise TypeError(f"{name}: got {type(numbers).__name__}, must be a torch.Tensor")
     numbers = whole(name, numbers)
-    if numbers.is_nested or numbers.layout != torch.strided:
-        kind = "a nested tensor" if numbers.is_nested else f"layout {numbers.layout}"
-        raise TypeError(f"{name}: got {kind}, must be a dense tensor (torch.strided)")
+    check_dense(name, numbers)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(f"{name}: got dtype {numbers.dtype}, must be integers")
     if numbers.dim() not in (1, 2):

@@ -38,9 +38,8 @@ def covers(problem: Problem) -> bool:
 def visited(seqlen_q: int, seqlen_k: int, left: int, right: int, rows: int, columns: int) -> float:
     """Key blocks of ``columns`` that a tile of ``rows`` queries visits, on average over the tiles of a head. ``left``,
     ``right``: what kernels get as window_left and window_right."""
-    first = np.arange(0, seqlen_q, rows) + (
-        seqlen_k - seqlen_q
-    )  # [tiles]: the key at which a tile's first window is centred
+    # [tiles]: the key at which a tile's first window is centred
+    first = np.arange(0, seqlen_q, rows) + (seqlen_k - seqlen_q)
     begin = np.maximum(first - left, 0) // columns
     end = -(-np.clip(first + rows + right, 1, seqlen_k) // columns)
     return float(np.maximum(end - begin, 0).mean())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from fa2tune.calling import arguments
 from fa2tune.calling.distributed import whole
 from fa2tune.compat import terms
 
@@ -84,7 +85,7 @@ def lengths(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``terms.lengths`` with its lse, of a band."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
-        terms.check_dense(call, name, tensor)
+        arguments.check_dense(f"{call}: {name}", tensor)
     if band.queries or band.keys:
         sides = {
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
@@ -107,13 +108,13 @@ def _without_causal(options: dict[str, Any]) -> dict[str, Any]:
 def _fewer(tensor: torch.Tensor, cu_seqlens: Any, used: Any, fewer: int) -> Any:
     """Used lengths without the last ``fewer`` rows."""
     if cu_seqlens is None:
-        whole = torch.full((len(tensor),), tensor.shape[1], dtype=torch.int32, device=tensor.device)
+        every = torch.full((len(tensor),), tensor.shape[1], dtype=torch.int32, device=tensor.device)
     elif isinstance(cu_seqlens, torch.Tensor):
-        whole = cu_seqlens[1:] - cu_seqlens[:-1]
+        every = cu_seqlens[1:] - cu_seqlens[:-1]
     else:
         return used  # and the offsets are refused by name
     if used is not None and (
-        not isinstance(used, torch.Tensor) or used.shape != whole.shape or used.device != whole.device
+        not isinstance(used, torch.Tensor) or used.shape != every.shape or used.device != every.device
     ):
         return used  # likewise
-    return ((whole if used is None else torch.minimum(used, whole)) - fewer).clamp(min=0)
+    return ((every if used is None else torch.minimum(used, every)) - fewer).clamp(min=0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fa2tune.calling import arguments
 from fa2tune.calling.distributed import by_parts, given, rows_of_batches, whole
 from fa2tune.calling.packing import cu_seqlens
 from fa2tune.compat import terms
@@ -91,7 +92,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _offsets(call: str, name: str, asked: Any) -> torch.Tensor:
     """int32. TypeError, ValueError: no tensor, or a DTensor that is divided."""
-    terms.check_dense(call, name, asked)
+    arguments.check_dense(f"{call}: {name}", asked)
     offsets: torch.Tensor = whole(f"{call}: {name}", asked)
     return offsets if offsets.dtype is torch.int32 else offsets.to(torch.int32)
 
@@ -144,7 +145,7 @@ def by_numbers(
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
     anything, and all of them attend. Integers: as many queries as keys."""
-    terms.check_dense(call, "attention_mask", numbers)
+    arguments.check_dense(f"{call}: attention_mask", numbers)
     if given(q, k, v):
 
         def part(here_q: torch.Tensor, here_k: torch.Tensor, here_v: torch.Tensor) -> torch.Tensor:

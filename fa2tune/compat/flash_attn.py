@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from fa2tune.calling import arguments
 from fa2tune.calling.varlen import MaxSeqlen
 from fa2tune.compat import terms
 
@@ -56,7 +57,7 @@ def _dense(
 
 def _parts(call: str, name: str, tensor: Any, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:
     """What is stacked in the last dimension but two."""
-    terms.check_dense(call, name, tensor)
+    arguments.check_dense(f"{call}: {name}", tensor)
     if tensor.dim() != dimensions or tensor.shape[-3] != count:
         wanted = "(batch, seqlen, {}, heads, head_dim)" if dimensions == 5 else "(total, {}, heads, head_dim)"
         raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must be {wanted.format(count)}")

@@ -88,18 +88,9 @@ def fitting(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def check_dense(call: str, name: str, tensor: Any) -> None:
-    """TypeError: no tensor, or a nested or sparse one."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{call}: {name}: got {type(tensor).__name__}, must be a torch.Tensor")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
-        raise TypeError(f"{call}: {name}: got {kind}, must be a dense tensor (torch.strided)")
-
-
 def check(call: str, tensors: Mapping[str, Any], dimensions: int) -> None:
     for name, tensor in tensors.items():
-        check_dense(call, name, tensor)
+        arguments.check_dense(f"{call}: {name}", tensor)
         if tensor.dim() != dimensions:
             raise ValueError(f"{call}: {name}: got shape {tuple(tensor.shape)}, must have {dimensions} dimensions")
         if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:

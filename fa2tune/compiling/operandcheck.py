@@ -204,7 +204,7 @@ def _stored(path: Path, digest: str) -> tuple[UnsoundOperand, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _check(cubin_path: str) -> tuple[UnsoundOperand, ...]:
-    """The verdict lies beside the cubin, where Triton's cache keeps both: who may write one may write the other."""
+    """The verdict lies beside the cubin, in Triton's cache: the same users can write both."""
     path = Path(cubin_path)
     kept, digest = path.with_suffix(".operands"), hashlib.sha256(path.read_bytes()).hexdigest()
     if (known := _stored(kept, digest)) is not None:

@@ -181,9 +181,8 @@ def _loaded(
             if error.code != cuda.OUT_OF_MEMORY:  # which may pass
                 precompiled.refuse(image, str(error))
             found = f"{found}: {error}"
-    from fa2tune.compiling import (
-        operandcheck,
-    )  # reads machine code: milliseconds that a process without Triton does not spend
+    # reads machine code: its import takes milliseconds, which a process without Triton does not spend
+    from fa2tune.compiling import operandcheck
 
     log.info("compiling %s: %s", variant.short_name, found)
     collected()  # takes seconds, or minutes

@@ -82,9 +82,8 @@ class Rows(Sequence[Row]):
     def __init__(self, held: _Held) -> None:
         self._held, self._count = held, len(held.records)
         self._decoded: dict[int, Row] = {}
-        self._by_kernel: dict[tuple[Any, Any], list[int]] | None = (
-            None  #: (arch, kernel) as the file has them -> numbers
-        )
+        #: (arch, kernel) as the file has them -> numbers
+        self._by_kernel: dict[tuple[Any, Any], list[int]] | None = None
 
     def _at(self, numbers: Iterable[int]) -> list[Row]:
         found = []
