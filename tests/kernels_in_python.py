@@ -255,7 +255,7 @@ class _AsyncCopy:
     """Copies by cp.async: done when they are waited for, and not before."""
 
     @staticmethod
-    def async_copy_global_to_shared(place: Shared, pointer: Any, mask: Any = None) -> None:
+    def load(place: Shared, pointer: Any, mask: Any = None) -> None:
         _HERE.asked.append((place, load_words(pointer, mask, 0)))
 
     @staticmethod
@@ -318,6 +318,7 @@ _LANGUAGE = SimpleNamespace(
     permute=lambda x, order: x.permute(order), allocate_shared_memory=_allocate, warp_specialize=_specialize,
     int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
     **dict.fromkeys(_LAYOUTS, UNKNOWN), **{name: _real(how) for name, how in _FLOATING.items()},
+    math=SimpleNamespace(**{name: _real(_FLOATING[name]) for name in ("exp2", "log2")}),
 )  # fmt: skip
 
 
@@ -334,8 +335,8 @@ _NAMES: Mapping[str, Any] = {
     "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p: p,
-    "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "mma_v2": _mma, "hidden_behind": _hidden_behind,
-    "raise_peak": _raise_peak, "scaled_if": _scaled_if,
+    "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "async_load": _AsyncCopy.load,
+    "mma_v2": _mma, "hidden_behind": _hidden_behind, "raise_peak": _raise_peak, "scaled_if": _scaled_if,
 }  # fmt: skip
 _MODULES: dict[str, dict[str, Any]] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa2tune.compiling.registry import variant_of
 from fa2tune.rows.lookup import Answer
@@ -11,8 +11,8 @@ from fa2tune.rows.row import Row, over_portable
 from fa2tune.spec.problem import Config
 from fa2tune.spec.variant import Variant
 
-#: How a call is served whose config the schedule model has for few tiles, for counting.
-BY_FEW_TILES = "schedule model, few tiles"
+#: How a call is served whose config the schedule model has for few tiles, or in another form than the row's, for counting.
+BY_FEW_TILES, BY_FORM = "schedule model, few tiles", "schedule model, another form"
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,26 @@ class Choice:
     answer: Answer | None = None
     #: whether ``config`` is one that the schedule model has for calls of few tiles: the row's kernel runs, with another config
     few_tiles: bool = False
+    #: the row's own config, where ``config`` is another form of it that suits this call's batch, heads and lengths better
+    otherwise: Config | None = None
+
+    @property
+    def of_row(self) -> Choice:
+        """With the row's own config."""
+        return self if self.otherwise is None else replace(self, config=self.otherwise, otherwise=None, few_tiles=False)
 
     @property
     def step(self) -> str:
         """For counting. Of the lookup: "problem exact, GPU exact, measured, fresh, shipped layer", ..., or "default"; of a
-        config that no row has, BY_FEW_TILES."""
-        return BY_FEW_TILES if self.few_tiles else self.answer.step if self.answer else "default"
+        config that no row has, BY_FEW_TILES or BY_FORM."""
+        if self.estimated:
+            return BY_FEW_TILES if self.few_tiles else BY_FORM
+        return self.answer.step if self.answer else "default"
+
+    @property
+    def estimated(self) -> bool:
+        """Whether ``config`` is one that no row has."""
+        return self.few_tiles or self.otherwise is not None
 
     @property
     def measured(self) -> str:
@@ -42,7 +56,7 @@ class Choice:
     @property
     def lead(self) -> float | None:
         """How many times as fast the answer is as the portable winner of its key; None: it is that, or no row's config runs."""
-        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer and not self.few_tiles else None
+        return over_portable(self.answer.row, self.answer.layer.rows) if self.answer and not self.estimated else None
 
 
 def choice_of(kernel: str, given: Config | Choice) -> Choice:

@@ -5,10 +5,14 @@ ptxas 12.8 (Triton 3.6; not ptxas 12.9 of Triton 3.9) breaks this in sm90/fwd: w
 the other, the second takes half of the address from the path into the first, also where that path is not taken. The registers
 then hold nothing, or a much older value (docs/hopper.md).
 
+It breaks portable kernels, too, whose K and V take turns in one place and are swizzled differently: V's addresses then come
+from a register that holds something else (docs/experiments/defects.md).
+
 An HGMMA reads its operands by descriptors in uniform registers. The check follows them back, over copies and constant offsets
 and along every path. It reports one that comes from a register which nothing has written, or from one as a special register
-was read into it; no correct code was seen to have either. Other stale values look like correct ones, and code with calls is
-not checked, so not every fault is found: it found all 36 wrong binaries of 374 that an H100 ran.
+was read into it, or an argument of the kernel, or a product: no correct code was seen to have any of these. Other stale values
+look like correct ones, and code with calls is not checked, so not every fault is found: it found all 36 wrong binaries of 374
+that an H100 ran, and three of portable kernels among 408 of which an H200 ran most.
 """
 
 from __future__ import annotations
@@ -113,6 +117,12 @@ def _flow(listing: str) -> tuple[list[_PlacedInstruction], list[list[int]]]:
     return code, follows
 
 
+def _is_no_base(one: _PlacedInstruction) -> bool:
+    """Whether it writes what has no part of shared memory's base: a kernel's argument, or a product to which nothing is
+    added."""
+    return one.opcode.startswith("ULDC") or (one.opcode.startswith("UIMAD") and one.operands.endswith("URZ"))
+
+
 def _is_none(code: Sequence[_PlacedInstruction], where: int) -> bool:
     """Whether what was written there is no address."""
     return where == NOWHERE or code[where].opcode == "S2UR"
@@ -167,16 +177,20 @@ def unsound(listing: str) -> tuple[UnsoundOperand, ...]:
     for index, product in enumerate(code):
         if not product.opcode.startswith("HGMMA") or before[index] is None:
             continue
-        todo = [(index, register, True) for register in product.read]
+        low = product.read[::2]  # the address is in the low word of a descriptor
+        todo = [(index, register, register in low, True) for register in product.read]
         seen = set(todo)
         while todo:
-            place, register, unchanged = todo.pop()
+            place, register, base, unchanged = todo.pop()
             writers = sorted(where for which, where in before[place] or () if which == register)
-            if any(where == NOWHERE or (unchanged and _is_none(code, where)) for where in writers):
+            if any(
+                where == NOWHERE or (unchanged and _is_none(code, where)) or (base and _is_no_base(code[where]))
+                for where in writers
+            ):
                 named = tuple("nothing" if w == NOWHERE else f"{code[w].opcode} {code[w].operands}" for w in writers)
                 found.append(UnsoundOperand(product.address, register, named))
             more = {
-                (w, other, unchanged and code[w].opcode == "UMOV")
+                (w, other, base, unchanged and code[w].opcode == "UMOV")
                 for w in writers if w != NOWHERE and code[w].passes_on for other in code[w].read
             }  # fmt: skip
             todo += more - seen
@@ -236,10 +250,10 @@ def _warn_once(why: str) -> None:
 def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
     """``compiler.compile_kernel``, for a launch. A search checks the candidates of a row. Their code for other masks, for
     packed sequences or of another Triton, and that of configs without a row, is made when it is asked for, and checked
-    here: all Gluon code for 9.0. Raises CompileError also where an operand is unsound. Without an nvdisasm that reads the
+    here: all code for 9.0. Raises CompileError also where an operand is unsound. Without an nvdisasm that reads the
     code it is launched unchecked, and one warning says so."""
     compiled = compiler.compile_kernel(variant, spec, config, arch)
-    if arch == ARCH and compiler.is_gluon(variant):
+    if arch == ARCH:
         path = next(str(path) for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
         try:
             found = _check(path)

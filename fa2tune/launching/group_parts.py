@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fa2tune.compiling.compiler import KernelSequence
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching.launch import Strides
+from fa2tune.spec.extent import WHOLE
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.score import NONE
@@ -95,8 +96,8 @@ def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
 
 def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs before, and what runs after, each with its config and a problem whose specialization it is compiled for: one
-    binary serves all masks and score terms."""
-    plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee")
+    binary serves all masks and score terms, and packed sequences, whose rows are those of one."""
+    plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", extent=WHOLE)
     found = (variant_named(name) for name in ("portable/bwd_spread", "portable/bwd_gather"))
     return [(one, one.space.default(plain.specialization, arch), plain) for one in found]
 

@@ -1,27 +1,35 @@
-"""A forward whose keys are split among programs, and whose tiles have the queries of all heads of a key head as rows: for calls
-of few queries.
+"""A forward whose keys are split among programs: for calls of few queries, or of few tiles.
 
-Each part's sums go to a workspace (kernels/portable/fwd_split.py) and are put together after (kernels/portable/fwd_combine.py);
-of one part there is nothing to put together. How many parts: ``calling/split_schedule.py``.
+Each part's sums go to a workspace and are put together after (kernels/portable/fwd_combine.py); of one part there is nothing to
+put together. Tiles of kernels/portable/fwd_split.py have the queries of all heads of a key head as rows, those of
+kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts: ``calling/split_schedule.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from fa2tune.compiling.registry import variant_named
+from fa2tune.compiling.registry import refused_mask, variant_named, variants
 from fa2tune.launching import launch
-from fa2tune.launching.launch import Place, Workspace, bind, chain, strides_of
+from fa2tune.launching.cuda import Chain
+from fa2tune.launching.launch import InterpretedChain, Place, Workspace, bind, chain, form, strides_of
 from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, lse_shape, without_memory
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
+from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.score import NONE
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
-SPLIT_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "portable/fwd_combine"
+SPLIT_KERNEL, HOPPER_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "sm90/fwd_split", "portable/fwd_combine"
+
+
+def splitting(config: Config) -> Variant:
+    """The kernel that a config is of."""
+    return variant_named(HOPPER_KERNEL if implementation_of(config) == WARP_SPECIALIZED else SPLIT_KERNEL)
 
 
 def sums(problem: Problem, splits: int) -> list[Workspace]:
@@ -39,8 +47,8 @@ def plain(problem: Problem) -> Problem:
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config of the first, in order, each with its config and a problem whose specialization it is compiled
     for."""
-    found = [(variant_named(SPLIT_KERNEL), config, problem)]
-    if config["IN_PARTS"]:
+    found = [(splitting(config), config, problem)]
+    if config["SPLITS"] > 1:
         found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, config["SPLITS"]), plain(problem)))
     return found
 
@@ -48,12 +56,43 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """Everything that a call of any number of queries may run: heads and lengths decide."""
     spec: Specialization = problem.specialization
-    return [
-        one
+    configs = [
+        fwd_split.config_of(spec, arch, problem.tma, rows, splits)
         for rows in fwd_split.tiles(spec, arch)
         for splits in (1, 2, fwd_split.MOST_SPLITS)
-        for one in kernels(problem, fwd_split.config_of(spec, arch, problem.tma, rows, splits), arch)
     ]
+    configs += [hopper_split.config_of(spec, rows, 2) for rows in hopper_tiles(problem, arch)]
+    return [one for config in configs for one in kernels(problem, config, arch)]
+
+
+def hopper_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
+    """Rows that a tile of kernels/sm90/fwd_split.py may have; none, where it cannot compute this call, or this Triton it."""
+    variant = variants().get(HOPPER_KERNEL)
+    if variant is None or not problem.tma or refused_mask(variant, problem.specialization):
+        return ()
+    return hopper_split.tiles(problem.specialization, arch)
+
+
+def bound(
+    problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
+) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
+    """(What runs, called with the tensors and then with memory for the parts, like that memory, none if there are no parts).
+    ``tensors``: q, k, v, o, lse by name, of which shapes and strides count."""
+    arch = launch.arch_of(device_index) if device_index >= 0 else 0
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
+    places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
+    block: list[torch.Tensor] = []
+    if config["SPLITS"] > 1:
+        places["o_parts"], places["stats"] = made = sums(problem, config["SPLITS"])
+        block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
+    scalars = {"heads_kv": problem.heads_kv}
+    launches = []
+    for variant, its_config, posed in kernels(problem, config, arch):
+        memory = form(variant, posed.specialization, its_config).passed
+        names = tuple(name for name, tensor in memory.items() if tensor in places)
+        one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, scalars=scalars)
+        launches.append((one, [places[memory[name]] for name in names]))
+    return chain(launches, device_index), block
 
 
 class SplitPlan:
@@ -66,24 +105,11 @@ class SplitPlan:
     ) -> None:
         self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
         self.extent = problem.extent
-        device_index = q.get_device()
-        arch = launch.arch_of(device_index) if device_index >= 0 else 0
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
-        places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
-        block: list[torch.Tensor] = []
-        if config["IN_PARTS"]:
-            places["o_parts"], places["stats"] = made = sums(problem, config["SPLITS"])
-            block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
-        scalars = {"heads_kv": problem.heads_kv}
-        launches = []
-        for variant, its_config, posed in kernels(problem, config, arch):
-            names = tuple(name for name in variant.tensors if name in places)
-            bound = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, scalars=scalars)
-            launches.append((bound, [places[name] for name in names]))
-        self.chain, self.fresh = chain(launches, device_index), Fresh(q.device, o, lse, *block)
+        self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
+        self.fresh = Fresh(q.device, o, lse, *block)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *block = self.fresh()

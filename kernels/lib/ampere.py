@@ -1,16 +1,28 @@
 """What the kernels of kernels/sm80/ share: layouts of mma.sync, asynchronous copies, tile order. Device side."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 LN2 = gl.constexpr(0.6931471805599453)
+#: async_load(shared, pointers, mask): global to shared memory, 16 bytes a thread. 3.9 renamed it.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 #: Start of the running row maximum, as in kernels/lib/common.py.
 LOWEST = gl.constexpr(-3.0e38)
 #: Bits of float32 numbers, as PTX writes them.
 ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
 #: 8 powers of two, so written.
 MARGIN = gl.constexpr("0f41000000")
+
+
+class Source(NamedTuple):
+    """Rows of a head in global memory."""
+
+    base: gl.tensor
+    stride: gl.tensor
+    end: gl.tensor  #: how many rows there are
 
 
 @gluon.constexpr_function
@@ -64,11 +76,12 @@ def in_place(stride):
 
 @gluon.jit
 def ask(
-    smem, base, stride, row, rows_end, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    smem, source, row, ROWS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr,
     MASK_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Starts copying rows [row, row + ROWS) of the head at ``base`` to shared memory [ROWS, COLUMNS]: 16 bytes at a time, past
-    L1. Columns from DIM on and, with MASK_ROWS, rows from rows_end on become zero."""
+    """Starts copying rows [row, row + ROWS) of a head to shared memory [ROWS, COLUMNS]: 16 bytes at a time, past L1. Columns
+    from DIM on and, with MASK_ROWS, rows behind the last become zero."""
+    base, stride, rows_end = source
     layout: gl.constexpr = copy_layout(COLUMNS, WARPS)
     PART: gl.constexpr = rows_at_once(ROWS, COLUMNS, WARPS)
     parts: gl.constexpr = parts_layout(COLUMNS, WARPS)
@@ -86,13 +99,13 @@ def ask(
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     if MASK_ROWS and DIM != COLUMNS:
         mask = (row + rows < rows_end)[:, None] & (columns < DIM)[None, :]
-        async_copy.async_copy_global_to_shared(smem, pointers, mask)
+        async_load(smem, pointers, mask)
     elif MASK_ROWS:
-        async_copy.async_copy_global_to_shared(smem, pointers, (row + rows < rows_end)[:, None])
+        async_load(smem, pointers, (row + rows < rows_end)[:, None])
     elif DIM != COLUMNS:
-        async_copy.async_copy_global_to_shared(smem, pointers, (columns < DIM)[None, :])
+        async_load(smem, pointers, (columns < DIM)[None, :])
     else:
-        async_copy.async_copy_global_to_shared(smem, pointers)
+        async_load(smem, pointers)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """One tile of keys' way over the queries of a head, by mma.sync and cp.async, with all five products of the backward: dK and dV
 stay in registers, dQ is added to float32 sums. Shared by the fused backwards of kernels/sm80/."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from fa2tune.kernels.lib.ampere import (
     MINUS_INFINITY,
     ZERO,
+    Source,
     a_b,
     a_bt,
     add_columns,
@@ -20,6 +21,8 @@ from fa2tune.kernels.lib.ampere import (
     mma_layout,
     none_yet,
     operand_a,
+    put,
+    shared_layout,
 )
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
@@ -56,120 +59,355 @@ def _add(
         gl.atomic_add(targets, dq, sem="relaxed")
 
 
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_D: gl.constexpr
+    BLOCK_DV: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
+    WARPS: gl.constexpr
+    SCORES: gl.constexpr  #: layouts of the accumulators: of scores,
+    KEYS: gl.constexpr  #: of dK and dV,
+    QUERIES: gl.constexpr  #: and of dQ
+    TRANSPOSED: gl.constexpr
+    ONE: gl.constexpr
+    EARLY: gl.constexpr
+    IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
+    HIDE: gl.constexpr
+    HIDE_QUERIES: gl.constexpr
+    LEFT_BOUNDED: gl.constexpr
+    CAUSAL: gl.constexpr
+    DK_FIRST: gl.constexpr
+    DK_OTHER: gl.constexpr
+    DV_FIRST: gl.constexpr
+    DV_OTHER: gl.constexpr
+    DQ_FIRST: gl.constexpr
+    DQ_OTHER: gl.constexpr
+
+
+class Heads(NamedTuple):
+    """Where the first of the query heads that read a key head lies, and the steps to the next one."""
+
+    q: gl.tensor
+    do: gl.tensor
+    peaks: gl.tensor
+    deltas: gl.tensor
+    sums: gl.tensor
+    stride_qh: gl.tensor
+    stride_qm: gl.tensor
+    stride_doh: gl.tensor
+    stride_dom: gl.tensor
+    rows_padded: gl.tensor
+    count: gl.tensor
+
+
+class Head(NamedTuple):
+    """One of them."""
+
+    q: tuple
+    do: tuple
+    peaks: gl.tensor
+    deltas: gl.tensor
+    sums: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory of a tile."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+
+
+class Call(NamedTuple):
+    """A tile of keys, and what decides which of them a query sees."""
+
+    start_n: gl.tensor
+    columns: gl.tensor  #: their numbers
+    offset: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+
+
+@gluon.constexpr_function
+def layouts(warps, score_warps, key_warps, query_warps, transposed):
+    """Of the accumulators of scores, of dK and dV, and of dQ."""
+    if transposed:
+        score_warps, key_warps = warps, warps
+    return tuple(mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+
+
 @gluon.jit
-def _trip(
-    dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem, q_smem,
-    do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr,
-    TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
-    ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr,
-    DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def _ask_queries(smem, head, m, form):
+    ask(smem.q, head.q, m, form.BLOCK_M, form.HEAD_DIM, form.BLOCK_D, form.WARPS, True)
+    ask(smem.do, head.do, m, form.BLOCK_M, form.HEAD_DIM_V, form.BLOCK_DV, form.WARPS, True)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
-    SCORES: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(SCORE_WARPS, WARPS // SCORE_WARPS)
-    KEYS: gl.constexpr = mma_layout(WARPS, 1) if TRANSPOSED else mma_layout(KEY_WARPS, WARPS // KEY_WARPS)
-    QUERIES: gl.constexpr = mma_layout(QUERY_WARPS, WARPS // QUERY_WARPS)
-    ROW: gl.constexpr = gl.SliceLayout(0 if TRANSPOSED else 1, SCORES)
-    dtype: gl.constexpr = k_smem.dtype
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    BLOCK_N: gl.constexpr = form.BLOCK_N
+    SCORES: gl.constexpr = form.SCORES
+    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, SCORES)
+    dtype: gl.constexpr = smem.k.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
-    delta = gl.load(gl.multiple_of(deltas + rows, [8]))  # whole blocks of padded rows
-    if TRANSPOSED:
-        s = a_bt(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), k_smem, q_smem, HEAD_DIM, STEP, SCORES)
-        if EARLY:
+    delta = gl.load(gl.multiple_of(head.deltas + rows, [8]))  # whole blocks of padded rows
+    if form.TRANSPOSED:
+        s = a_bt(
+            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
+            smem.k,
+            smem.q,
+            form.HEAD_DIM,
+            STEP,
+            SCORES,
+        )
+        if form.EARLY:
             dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
+                smem.v,
+                smem.do,
+                form.HEAD_DIM_V,
+                STEP,
+                SCORES,
             )
-        p = gl.exp2(gl.fma(s, qk_scale, peak[None, :]))
+        p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
         if MASK:
-            if CAUSAL:
-                p = hidden_behind(p, columns[:, None], gl.minimum(rows + offset, seqlen_k - 1)[None, :], ZERO)
+            if form.CAUSAL:
+                p = hidden_behind(
+                    p, call.columns[:, None], gl.minimum(rows + call.offset, call.seqlen_k - 1)[None, :], ZERO
+                )
             else:
-                p = HIDE_QUERIES(p, columns, m, offset, seqlen_k, window, SCORES)
-        if not EARLY:
+                p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
+        if not form.EARLY:
             dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES), v_smem, do_smem, HEAD_DIM_V, STEP, SCORES
+                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
+                smem.v,
+                smem.do,
+                form.HEAD_DIM_V,
+                STEP,
+                SCORES,
             )
         ds = (p * (dp - delta[None, :])).to(dtype)
-        ds_smem.store(ds)
-        p_tile = gl.convert_layout(p.to(dtype), operand_a(KEYS))
-        dv_acc, dv_more = add_columns(dv_acc, dv_more, p_tile, do_smem, 0, BLOCK_M, DV_FIRST, DV_OTHER, KEYS)
-        ds_tile = gl.convert_layout(ds, operand_a(KEYS))
-        dk_acc, dk_more = add_columns(dk_acc, dk_more, ds_tile, q_smem, 0, BLOCK_M, DK_FIRST, DK_OTHER, KEYS)
+        smem.ds.store(ds)
+        p_tile = gl.convert_layout(p.to(dtype), operand_a(form.KEYS))
+        dv_acc, dv_more = add_columns(
+            dv_acc, dv_more, p_tile, smem.do, 0, BLOCK_M, form.DV_FIRST, form.DV_OTHER, form.KEYS
+        )
+        ds_tile = gl.convert_layout(ds, operand_a(form.KEYS))
+        dk_acc, dk_more = add_columns(
+            dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
+        )
     else:
-        s = a_bt(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), q_smem, k_smem, HEAD_DIM, STEP, SCORES)
-        if EARLY:
+        s = a_bt(
+            gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
+            smem.q,
+            smem.k,
+            form.HEAD_DIM,
+            STEP,
+            SCORES,
+        )
+        if form.EARLY:
             dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
+                smem.do,
+                smem.v,
+                form.HEAD_DIM_V,
+                STEP,
+                SCORES,
             )
-        weight = gl.fma(s, qk_scale, peak[:, None])
+        weight = gl.fma(s, call.qk_scale, peak[:, None])
         if MASK:
-            if CAUSAL:
-                seen = gl.minimum(rows + offset, seqlen_k - 1)
-                weight = hidden_behind(weight, columns[None, :], seen[:, None], MINUS_INFINITY)
+            if form.CAUSAL:
+                seen = gl.minimum(rows + call.offset, call.seqlen_k - 1)
+                weight = hidden_behind(weight, call.columns[None, :], seen[:, None], MINUS_INFINITY)
             else:
-                weight = HIDE(weight, rows, start_n, offset, seqlen_k, window, SCORES)
+                weight = form.HIDE(weight, rows, call.start_n, call.offset, call.seqlen_k, call.window, SCORES)
         p = gl.exp2(weight)
-        p_smem.store(p.to(dtype))
-        if ONE:
-            dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
-            dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+        smem.p.store(p.to(dtype))
+        if form.ONE:
+            dv_acc, dv_more = at_b(
+                dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
             )
-            p = p_smem.load(SCORES).to(gl.float32)
-            p_smem.store((p * (dp - delta[:, None])).to(dtype))
-            dk_acc, dk_more = at_b(dk_acc, dk_more, p_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
+            dp = a_bt(
+                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
+                smem.do,
+                smem.v,
+                form.HEAD_DIM_V,
+                STEP,
+                SCORES,
+            )
+            p = smem.p.load(SCORES).to(gl.float32)
+            smem.p.store((p * (dp - delta[:, None])).to(dtype))
+            dk_acc, dk_more = at_b(
+                dk_acc, dk_more, smem.p, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
+            )
         else:
-            if not EARLY:
+            if not form.EARLY:
                 dp = a_bt(
-                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES), do_smem, v_smem, HEAD_DIM_V, STEP, SCORES
+                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
+                    smem.do,
+                    smem.v,
+                    form.HEAD_DIM_V,
+                    STEP,
+                    SCORES,
                 )
-            ds_smem.store((p * (dp - delta[:, None])).to(dtype))
-            dv_acc, dv_more = at_b(dv_acc, dv_more, p_smem, do_smem, BLOCK_M, STEP, DV_FIRST, DV_OTHER, KEYS)
-            dk_acc, dk_more = at_b(dk_acc, dk_more, ds_smem, q_smem, BLOCK_M, STEP, DK_FIRST, DK_OTHER, KEYS)
-    peak = gl.load(gl.multiple_of(peaks + (after + r), [8]))
-    ask(q_smem, q, stride_qm, after, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
-    ask(do_smem, do, stride_dom, after, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, WARPS, True)
-    async_copy.commit_group()
-    dq = none_yet(BLOCK_M, DQ_FIRST, QUERIES)
-    dq_more = none_yet(BLOCK_M, DQ_OTHER, QUERIES)
-    if TRANSPOSED:
-        dq, dq_more = at_b(dq, dq_more, ds_smem, k_smem, BLOCK_N, STEP, DQ_FIRST, DQ_OTHER, QUERIES)
+            smem.ds.store((p * (dp - delta[:, None])).to(dtype))
+            dv_acc, dv_more = at_b(
+                dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
+            )
+            dk_acc, dk_more = at_b(
+                dk_acc, dk_more, smem.ds, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
+            )
+    peak = gl.load(gl.multiple_of(head.peaks + (after + r), [8]))
+    _ask_queries(smem, head, after, form)
+    dq = none_yet(BLOCK_M, form.DQ_FIRST, form.QUERIES)
+    dq_more = none_yet(BLOCK_M, form.DQ_OTHER, form.QUERIES)
+    if form.TRANSPOSED:
+        dq, dq_more = at_b(dq, dq_more, smem.ds, smem.k, BLOCK_N, STEP, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES)
     else:
-        dq, dq_more = a_b(dq, dq_more, ds_smem, k_smem, BLOCK_N, STEP, DQ_FIRST, DQ_OTHER, QUERIES)
-    block_sums = sums + m.to(gl.int64) * BLOCK_D
-    _add(block_sums, dq, BLOCK_M, BLOCK_D, HEAD_DIM, 0, DQ_FIRST, QUERIES)
-    if DQ_OTHER > 0:
-        _add(block_sums, dq_more, BLOCK_M, BLOCK_D, HEAD_DIM, DQ_FIRST, DQ_OTHER, QUERIES)
+        dq, dq_more = a_b(dq, dq_more, smem.ds, smem.k, BLOCK_N, STEP, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES)
+    block_sums = head.sums + m.to(gl.int64) * form.BLOCK_D
+    _add(block_sums, dq, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, 0, form.DQ_FIRST, form.QUERIES)
+    if form.DQ_OTHER > 0:
+        _add(block_sums, dq_more, BLOCK_M, form.BLOCK_D, form.HEAD_DIM, form.DQ_FIRST, form.DQ_OTHER, form.QUERIES)
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
 @gluon.jit
-def _over_queries(
-    dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem,
-    v_smem, q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr,
-    QUERY_WARPS: gl.constexpr, TRANSPOSED: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, CAUSAL: gl.constexpr,
-    EARLY: gl.constexpr, ONE: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
-    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+def _over_queries(dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [first, stop) of a head, in whole blocks; ``end``: of all of its queries."""
-    for m in range(first, stop, BLOCK_M):
+    for m in range(first, stop, form.BLOCK_M):
         dk_acc, dk_more, dv_acc, dv_more, peak = _trip(
-            dk_acc, dk_more, dv_acc, dv_more, peak, m, end, q, do, peaks, deltas, sums, stride_qm, stride_dom, k_smem, v_smem,
-            q_smem, do_smem, p_smem, ds_smem, start_n, columns, offset, seqlen_q, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N,
-            BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HIDE,
-            HIDE_QUERIES, CAUSAL, EARLY, ONE, DK_FIRST, DK_OTHER, DV_FIRST, DV_OTHER, DQ_FIRST, DQ_OTHER, MASK,
+            dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK
         )  # fmt: skip
     return dk_acc, dk_more, dv_acc, dv_more, peak
 
 
-def _constants(spec: Specialization, config: Config) -> dict[str, Any]:
+@gluon.jit
+def over_heads(heads, k, v, blocks_of, call, form):
+    """A tile of keys over all queries of all query heads that read its key head: dK and dV, each in two accumulators, and dS K
+    added to the sums. ``k``, ``v``: Sources; ``blocks_of``: QUERY_BLOCKS of the mask."""
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    BLOCK_N: gl.constexpr = form.BLOCK_N
+    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, form.SCORES)
+    dtype: gl.constexpr = k.base.dtype.element_ty
+    q = heads.q
+    do = heads.do
+    peaks = heads.peaks
+    deltas = heads.deltas
+    sums = heads.sums
+    # allocated by the tile: what dK and dV go out through may then take the place of what is read no more
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
+    do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    if form.TRANSPOSED:
+        ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], shared_layout(BLOCK_M))
+        p_smem = ds_smem
+    else:
+        ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
+        p_smem = ds_smem
+        if not form.ONE:
+            p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
+    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem)
+
+    # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
+    start_n = call.start_n
+    blocks = blocks_of(start_n, start_n + BLOCK_N, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)
+    begin = gl.to_tensor(blocks[0]) * BLOCK_M
+    end = blocks[3] * BLOCK_M
+    # the last, ragged tile: everything under the mask
+    full = gl.where(start_n + BLOCK_N > call.seqlen_k, end, blocks[1] * BLOCK_M)
+    full_end = end
+    if form.LEFT_BOUNDED:
+        full_end = gl.maximum(blocks[2] * BLOCK_M, full)
+
+    k_step = k.stride
+    if form.IN_TURNS:
+        k_step = in_place(k.stride)
+    ask(
+        k_smem, Source(k.base, k_step, k.end), start_n, BLOCK_N, form.HEAD_DIM, form.BLOCK_D, form.WARPS, True
+    )  # fmt: skip
+    v_step = v.stride
+    if form.IN_TURNS:
+        v_step = in_place(v.stride)
+    ask(
+        v_smem, Source(v.base, v_step, v.end), start_n, BLOCK_N, form.HEAD_DIM_V, form.BLOCK_DV, form.WARPS, True
+    )  # fmt: skip
+    dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
+    dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
+    dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
+    dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
+    m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
+    for _g in range(heads.count):
+        async_copy.wait_group(0)  # the copies of the head before, which are not read
+        head = Head(
+            Source(q, heads.stride_qm, call.seqlen_q), Source(do, heads.stride_dom, call.seqlen_q), peaks, deltas, sums
+        )  # fmt: skip
+        _ask_queries(smem, head, m, form)
+        peak = gl.load(peaks + m + gl.arange(0, BLOCK_M, layout=ROW))
+        dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+            dk_acc, dk_more, dv_acc, dv_more, peak, begin, full, end, head, smem, call, form, True
+        )  # fmt: skip
+        dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+            dk_acc, dk_more, dv_acc, dv_more, peak, full, full_end, end, head, smem, call, form, False
+        )  # fmt: skip
+        if form.LEFT_BOUNDED:
+            dk_acc, dk_more, dv_acc, dv_more, peak = _over_queries(
+                dk_acc, dk_more, dv_acc, dv_more, peak, full_end, end, end, head, smem, call, form, True
+            )  # fmt: skip
+        q += heads.stride_qh
+        do += heads.stride_doh
+        peaks += heads.rows_padded
+        deltas += heads.rows_padded
+        sums += heads.rows_padded.to(gl.int64) * form.BLOCK_D
+    async_copy.wait_group(0)  # nothing is on its way into shared memory that dK and dV go through, or the next tile
+    return dk_acc, dk_more, dv_acc, dv_more
+
+
+@gluon.jit
+def put_keys(
+    dk, dv, dk_acc, dk_more, dv_acc, dv_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, form
+):  # fmt: skip
+    """dK and dV of a tile to the heads at ``dk`` and ``dv``."""
+    put(
+        dk,
+        dk_acc * softmax_scale,
+        stride_dkn,
+        start_n,
+        seqlen_k,
+        form.BLOCK_N,
+        form.HEAD_DIM,
+        form.DK_FIRST,
+        form.WARPS,
+    )
+    put(dv, dv_acc, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_FIRST, form.WARPS)
+    if form.DK_OTHER > 0:
+        put(
+            dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM, form.DK_OTHER, form.WARPS,
+            form.DK_FIRST,
+        )  # fmt: skip
+    if form.DV_OTHER > 0:
+        put(
+            dv, dv_more, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_OTHER, form.WARPS, form.DV_FIRST
+        )  # fmt: skip
+
+
+def constants(spec: Specialization, config: Config) -> dict[str, Any]:
     """Among them: columns of each result in the first of its accumulators, and in the second. 96 are 64 and 32, so that none is
     computed for the padding; one holds them all where warps would find no column of their own in the second."""
     found: dict[str, Any] = {"CAUSAL": spec.mask == "causal", "WARPS": config["num_warps"]}

@@ -3,50 +3,80 @@
 Scores are computed transposed, [keys, queries], so that P^T and dS^T are the register operands of the dV and dK products.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import dot, dot_add, head_base, load_lse, load_tile, store_tile, tile_and_head
+from fa2tune.kernels.lib.common import (
+    Call,
+    Form,
+    Head,
+    dot,
+    dot_add,
+    head_base,
+    load_lse,
+    load_tile,
+    rows_of,
+    store_tile,
+    tile_and_head,
+)
 from fa2tune.kernels.lib.extent import packed_tiles, place
 from fa2tune.spec.variant import Variant
 
 
+class Keys(NamedTuple):
+    """A tile of keys."""
+
+    columns: tl.tensor  #: their numbers [N]
+    k: tl.tensor  #: [N, D]
+    v: tl.tensor  #: [N, DV]
+
+
+class Queries(NamedTuple):
+    """A query head's: q and do, and where its rows of the others start."""
+
+    q: tuple
+    do: tuple
+    lse: tl.tensor
+    delta: tl.tensor
+    dq: tl.tensor
+    all_rows: tl.tensor  #: from lse to the plane of what its rounding left out
+
+
 @triton.jit
-def _over_queries(
-    dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, dq, b, h, begin, end, full, columns, offset,
-    qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k, window, score, all_rows,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr,
-    APPLY: tl.constexpr, GRAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LOADS: tl.constexpr, PRECISION: tl.constexpr, WITH_DQ: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def _over_queries(dk_acc, dv_acc, tile, head, begin, end, call, form, MASK: tl.constexpr):
     """Queries [begin, end) of one head into dk_acc [N, D] and dv_acc [N, DV]; WITH_DQ: dS K into dq as well. MASK: "never",
     "always", or "outside_full": of queries that do not lie in [full[0], full[1]), decided at run time."""
-    for m in tl.range(begin, end, BLOCK_M):
-        rows = m + tl.arange(0, BLOCK_M)
-        inside = rows < seqlen_q
-        q_tile = load_tile(q, b, h, m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
-        lse_row, lse_low = load_lse(lse, rows, inside, all_rows, q_tile.dtype == tl.float32)  # [M]
-        scores = APPLY(dot(k_tile, tl.trans(q_tile), PRECISION), score)  # [N, M]
-        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[None, :]) - lse_low[None, :])
+    for m in tl.range(begin, end, form.BLOCK):
+        rows = m + tl.arange(0, form.BLOCK)
+        inside = rows < head.q.end
+        q_tile = rows_of(head.q, m, form.HEAD_DIM, form.BLOCK_D, True, form)  # [M, D]
+        lse_row, lse_low = load_lse(head.lse, rows, inside, head.all_rows, q_tile.dtype == tl.float32)  # [M]
+        scores = form.APPLY(dot(tile.k, tl.trans(q_tile), form.PRECISION), call.score)  # [N, M]
+        p = tl.math.exp2(tl.fma(scores, call.qk_scale, -lse_row[None, :]) - lse_low[None, :])
         if MASK == "always":
-            p = tl.where(KEEP(rows[None, :], columns[:, None], offset, seqlen_k, window), p, 0.0)
+            seen = form.KEEP(rows[None, :], tile.columns[:, None], call.offset, call.seqlen_k, call.window)
+            p = tl.where(seen, p, 0.0)
         elif MASK == "outside_full":
-            outside = m < full[0]
-            if LEFT_BOUNDED:
-                outside = outside | (m + BLOCK_M > full[1])
+            outside = m < call.full[0]
+            if form.LEFT_BOUNDED:
+                outside = outside | (m + form.BLOCK > call.full[1])
             if outside:
-                p = tl.where(KEEP(rows[None, :], columns[:, None], offset, seqlen_k, window), p, 0.0)
-        do_tile = load_tile(do, b, h, m, stride_dom, seqlen_q, BLOCK_M, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [M, DV]
-        dv_acc = dot_add(p.to(do_tile.dtype), do_tile, dv_acc, PRECISION)
-        delta_row = tl.load(delta + rows, mask=inside, other=0.0)
-        ds = GRAD(p * (dot(v_tile, tl.trans(do_tile), PRECISION) - delta_row[None, :]), scores, score)
-        ds = ds.to(q_tile.dtype)  # [N, M]
-        dk_acc = dot_add(ds, q_tile, dk_acc, PRECISION)
-        if WITH_DQ:
-            dq_tile = dot(tl.trans(ds), k_tile, PRECISION)  # [M, D]
-            d = tl.arange(0, BLOCK_D)
-            pointers = dq + tl.cast(m, tl.int64) * HEAD_DIM + (tl.arange(0, BLOCK_M)[:, None] * HEAD_DIM + d[None, :])
-            tl.atomic_add(pointers, dq_tile, mask=inside[:, None] & (d < HEAD_DIM)[None, :], sem="relaxed")
+                seen = form.KEEP(rows[None, :], tile.columns[:, None], call.offset, call.seqlen_k, call.window)
+                p = tl.where(seen, p, 0.0)
+        do_tile = rows_of(head.do, m, form.HEAD_DIM_V, form.BLOCK_DV, True, form)  # [M, DV]
+        dv_acc = dot_add(p.to(do_tile.dtype), do_tile, dv_acc, form.PRECISION)
+        delta_row = tl.load(head.delta + rows, mask=inside, other=0.0)
+        ds = p * (dot(tile.v, tl.trans(do_tile), form.PRECISION) - delta_row[None, :])
+        ds = form.GRAD(ds, scores, call.score).to(q_tile.dtype)  # [N, M]
+        dk_acc = dot_add(ds, q_tile, dk_acc, form.PRECISION)
+        if form.WITH_DQ:
+            dq_tile = dot(tl.trans(ds), tile.k, form.PRECISION)  # [M, D]
+            d = tl.arange(0, form.BLOCK_D)
+            block = head.dq + tl.cast(m, tl.int64) * form.HEAD_DIM
+            pointers = block + (tl.arange(0, form.BLOCK)[:, None] * form.HEAD_DIM + d[None, :])
+            tl.atomic_add(pointers, dq_tile, mask=inside[:, None] & (d < form.HEAD_DIM)[None, :], sem="relaxed")
     return dk_acc, dv_acc
 
 
@@ -101,7 +131,6 @@ def bwd_keys_kernel(
     v_tile = load_tile(v, b, h_kv, start_n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, True, LOADS)  # [N, DV]
 
     window = (window_left, window_right)
-    score = (score_first, score_second)
     begin, full_begin, full_end, end = QUERY_RANGE(
         start_n, BLOCK_N, offset, seqlen_q, window, BLOCK_M
     )  # fmt: skip
@@ -112,53 +141,38 @@ def bwd_keys_kernel(
     if LEFT_BOUNDED:
         full_end = tl.maximum(full_end, full_begin)
 
-    full = (full_begin, full_end)
+    tile_of_keys = Keys(columns, k_tile, v_tile)
+    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
+    form: tl.constexpr = Form(
+        HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_M, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
+        LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, GRAD=GRAD, LOADS=LOADS, PRECISION=PRECISION, WITH_DQ=WITH_DQ,
+    )  # fmt: skip
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     all_rows = (batch * heads_q).to(tl.int64) * rows_of_head
     for g in range(group):  # every query head that reads this key head
         h = h_kv * group + g
-        head_q = head_base(q, b, h, stride_qb, stride_qh, LOADS)
-        head_do = head_base(do, b, h, stride_dob, stride_doh, LOADS)
+        head_q = Head(head_base(q, b, h, stride_qb, stride_qh, LOADS), b, h, stride_qm, seqlen_q)
+        head_do = Head(head_base(do, b, h, stride_dob, stride_doh, LOADS), b, h, stride_dom, seqlen_q)
         first_row = (b.to(tl.int64) * heads_q + h) * rows_of_head
         head_dq = dq
         if WITH_DQ:
             head_dq = dq + first_row * HEAD_DIM
+        its = Queries(head_q, head_do, lse + first_row, delta + first_row, head_dq, all_rows)
         if MASKED == "inside":
-            dk_acc, dv_acc = _over_queries(
-                dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                begin, end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
-                BLOCK_DV, LOADS, PRECISION, WITH_DQ, "outside_full",
-            )  # fmt: skip
+            dk_acc, dv_acc = _over_queries(dk_acc, dv_acc, tile_of_keys, its, begin, end, call, form, "outside_full")
         else:
             if MASKED == "first":
                 dk_acc, dv_acc = _over_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                    begin, full_begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
-                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
-                )  # fmt: skip
-            dk_acc, dv_acc = _over_queries(
-                dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                full_begin, full_end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
-                BLOCK_DV, LOADS, PRECISION, WITH_DQ, "never",
-            )  # fmt: skip
+                    dk_acc, dv_acc, tile_of_keys, its, begin, full_begin, call, form, "always"
+                )
+            dk_acc, dv_acc = _over_queries(dk_acc, dv_acc, tile_of_keys, its, full_begin, full_end, call, form, "never")
             if LEFT_BOUNDED:
-                dk_acc, dv_acc = _over_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                    full_end, end, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
-                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
-                )  # fmt: skip
+                dk_acc, dv_acc = _over_queries(dk_acc, dv_acc, tile_of_keys, its, full_end, end, call, form, "always")
             if MASKED == "last":
                 dk_acc, dv_acc = _over_queries(
-                    dk_acc, dv_acc, k_tile, v_tile, head_q, head_do, lse + first_row, delta + first_row, head_dq, b, h,
-                    begin, full_begin, full, columns, offset, qk_scale, stride_qm, stride_dom, seqlen_q, seqlen_k,
-                    window, score, all_rows, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD, BLOCK_M, BLOCK_D,
-                    BLOCK_DV, LOADS, PRECISION, WITH_DQ, "always",
-                )  # fmt: skip
+                    dk_acc, dv_acc, tile_of_keys, its, begin, full_begin, call, form, "always"
+                )
 
     store_tile(
         dk + b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh, dk_acc * softmax_scale, start_n, stride_dkn,

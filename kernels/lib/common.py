@@ -1,6 +1,7 @@
 """What the kernels share: products, tile loads and stores, tile scheduling. Device side."""
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,6 +16,47 @@ LOG2E_HIGH, LOG2E_LOW = tl.constexpr(1.4423828125), tl.constexpr(1.4426950408889
 LN2_HIGH, LN2_LOW = tl.constexpr(0.693115234375), tl.constexpr(0.6931471805599453 - 0.693115234375)
 #: Start of the running row maximum. Finite, so that neither a masked block nor a -inf score makes -inf - (-inf) = NaN.
 LOWEST = tl.constexpr(-3.0e38)
+
+
+class Head(NamedTuple):
+    """Rows of a tensor's head (b, h). What travels together from function to function is a named tuple."""
+
+    src: tl.tensor  #: as load_tile has it
+    b: tl.tensor
+    h: tl.tensor
+    stride: tl.tensor  #: of rows
+    end: tl.tensor  #: how many rows there are
+
+
+class Call(NamedTuple):
+    """What decides which pairs of a tile are visible, and what becomes of their scores."""
+
+    offset: tl.tensor  #: seqlen_k - seqlen_q
+    seqlen_k: tl.tensor
+    window: tuple
+    full: tuple  #: first and end of the keys (or queries) whose tiles are seen whole
+    score: tuple
+    qk_scale: tl.tensor
+
+
+class Form(NamedTuple):
+    """What is compiled into a loop over tiles of keys, or of queries. Kept as tl.constexpr: assigned without, its fields would
+    be values of the running program."""
+
+    HEAD_DIM: tl.constexpr
+    HEAD_DIM_V: tl.constexpr
+    BLOCK: tl.constexpr  #: rows of such a tile
+    BLOCK_D: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    KEEP: tl.constexpr
+    LEFT_BOUNDED: tl.constexpr
+    APPLY: tl.constexpr
+    LOADS: tl.constexpr
+    PRECISION: tl.constexpr
+    #: of the forward, of the backward, and of that over keys
+    NEGATE: tl.constexpr = None
+    GRAD: tl.constexpr = None
+    WITH_DQ: tl.constexpr = None
 
 
 @triton.jit
@@ -82,6 +124,14 @@ def load_tile(
             return tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
         else:
             return tl.load(pointers)
+
+
+@triton.jit
+def rows_of(head, row, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, form):
+    """load_tile of a head's rows [row, row + BLOCK)."""
+    return load_tile(
+        head.src, head.b, head.h, row, head.stride, head.end, form.BLOCK, DIM, BLOCK_DIM, MASK_ROWS, form.LOADS
+    )  # fmt: skip
 
 
 @triton.jit

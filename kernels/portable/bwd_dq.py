@@ -1,16 +1,22 @@
 """FlashAttention-2 backward over query tiles: dQ without atomics, the deterministic half of the split backward. It also
 makes delta = rowsum(dO * O) - dlse (paper: algorithm 2, line 4), which the other half reads: no kernel of its own before."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import (
+    Call,
+    Form,
+    Head,
     delta_of_rows,
     dot,
     dot_add,
     head_base,
     load_lse,
     load_tile,
+    rows_of,
     store_tile,
     tile_and_head,
 )
@@ -19,35 +25,39 @@ from fa2tune.search_spaces.portable.bwd_dq import SPACE
 from fa2tune.spec.variant import Variant
 
 
+class Queries(NamedTuple):
+    """A tile of queries."""
+
+    rows: tl.tensor  #: their numbers [M]
+    q: tl.tensor  #: [M, D]
+    do: tl.tensor  #: [M, DV]
+    lse: tl.tensor  #: [M], as load_lse has it
+    lse_low: tl.tensor  #: [M]
+    delta: tl.tensor  #: [M]
+
+
 @triton.jit
-def _over_keys(
-    acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale,
-    stride_kn, stride_vn, seqlen_k, window, score,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr,
-    APPLY: tl.constexpr, GRAD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LOADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def _over_keys(acc, tile, k, v, begin, end, call, form, MASK: tl.constexpr):
     """Keys [begin, end) into acc [M, D]. MASK as in the forward: "never", "always" or "outside_full"."""
-    for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(
-            k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS
-        )  # [N, D]
-        v_tile = load_tile(
-            v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
-        )  # [N, DV]
-        scores = APPLY(dot(q_tile, tl.trans(k_tile), PRECISION), score)  # [M, N]
-        p = tl.math.exp2(tl.fma(scores, qk_scale, -lse_row[:, None]) - lse_low[:, None])
-        columns = n + tl.arange(0, BLOCK_N)
+    for n in tl.range(begin, end, form.BLOCK):
+        k_tile = rows_of(k, n, form.HEAD_DIM, form.BLOCK_D, MASK != "never", form)  # [N, D]
+        v_tile = rows_of(v, n, form.HEAD_DIM_V, form.BLOCK_DV, MASK != "never", form)  # [N, DV]
+        scores = form.APPLY(dot(tile.q, tl.trans(k_tile), form.PRECISION), call.score)  # [M, N]
+        p = tl.math.exp2(tl.fma(scores, call.qk_scale, -tile.lse[:, None]) - tile.lse_low[:, None])
+        columns = n + tl.arange(0, form.BLOCK)
         if MASK == "always":
-            p = tl.where(KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window), p, 0.0)
+            seen = form.KEEP(tile.rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
+            p = tl.where(seen, p, 0.0)
         elif MASK == "outside_full":
-            outside = n + BLOCK_N > full[1]
-            if LEFT_BOUNDED:
-                outside = outside | (n < full[0])
+            outside = n + form.BLOCK > call.full[1]
+            if form.LEFT_BOUNDED:
+                outside = outside | (n < call.full[0])
             if outside:
-                p = tl.where(KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window), p, 0.0)
-        ds = GRAD(p * (dot(do_tile, tl.trans(v_tile), PRECISION) - delta_row[:, None]), scores, score)
-        acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, PRECISION)
+                seen = form.KEEP(tile.rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
+                p = tl.where(seen, p, 0.0)
+        ds = p * (dot(tile.do, tl.trans(v_tile), form.PRECISION) - tile.delta[:, None])
+        ds = form.GRAD(ds, scores, call.score)
+        acc = dot_add(ds.to(k_tile.dtype), k_tile, acc, form.PRECISION)
     return acc
 
 
@@ -115,40 +125,26 @@ def bwd_dq_kernel(
     tl.store(delta + first_row + rows, delta_row, mask=inside)
 
     window = (window_left, window_right)
-    score = (score_first, score_second)
     begin, full_begin, full_end, end = KEY_RANGE(start_m, BLOCK_M, offset, seqlen_k, window, BLOCK_N)
-    full = (full_begin, full_end)
+    queries = Queries(rows, q_tile, do_tile, lse_row, lse_low, delta_row)
+    keys = Head(k, b, h_kv, stride_kn, seqlen_k)
+    values = Head(v, b, h_kv, stride_vn, seqlen_k)
+    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
+    form: tl.constexpr = Form(
+        HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
+        LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, GRAD=GRAD, LOADS=LOADS, PRECISION=PRECISION,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if MASKED == "inside":
-        acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, end, full, rows, offset,
-            qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
-            BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "outside_full",
-        )  # fmt: skip
+        acc = _over_keys(acc, queries, keys, values, begin, end, call, form, "outside_full")
     else:
         if LEFT_BOUNDED:
-            acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, begin, full_begin, full, rows, offset,
-                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
-                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
-            )  # fmt: skip
+            acc = _over_keys(acc, queries, keys, values, begin, full_begin, call, form, "always")
         if MASKED == "first":
-            acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_end, end, full, rows, offset,
-                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
-                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
-            )  # fmt: skip
-        acc = _over_keys(
-            acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_begin, full_end, full, rows, offset,
-            qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
-            BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "never",
-        )  # fmt: skip
+            acc = _over_keys(acc, queries, keys, values, full_end, end, call, form, "always")
+        acc = _over_keys(acc, queries, keys, values, full_begin, full_end, call, form, "never")
         if MASKED == "last":
-            acc = _over_keys(
-                acc, q_tile, do_tile, lse_row, lse_low, delta_row, k, v, b, h_kv, full_end, end, full, rows, offset,
-                qk_scale, stride_kn, stride_vn, seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, GRAD,
-                BLOCK_N, BLOCK_D, BLOCK_DV, LOADS, PRECISION, "always",
-            )  # fmt: skip
+            acc = _over_keys(acc, queries, keys, values, full_end, end, call, form, "always")
     store_tile(
         dq + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh, acc * softmax_scale, start_m, stride_dqm,
         seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D,

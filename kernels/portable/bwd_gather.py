@@ -9,6 +9,9 @@ from fa2tune.kernels.lib.common import head_base, load_tile, store_tile
 from fa2tune.search_spaces.portable.bwd_gather import SPACE
 from fa2tune.spec.variant import Variant
 
+#: Parts whose loads are under way at once, and one more: a call of few tiles waits for memory again and again.
+STAGES = tl.constexpr(8)
+
 
 @triton.jit
 def _sum(
@@ -18,7 +21,7 @@ def _sum(
     """Rows of all parts of head (b, h), which is the head-th over the batch, summed in float32."""
     first = source + head.to(tl.int64) * parts * seqlen_k * DIM
     total = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
-    for part in tl.range(0, parts, loop_unroll_factor=4):
+    for part in tl.range(0, parts, num_stages=STAGES):
         own = first + tl.cast(part, tl.int64) * seqlen_k * DIM
         total += load_tile(own, b, h, start_n, DIM, seqlen_k, BLOCK_N, DIM, BLOCK_DIM, True, "pointer").to(tl.float32)
     target = head_base(target, b, h, stride_b, stride_h, "pointer")
@@ -32,18 +35,30 @@ def bwd_gather_kernel(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk_parts, dv_parts [B, Hkv * parts, Sk, D / DV], contiguous -> dk, dv [B, Hkv, Sk, D / DV]: head h is the sum of the
-    heads h * parts to h * parts + parts - 1."""
+    heads h * parts to h * parts + parts - 1. Every other program has a tile of dv."""
     tiles = tl.cdiv(seqlen_k, BLOCK_N)
-    head = tl.program_id(0) // tiles
-    start_n = tl.program_id(0) % tiles * BLOCK_N
+    tile = tl.program_id(0) // 2
+    head = tile // tiles
+    start_n = tile % tiles * BLOCK_N
     b = head // heads_kv
     h = head - b * heads_kv
-    _sum(
-        dk_parts, dk, b, h, head, parts, start_n, stride_dkb, stride_dkh, stride_dkn, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
-    )  # fmt: skip
-    _sum(
-        dv_parts, dv, b, h, head, parts, start_n, stride_dvb, stride_dvh, stride_dvn, seqlen_k, HEAD_DIM_V, BLOCK_DV, BLOCK_N,
-    )  # fmt: skip
+    is_dv = tl.program_id(0) % 2 == 1
+    if HEAD_DIM == HEAD_DIM_V:  # one loop, and shared memory for one
+        source, target, stride_b, stride_h, stride_n = dk_parts, dk, stride_dkb, stride_dkh, stride_dkn
+        if is_dv:
+            source, target, stride_b, stride_h, stride_n = dv_parts, dv, stride_dvb, stride_dvh, stride_dvn
+        _sum(
+            source, target, b, h, head, parts, start_n, stride_b, stride_h, stride_n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    elif is_dv:
+        _sum(
+            dv_parts, dv, b, h, head, parts, start_n, stride_dvb, stride_dvh, stride_dvn, seqlen_k, HEAD_DIM_V, BLOCK_DV,
+            BLOCK_N,
+        )  # fmt: skip
+    else:
+        _sum(
+            dk_parts, dk, b, h, head, parts, start_n, stride_dkb, stride_dkh, stride_dkn, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
 
 
 VARIANT = Variant(
@@ -52,6 +67,6 @@ VARIANT = Variant(
     tensors={"dk_parts": "", "dv_parts": "", "dk": "", "dv": ""},
     descriptors={},
     grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+        2 * triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
     ),
 )

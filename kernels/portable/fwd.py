@@ -5,10 +5,14 @@ import triton.language as tl
 
 from fa2tune.kernels.lib.common import (
     LOWEST,
+    Call,
+    Form,
+    Head,
     dot,
     dot_add,
     head_base,
     load_tile,
+    rows_of,
     store_lse,
     store_tile,
     tile_and_head,
@@ -19,43 +23,33 @@ from fa2tune.spec.variant import Variant
 
 
 @triton.jit
-def _over_keys(
-    acc, total, peak, q_tile, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn, seqlen_k,
-    window, score,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, KEEP: tl.constexpr, LEFT_BOUNDED: tl.constexpr, APPLY: tl.constexpr,
-    NEGATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LOADS: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+def _over_keys(acc, total, peak, q_tile, rows, k, v, begin, end, call, form, MASK: tl.constexpr):
     """Keys [begin, end) into acc [M, DV], total [M] and peak [M] (log2 domain). MASK: "never", "always", or "outside_full": of
     tiles that do not lie in [full[0], full[1]), decided at run time."""
-    for n in tl.range(begin, end, BLOCK_N):
-        k_tile = load_tile(
-            k, b, h_kv, n, stride_kn, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, MASK != "never", LOADS
-        )  # [N, D]
-        scores = dot(q_tile, tl.trans(k_tile), PRECISION)  # [M, N]
-        if NEGATE:
+    for n in tl.range(begin, end, form.BLOCK):
+        k_tile = rows_of(k, n, form.HEAD_DIM, form.BLOCK_D, MASK != "never", form)  # [N, D]
+        scores = dot(q_tile, tl.trans(k_tile), form.PRECISION)  # [M, N]
+        if form.NEGATE:
             scores = -scores
-        scores = APPLY(scores, score)
-        columns = n + tl.arange(0, BLOCK_N)
+        scores = form.APPLY(scores, call.score)
+        columns = n + tl.arange(0, form.BLOCK)
         if MASK == "always":
-            seen = KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window)
+            seen = form.KEEP(rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
             scores = tl.where(seen, scores, float("-inf"))
         elif MASK == "outside_full":
-            outside = n + BLOCK_N > full[1]
-            if LEFT_BOUNDED:
-                outside = outside | (n < full[0])
+            outside = n + form.BLOCK > call.full[1]
+            if form.LEFT_BOUNDED:
+                outside = outside | (n < call.full[0])
             if outside:
-                seen = KEEP(rows[:, None], columns[None, :], offset, seqlen_k, window)
+                seen = form.KEEP(rows[:, None], columns[None, :], call.offset, call.seqlen_k, call.window)
                 scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * qk_scale)
-        p = tl.math.exp2(tl.fma(scores, qk_scale, -new_peak[:, None]))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * call.qk_scale)
+        p = tl.math.exp2(tl.fma(scores, call.qk_scale, -new_peak[:, None]))
         shrink = tl.math.exp2(peak - new_peak)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v_tile = load_tile(
-            v, b, h_kv, n, stride_vn, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK != "never", LOADS
-        )  # [N, DV]
-        acc = dot_add(p.to(v_tile.dtype), v_tile, acc, PRECISION)
+        v_tile = rows_of(v, n, form.HEAD_DIM_V, form.BLOCK_DV, MASK != "never", form)  # [N, DV]
+        acc = dot_add(p.to(v_tile.dtype), v_tile, acc, form.PRECISION)
         peak = new_peak
     return acc, total, peak
 
@@ -110,41 +104,36 @@ def fwd_kernel(
     q_tile = load_tile(q, b, h, start_m, stride_qm, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, True, LOADS)  # [M, D]
 
     window = (window_left, window_right)
-    score = (score_first, score_second)
     begin, full_begin, full_end, end = KEY_RANGE(start_m, BLOCK_M, offset, seqlen_k, window, BLOCK_N)
-    full = (full_begin, full_end)
+    keys = Head(k, b, h_kv, stride_kn, seqlen_k)
+    values = Head(v, b, h_kv, stride_vn, seqlen_k)
+    call = Call(offset, seqlen_k, window, (full_begin, full_end), (score_first, score_second), qk_scale)
+    form: tl.constexpr = Form(
+        HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, KEEP=KEEP,
+        LEFT_BOUNDED=LEFT_BOUNDED, APPLY=APPLY, NEGATE=NEGATE, LOADS=LOADS, PRECISION=PRECISION,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], LOWEST, tl.float32)
     if MASKED == "inside":
         acc, total, peak = _over_keys(
-            acc, total, peak, q_tile, k, v, b, h_kv, begin, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
-            seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV,
-            LOADS, PRECISION, "outside_full",
+            acc, total, peak, q_tile, rows, keys, values, begin, end, call, form, "outside_full"
         )  # fmt: skip
     else:
         if LEFT_BOUNDED:
             acc, total, peak = _over_keys(
-                acc, total, peak, q_tile, k, v, b, h_kv, begin, full_begin, full, rows, offset, qk_scale, stride_kn, stride_vn,
-                seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV,
-                LOADS, PRECISION, "always",
+                acc, total, peak, q_tile, rows, keys, values, begin, full_begin, call, form, "always"
             )  # fmt: skip
         if MASKED == "first":
             acc, total, peak = _over_keys(
-                acc, total, peak, q_tile, k, v, b, h_kv, full_end, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
-                seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV,
-                LOADS, PRECISION, "always",
+                acc, total, peak, q_tile, rows, keys, values, full_end, end, call, form, "always"
             )  # fmt: skip
         acc, total, peak = _over_keys(
-            acc, total, peak, q_tile, k, v, b, h_kv, full_begin, full_end, full, rows, offset, qk_scale, stride_kn, stride_vn,
-            seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV,
-            LOADS, PRECISION, "never",
+            acc, total, peak, q_tile, rows, keys, values, full_begin, full_end, call, form, "never"
         )  # fmt: skip
         if MASKED == "last":
             acc, total, peak = _over_keys(
-                acc, total, peak, q_tile, k, v, b, h_kv, full_end, end, full, rows, offset, qk_scale, stride_kn, stride_vn,
-                seqlen_k, window, score, HEAD_DIM, HEAD_DIM_V, KEEP, LEFT_BOUNDED, APPLY, NEGATE, BLOCK_N, BLOCK_D, BLOCK_DV,
-                LOADS, PRECISION, "always",
+                acc, total, peak, q_tile, rows, keys, values, full_end, end, call, form, "always"
             )  # fmt: skip
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0

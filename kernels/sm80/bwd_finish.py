@@ -5,7 +5,8 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import head_base, store_tile
+from fa2tune.kernels.lib.ampere_sums import grid, in_rows, own_rows
+from fa2tune.kernels.lib.common import store_tile
 from fa2tune.search_spaces.sm80.bwd_finish import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -16,15 +17,10 @@ def bwd_finish_sm80_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """sums [B, Hq, rows_padded, BLOCK_D] float32, in the order of kernels/sm80/bwd_fused.py -> dq [B, Hq, Sq, D]."""
-    tiles = tl.cdiv(seqlen_q, BLOCK_R)
-    head = tl.program_id(0) // tiles
-    start_m = tl.program_id(0) % tiles * BLOCK_R
-    dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
+    head, start_m, dq = own_rows(dq, stride_dqb, stride_dqh, heads_q, seqlen_q, BLOCK_R)
     sums += (head.to(tl.int64) * rows_padded + start_m) * BLOCK_D
     words = tl.load(sums + tl.arange(0, BLOCK_R * BLOCK_D)) * softmax_scale
-    # row / 8, column / 8, column % 2, row % 8, column % 8 / 2
-    tile = tl.reshape(words, [BLOCK_R // 8, BLOCK_D // 8, 2, 8, 4])
-    tile = tl.reshape(tl.permute(tile, (0, 3, 1, 4, 2)), [BLOCK_R, BLOCK_D])
+    tile = in_rows(words, BLOCK_R, BLOCK_D)
     store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, BLOCK_D)
 
 
@@ -33,7 +29,5 @@ VARIANT = Variant(
     space=SPACE,
     tensors={"sums": "fp32", "dq": ""},
     descriptors={},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, config["BLOCK_R"]) * problem.batch * problem.heads_q
-    ),
+    grid=grid,
 )

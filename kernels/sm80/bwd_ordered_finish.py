@@ -6,7 +6,8 @@ Bound by memory, so it has no search space: one fixed config."""
 import triton
 import triton.language as tl
 
-from fa2tune.kernels.lib.common import head_base, store_tile
+from fa2tune.kernels.lib.ampere_sums import grid, in_rows, own_rows
+from fa2tune.kernels.lib.common import store_tile
 from fa2tune.search_spaces.sm80.bwd_ordered_finish import SPACE
 from fa2tune.spec.variant import Variant
 
@@ -18,19 +19,14 @@ def bwd_ordered_finish_sm80_kernel(
 ):  # fmt: skip
     """sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, rows and columns in the order of kernels/sm80/bwd_fused.py -> dq
     [B, Hq, Sq, D]."""
-    tiles = tl.cdiv(seqlen_q, BLOCK_R)
-    head = tl.program_id(0) // tiles
-    start_m = tl.program_id(0) % tiles * BLOCK_R
-    dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
+    head, start_m, dq = own_rows(dq, stride_dqb, stride_dqh, heads_q, seqlen_q, BLOCK_R)
     own = (head.to(tl.int64) * rows_padded + start_m) * BLOCK_D + tl.arange(0, BLOCK_R * BLOCK_D)
     step = (batch * heads_q).to(tl.int64) * rows_padded * BLOCK_D
     words = tl.load(sums + own)
     for _buffer in range(1, DQ_BUFFERS):
         sums += step
         words += tl.load(sums + own)
-    # row / 8, column / 8, column % 2, row % 8, column % 8 / 2
-    tile = tl.reshape(words * softmax_scale, [BLOCK_R // 8, BLOCK_D // 8, 2, 8, 4])
-    tile = tl.reshape(tl.permute(tile, (0, 3, 1, 4, 2)), [BLOCK_R, BLOCK_D])
+    tile = in_rows(words * softmax_scale, BLOCK_R, BLOCK_D)
     store_tile(dq, tile, start_m, stride_dqm, seqlen_q, BLOCK_R, HEAD_DIM, BLOCK_D)
 
 
@@ -39,7 +35,5 @@ VARIANT = Variant(
     space=SPACE,
     tensors={"sums": "fp32", "dq": ""},
     descriptors={},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, config["BLOCK_R"]) * problem.batch * problem.heads_q
-    ),
+    grid=grid,
 )

@@ -1,6 +1,8 @@
 """FlashAttention forward by mma.sync and cp.async, for GPUs without wgmma: one program per query tile, its key blocks from the
 last to the first, copies of K and V under way during products and exponentials."""
 
+from typing import NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +12,7 @@ from fa2tune.kernels.lib.ampere import (
     LN2,
     LOWEST,
     MINUS_INFINITY,
+    Source,
     a_bt,
     ask,
     for_lanes,
@@ -33,21 +36,76 @@ from fa2tune.spec.variant import Variant
 STEP_COLUMNS = gl.constexpr(STEP)
 
 
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_D: gl.constexpr
+    BLOCK_DV: gl.constexpr
+    HEAD_DIM: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
+    WARPS: gl.constexpr
+    SCHEDULE: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    NEGATE: gl.constexpr
+    HIDE: gl.constexpr
+    CAUSAL: gl.constexpr
+    SUMS: gl.constexpr
+    FIRST: gl.constexpr
+    OTHER: gl.constexpr
+
+
+class Query(NamedTuple):
+    """A tile of Q."""
+
+    smem: gl.shared_memory_descriptor
+    tile: gl.tensor  #: Q_IN_REGISTERS: it; otherwise smem
+    rows: gl.tensor  #: their numbers
+
+
+class Buffers(NamedTuple):
+    """Shared memory of a key block."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+
+
+class Call(NamedTuple):
+    """Keys of a tile, and what decides which of them a row sees."""
+
+    k: tuple
+    v: tuple
+    first: gl.tensor  #: block
+    below: gl.tensor  #: the block behind the last
+    offset: gl.tensor
+    seqlen_k: gl.tensor
+    window: tuple
+    qk_scale: gl.tensor
+
+
 @gluon.jit
-def _scores(
-    q_smem, q_tile, k_smem, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr,
-):  # fmt: skip
+def _scores(query, k_smem, form):
     """Q K^T [BLOCK_M, BLOCK_N]."""
-    MMA: gl.constexpr = mma_layout(WARPS, 1)
-    s = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
-    if Q_IN_REGISTERS:
-        s = mma_v2(q_tile, k_smem.permute([1, 0]).load(operand_b(MMA)), s)
+    MMA: gl.constexpr = mma_layout(form.WARPS, 1)
+    s = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=MMA)
+    if form.Q_IN_REGISTERS:
+        s = mma_v2(query.tile, k_smem.permute([1, 0]).load(operand_b(MMA)), s)
     else:
-        s = a_bt(s, q_smem, k_smem, HEAD_DIM, STEP_COLUMNS, MMA)
-    if NEGATE:
+        s = a_bt(s, query.smem, k_smem, form.HEAD_DIM, STEP_COLUMNS, MMA)
+    if form.NEGATE:
         s = -s
     return s
+
+
+@gluon.jit
+def _ask_k(smem, call, row, form, MASK_ROWS: gl.constexpr):
+    ask(smem, call.k, row, form.BLOCK_N, form.HEAD_DIM, form.BLOCK_D, form.WARPS, MASK_ROWS)
+
+
+@gluon.jit
+def _ask_v(smem, call, row, form, MASK_ROWS: gl.constexpr):
+    ask(smem, call.v, row, form.BLOCK_N, form.HEAD_DIM_V, form.BLOCK_DV, form.WARPS, MASK_ROWS)
 
 
 @gluon.jit
@@ -60,82 +118,68 @@ def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
-def _trip(
-    acc, more, total, peak, block, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k_now, k_other, v_now, v_other, rows,
-    offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
-    FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """Key block ``block``, down to ``first``. "fa2": k_now and v_now are all there is. What is asked for beyond the first block
-    is that block once more, which is never read."""
-    MMA: gl.constexpr = mma_layout(WARPS, 1)
-    before = gl.maximum(block - 1, first) * BLOCK_N
+def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl.constexpr):
+    """Key block ``block``, down to the first. "fa2": ``now`` is all there is. What is asked for beyond the first block is that
+    block once more, which is never read."""
+    MMA: gl.constexpr = mma_layout(form.WARPS, 1)
+    BLOCK_M: gl.constexpr = form.BLOCK_M
+    BLOCK_N: gl.constexpr = form.BLOCK_N
+    before = gl.maximum(block - 1, call.first) * BLOCK_N
     async_copy.wait_group(0)
-    if SCHEDULE == "fa2":
+    if form.SCHEDULE == "fa2":
         # V of the last block may have fewer rows; of every other block all rows are there
-        ask(v_now, v, stride_vn, block * BLOCK_N, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, MASK)
+        _ask_v(now.v, call, block * BLOCK_N, form, MASK)
         async_copy.commit_group()
-        scores = _scores(q_smem, q_tile, k_now, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
+        scores = _scores(query, now.k, form)
         async_copy.wait_group(0)
-        ask(k_now, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
+        _ask_k(now.k, call, before, form, MASK)
         async_copy.commit_group()
     else:
-        ask(k_other, k, stride_kn, before, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, MASK)
-        ask(v_other, v, stride_vn, before, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, MASK)
+        _ask_k(other.k, call, before, form, MASK)
+        _ask_v(other.v, call, before, form, MASK)
         async_copy.commit_group()
-        scores = _scores(q_smem, q_tile, k_now, BLOCK_M, BLOCK_N, HEAD_DIM, WARPS, Q_IN_REGISTERS, NEGATE)
+        scores = _scores(query, now.k, form)
     if MASK:
-        if CAUSAL:
+        if form.CAUSAL:
             columns = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
-            seen = gl.minimum(rows + offset, seqlen_k - 1)
+            seen = gl.minimum(query.rows + call.offset, call.seqlen_k - 1)
             scores = hidden_behind(scores, columns[None, :], seen[:, None], MINUS_INFINITY)
         else:
-            scores = HIDE(scores, rows, block * BLOCK_N, offset, seqlen_k, window, MMA)
+            scores = form.HIDE(scores, query.rows, block * BLOCK_N, call.offset, call.seqlen_k, call.window, MMA)
     parts = lanes(scores)
-    top = gl.convert_layout(gl.max(gl.max(parts, 3), 1) * qk_scale, peak.type.layout, assert_trivial=True)
-    peak, shrink, raised = raise_peak(peak, top, WARPS)
-    p = gl.exp2(gl.fma(parts, qk_scale, for_lanes(-peak, parts)))
-    acc = scaled_if(raised, acc, shrink, WARPS)
-    if OTHER > 0:
-        more = scaled_if(raised, more, shrink, WARPS)
+    top = gl.convert_layout(gl.max(gl.max(parts, 3), 1) * call.qk_scale, peak.type.layout, assert_trivial=True)
+    peak, shrink, raised = raise_peak(peak, top, form.WARPS)
+    p = gl.exp2(gl.fma(parts, call.qk_scale, for_lanes(-peak, parts)))
+    acc = scaled_if(raised, acc, shrink, form.WARPS)
+    if form.OTHER > 0:
+        more = scaled_if(raised, more, shrink, form.WARPS)
     p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
-    p_tile = gl.convert_layout(p.to(v_now.dtype), operand_a(MMA))
-    if SUMS == "first":
+    p_tile = gl.convert_layout(p.to(now.v.dtype), operand_a(MMA))
+    if form.SUMS == "first":
         total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
-    acc = mma_v2(p_tile, v_now.slice(0, FIRST, 1).load(operand_b(MMA)), acc)
-    if OTHER > 0:
-        more = mma_v2(p_tile, v_now.slice(FIRST, OTHER, 1).load(operand_b(MMA)), more)
-    if SUMS == "mma":
+    acc = mma_v2(p_tile, now.v.slice(0, form.FIRST, 1).load(operand_b(MMA)), acc)
+    if form.OTHER > 0:
+        more = mma_v2(p_tile, now.v.slice(form.FIRST, form.OTHER, 1).load(operand_b(MMA)), more)
+    if form.SUMS == "mma":
         total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
-    elif SUMS == "add":
+    elif form.SUMS == "add":
         parts = lanes(p)
         total = total * shrink + gl.convert_layout(gl.sum(gl.sum(parts, 3), 1), total.type.layout, assert_trivial=True)
     return acc, more, total, peak
 
 
 @gluon.jit
-def _over_keys(
-    acc, more, total, peak, begin, end, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
-    offset, seqlen_k, window, qk_scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, NEGATE: gl.constexpr, HIDE: gl.constexpr, CAUSAL: gl.constexpr, SUMS: gl.constexpr,
-    FIRST: gl.constexpr, OTHER: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
-    """Key blocks [begin, end), counted back from block ``below`` - 1. Two buffers change places with every block: by a branch,
-    not by turning the loop out for two blocks, whose instructions ptxas would mix, and then find too few registers."""
+def _over_keys(acc, more, total, peak, begin, end, query, even, odd, call, form, MASK: gl.constexpr):
+    """Key blocks [begin, end), counted back from the last. Two buffers change places with every block: by a branch, not by
+    turning the loop out for two blocks, whose instructions ptxas would mix, and then find too few registers."""
     for j in range(begin, end):
-        if SCHEDULE == "fa2" or j % 2 == 0:
+        if form.SCHEDULE == "fa2" or j % 2 == 0:
             acc, more, total, peak = _trip(
-                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
-                rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
+                acc, more, total, peak, call.below - 1 - j, query, even, odd, call, form, MASK
             )  # fmt: skip
         else:
             acc, more, total, peak = _trip(
-                acc, more, total, peak, below - 1 - j, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k1, k0, v1, v0,
-                rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-                SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, MASK,
+                acc, more, total, peak, call.below - 1 - j, query, odd, even, call, form, MASK
             )  # fmt: skip
     return acc, more, total, peak
 
@@ -199,18 +243,29 @@ def fwd_sm80_kernel(
     if LEFT_BOUNDED:
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
 
+    even = Buffers(k0, v0)
+    odd = Buffers(k1, v1)
+    call = Call(
+        Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window, qk_scale
+    )  # fmt: skip
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
+        WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, CAUSAL=CAUSAL, SUMS=SUMS,
+        FIRST=FIRST, OTHER=OTHER,
+    )  # fmt: skip
     last = (below - 1) * BLOCK_N
-    ask(q_smem, q, stride_qm, start_m, seqlen_q, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
+    ask(q_smem, Source(q, stride_qm, seqlen_q), start_m, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
     if Q_IN_REGISTERS:
         async_copy.commit_group()
-    ask(k0, k, stride_kn, last, seqlen_k, BLOCK_N, HEAD_DIM, BLOCK_D, WARPS, True)
+    _ask_k(k0, call, last, form, True)
     if DOUBLE:
-        ask(v0, v, stride_vn, last, seqlen_k, BLOCK_N, HEAD_DIM_V, BLOCK_DV, WARPS, True)
+        _ask_v(v0, call, last, form, True)
     async_copy.commit_group()
     q_tile = q_smem
     if Q_IN_REGISTERS:
         async_copy.wait_group(1)
         q_tile = q_smem.load(operand_a(MMA))
+    query = Query(q_smem, q_tile, rows)
 
     acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
     more = none_yet(BLOCK_M, OTHER, MMA)
@@ -220,22 +275,12 @@ def fwd_sm80_kernel(
     else:
         total = by_thread
     peak = gl.full([BLOCK_M, 4], LOWEST, gl.float32, layout=by_thread.type.layout)
-    acc, more, total, peak = _over_keys(
-        acc, more, total, peak, 0, n_masked, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1, rows,
-        offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
-    )  # fmt: skip
-    acc, more, total, peak = _over_keys(
-        acc, more, total, peak, n_masked, n_clear, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0, v1,
-        rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS, SCHEDULE,
-        Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, False,
-    )  # fmt: skip
+    acc, more, total, peak = _over_keys(acc, more, total, peak, 0, n_masked, query, even, odd, call, form, True)
+    acc, more, total, peak = _over_keys(acc, more, total, peak, n_masked, n_clear, query, even, odd, call, form, False)
     if LEFT_BOUNDED:
         acc, more, total, peak = _over_keys(
-            acc, more, total, peak, n_clear, n_blocks, below, first, k, v, stride_kn, stride_vn, q_smem, q_tile, k0, k1, v0,
-            v1, rows, offset, seqlen_k, window, qk_scale, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HEAD_DIM, HEAD_DIM_V, WARPS,
-            SCHEDULE, Q_IN_REGISTERS, NEGATE, HIDE, CAUSAL, SUMS, FIRST, OTHER, True,
-        )  # fmt: skip
+            acc, more, total, peak, n_clear, n_blocks, query, even, odd, call, form, True
+        )
     async_copy.wait_group(0)
 
     # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0

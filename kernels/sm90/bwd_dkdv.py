@@ -2,13 +2,11 @@
 TMA to two groups of four warps. Either each owns 64 keys; or one owns dV and the other dK, so that 64 keys of head dim 256 fit:
 the first makes P and hands it on."""
 
-from typing import NamedTuple
-
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import tile_and_head
+from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,13 +15,12 @@ from fa2tune.kernels.lib.hopper import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
+from fa2tune.kernels.lib.hopper_blocks import query_blocks
+from fa2tune.kernels.lib.hopper_dkdv import Barriers, Call, Form, Memory, Shared, Tile, block_of, produce, row_words
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     alike,
     descriptors_of,
-    expect_tiles,
-    load_parts,
     product_layout,
     product_of_rows,
     products_done_with,
@@ -33,129 +30,15 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
+from fa2tune.kernels.lib.hopper_split import key_tile, of_keys, rows_of_head
 from fa2tune.search_spaces.lib.hopper import part_dims
-from fa2tune.search_spaces.sm90.bwd_dkdv import REGISTERS, SPACE, fitted
+from fa2tune.search_spaces.sm90 import bwd_dkdv as space
 from fa2tune.spec.variant import Variant
 
 LOG2E = gl.constexpr(1.4426950408889634)
 #: Keys of a group that owns keys: the rows of one wgmma.
-KEYS = gl.constexpr(64)
+KEYS = gl.constexpr(space.KEYS)
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-class Form(NamedTuple):
-    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
-
-    BLOCK_M: gl.constexpr
-    BLOCK_N: gl.constexpr
-    ROWS_N: gl.constexpr  #: keys that a TMA load brings
-    TILES: gl.constexpr  #: such loads
-    STAGES: gl.constexpr
-    P_STAGES: gl.constexpr
-    HIDE_QUERIES: gl.constexpr
-    LEFT_BOUNDED: gl.constexpr
-    num_warps: gl.constexpr  #: of a group
-
-
-# Partitions get the fields of these in their order; another one is other machine code.
-class Memory(NamedTuple):
-    """Global memory, but for what the producer loads."""
-
-    dk: tuple  #: descriptors of its parts
-    dv: tuple
-    lse: gl.tensor  #: pointers to [B, Hq, Sq]
-    delta: gl.tensor
-
-
-class Shared(NamedTuple):
-    """Shared memory, of each the parts: [slots, 1, 1, rows, columns]; p [P_STAGES, BLOCK_N, BLOCK_M]."""
-
-    k: tuple
-    v: tuple
-    q: tuple
-    do: tuple
-    p: gl.shared_memory_descriptor
-
-
-class Barriers(NamedTuple):
-    """mbarriers: one of K, of V, and of ``read``: both groups have read K and V; of the others one a slot."""
-
-    k_ready: gl.shared_memory_descriptor
-    v_ready: gl.shared_memory_descriptor
-    q_ready: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    do_ready: gl.shared_memory_descriptor
-    do_empty: gl.shared_memory_descriptor
-    p_ready: gl.shared_memory_descriptor
-    p_empty: gl.shared_memory_descriptor
-    read: gl.shared_memory_descriptor
-
-
-class Tile(NamedTuple):
-    """Keys of a program, and the query blocks that see them, as ``query_blocks`` has them."""
-
-    b: gl.tensor
-    h_kv: gl.tensor
-    heads_q: gl.tensor
-    group: gl.tensor
-    start_n: gl.tensor  #: first key
-    first: gl.tensor
-    full: gl.tensor
-    end: gl.tensor
-    rotation: gl.tensor
-
-
-class Call(NamedTuple):
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    window: tuple
-    qk_scale: gl.tensor
-    softmax_scale: gl.tensor
-
-
-@gluon.jit
-def _produce(q, k, v, do, smem, barriers, tile, form):
-    """One warp: K and V once, then Q and dO through a ring, for every query head of the group."""
-    b, h_kv, start_n = tile.b, tile.h_kv, tile.start_n
-    n_blocks = tile.end - tile.first
-    for turn in range(tile.group * n_blocks):
-        h = h_kv * tile.group + turn // n_blocks
-        row = _block(tile.first + turn % n_blocks, tile, form) * form.BLOCK_M
-        stage = turn % form.STAGES
-        phase = (turn // form.STAGES) & 1
-        if turn == 0:
-            expect_tiles(k, barriers.k_ready, form.TILES)
-            for c in gl.static_range(form.TILES):
-                load_parts(k, b, h_kv, start_n + c * form.ROWS_N, barriers.k_ready, smem.k, c)
-        mbarrier.wait(barriers.q_empty.index(stage), phase ^ 1)
-        expect_tiles(q, barriers.q_ready.index(stage), 1)
-        load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
-        if turn == 0:
-            expect_tiles(v, barriers.v_ready, form.TILES)
-            for c in gl.static_range(form.TILES):
-                load_parts(v, b, h_kv, start_n + c * form.ROWS_N, barriers.v_ready, smem.v, c)
-        mbarrier.wait(barriers.do_empty.index(stage), phase ^ 1)
-        expect_tiles(do, barriers.do_ready.index(stage), 1)
-        load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
-
-
-@gluon.jit
-def _block(j, tile, form):
-    """The query block at place j of a head."""
-    return block_at(j, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
-
-
-@gluon.jit
-def _row_words(words, j, tile, alive, seqlen_q, other: gl.constexpr, form):
-    """lse or delta of the query block at place j of a head (block_at), [M]; of j = end: at ``first`` of the next head. words:
-    of the head. One value a thread, which then goes through shared memory: loaded as the scores want them, 16 a thread and
-    block, these words took 7 % of the time."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [form.num_warps], [0])
-    wraps = j == tile.end
-    block = _block(gl.where(wraps, tile.first, j), tile, form)
-    rows = block * form.BLOCK_M + gl.arange(0, form.BLOCK_M, layout=layout)
-    words += gl.where(wraps, seqlen_q, 0)
-    return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
 
 
 @gluon.jit
@@ -173,10 +56,10 @@ def _dv_over_queries(
         later = turn + 1
         k_tile = tiles_in(smem.k, opaque(j * 0))
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        lse_words = row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
         p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
         if MASK:
-            row = _block(j, tile, form) * form.BLOCK_M
+            row = block_of(j, tile, form) * form.BLOCK_M
             keys = tile.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(1, s_layout))
             p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
         buffer = turn % form.P_STAGES
@@ -207,12 +90,13 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     seqlen_q = call.seqlen_q
     offset = call.seqlen_k - seqlen_q
+    of_head = rows_of_head(seqlen_q, tile)
     n_blocks = tile.end - tile.first
     total = tile.group * n_blocks
     acc = zeros_for(smem.v, form.BLOCK_N)
     zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
-    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
-    lse_words = _row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
+    lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
     mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
     k_tile = tiles_in(smem.k, 0)
     # the first S^T; with no block at all, of whatever lies there, and not read
@@ -229,14 +113,15 @@ def _consume_dv(memory, smem, barriers, tile, call, form):
         acc, s, lse_words = _dv_over_queries(
             acc, s, lse_words, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
         )
-        lse += seqlen_q
+        lse += of_head
     # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
     slot = smem.k
     if not alike(smem.k, smem.v):
         mbarrier.arrive(barriers.read, count=1)
         mbarrier.wait(barriers.read, 0)
         slot = smem.v
-    put_parts(acc, memory.dv, tile.b, tile.h_kv, tile.start_n, slot, 0)
+    b, row = of_keys(tile.b, tile.start_n, tile)
+    put_parts(acc, memory.dv, b, tile.h_kv, row, slot, 0)
     tma_store_wait(0)
 
 
@@ -253,7 +138,7 @@ def _dk_over_queries(acc, dp, delta_words, done, total, delta, smem, barriers, t
         later = turn + 1
         v_tile = tiles_in(smem.v, opaque(j * 0))
         shift = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        delta_words = row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         buffer = turn % form.P_STAGES
         mbarrier.wait(barriers.p_ready.index(buffer), (turn // form.P_STAGES) & 1)
         p = smem.p.index(buffer).load(s_layout).to(gl.float32)
@@ -285,8 +170,9 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
     acc = zeros_for(smem.k, form.BLOCK_N)
     zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
     seqlen_q = call.seqlen_q
-    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
-    delta_words = _row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    of_head = rows_of_head(seqlen_q, tile)
+    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
+    delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     v_tile = tiles_in(smem.v, 0)
     do_tile = tiles_in(smem.do, 0)
@@ -298,13 +184,14 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
         acc, dp, delta_words = _dk_over_queries(
             acc, dp, delta_words, g * n_blocks - tile.first, total, delta, smem, barriers, tile, call, form
         )
-        delta += seqlen_q
+        delta += of_head
     slot = smem.v
     if not alike(smem.k, smem.v):
         mbarrier.arrive(barriers.read, count=1)
         mbarrier.wait(barriers.read, 0)
         slot = smem.k
-    put_parts(scaled(acc, call.softmax_scale), memory.dk, tile.b, tile.h_kv, tile.start_n, slot, 0)
+    b, row = of_keys(tile.b, tile.start_n, tile)
+    put_parts(scaled(acc, call.softmax_scale), memory.dk, b, tile.h_kv, row, slot, 0)
     tma_store_wait(0)
 
 
@@ -328,7 +215,7 @@ def _keys_over_queries(
         k_tile, v_tile = tiles_in(smem.k, mine), tiles_in(smem.v, mine)
         q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
         shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
-        lse_words = _row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        lse_words = row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
         mbarrier.wait(barriers.q_ready.index(stage), (turn // form.STAGES) & 1)
         s_next = product_of_rows(k_tile, q_tile, zero)
         mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
@@ -336,14 +223,14 @@ def _keys_over_queries(
         s = warpgroup_mma_wait(len(smem.v), deps=[s_next])
         p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
         if MASK:
-            row = _block(j, tile, form) * form.BLOCK_M
+            row = block_of(j, tile, form) * form.BLOCK_M
             keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
             p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
         operand = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, v_layout, 2))
         dp = warpgroup_mma_wait(0, deps=[dp_next])
         dv_next = add_products(operand, do_tile, dv_acc)
         delta_row = gl.convert_layout(delta_words, gl.SliceLayout(0, s_layout))
-        delta_words = _row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
+        delta_words = row_words(delta, j + 1, tile, later < total, call.seqlen_q, 0.0, form)
         ds = gl.convert_layout((p * (dp - delta_row[None, :])).to(dtype), gl.DotOperandLayout(0, k_layout, 2))
         dk_next = add_products(ds, q_tile, dk_acc)
         dv_acc, operand = products_done_with(dv_next, operand, len(smem.k))
@@ -365,10 +252,11 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
     total = tile.group * n_blocks
     dk_acc = zeros_for(smem.k, KEYS)
     dv_acc = zeros_for(smem.v, KEYS)
-    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
-    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * seqlen_q
-    lse_words = _row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
-    delta_words = _row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    of_head = rows_of_head(seqlen_q, tile)
+    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
+    delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
+    lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     for g in range(tile.group):  # every query head that reads this key head
@@ -381,33 +269,47 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
             dk_acc, dv_acc, lse_words, delta_words, tile.full, tile.end, turns, total, lse, delta, key, offset, smem, barriers,
             tile, call, CONSUMER, form, False,
         )  # fmt: skip
-        lse += seqlen_q
-        delta += seqlen_q
+        lse += of_head
+        delta += of_head
+    b, row = of_keys(tile.b, key, tile)
     put_parts(
-        scaled(dk_acc, call.softmax_scale), memory.dk, tile.b, tile.h_kv, key, smem.k, CONSUMER
+        scaled(dk_acc, call.softmax_scale), memory.dk, b, tile.h_kv, row, smem.k, CONSUMER
     )  # this group alone reads its keys
-    put_parts(dv_acc, memory.dv, tile.b, tile.h_kv, key, smem.v, CONSUMER)
+    put_parts(dv_acc, memory.dv, b, tile.h_kv, row, smem.v, CONSUMER)
     tma_store_wait(0)
 
 
 @gluon.jit
 def bwd_dkdv_hopper_kernel(
     q, k, v, do, lse, delta, dk, dv, qk_scale, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE,
-    window_left, window_right, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
+    window_left, window_right, q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest, cu_seqlens_q, cu_seqlens_k,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
-    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
+    QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
     ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv. Columns
-    behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest."""
+    behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest.
+
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on.
+    Keys without queries and those behind the last sequence: dk = dv = 0."""
     dtype: gl.constexpr = q.dtype
     heads_kv = heads_q // group
     # causal: the first tiles are the longest
-    number, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
+    if RAGGED:
+        tiles, heads = packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv
+    else:
+        tiles, heads = gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv
+    number, head = tile_and_head(tiles, heads, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
     start_n = number * BLOCK_N
+    packed = ()
+    if RAGGED:
+        start_n, packed = key_tile(number, (cu_seqlens_q, cu_seqlens_k), batch, seqlen_q, seqlen_k, BLOCK_N, num_warps)
+        end_q, seqlen_q, _end_k, seqlen_k, _total_q = packed
+        lse += end_q - seqlen_q
+        delta += end_q - seqlen_q
     window = (window_left, window_right)
     first, full, end, rotation = query_blocks(
         start_n, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, QUERY_BLOCKS, LEFT_BOUNDED
@@ -450,7 +352,7 @@ def bwd_dkdv_hopper_kernel(
     memory = Memory(dk, dv, lse, delta)
     smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem)
     barriers = Barriers(k_ready, v_ready, q_ready, q_empty, do_ready, do_empty, p_ready, p_empty, read)
-    tile = Tile(b, h_kv, heads_q, group, start_n, first, full, end, rotation)
+    tile = Tile(b, h_kv, heads_q, group, start_n, first, full, end, rotation, packed)
     call = Call(seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=ROWS_N, TILES=TILES, STAGES=STAGES, P_STAGES=P_STAGES,
@@ -461,36 +363,37 @@ def bwd_dkdv_hopper_kernel(
         gl.warp_specialize([
             (_consume_keys, (memory, smem, barriers, tile, call, 0, form)),
             (_consume_keys, (memory, smem, barriers, tile, call, 1, form)),
-            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+            (produce, (q, k, v, do, smem, barriers, tile, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume_dv, (memory, smem, barriers, tile, call, form)),
             (_consume_dk, (memory, smem, barriers, tile, call, form)),
-            (_produce, (q, k, v, do, smem, barriers, tile, form)),
+            (produce, (q, k, v, do, smem, barriers, tile, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 VARIANT = Variant(
     serves="bwd_dkdv",
     kernel=bwd_dkdv_hopper_kernel,
-    space=SPACE,
+    space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "do": "", "lse": "fp32", "delta": "fp32", "dk": "", "dv": "",
-             "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dk_rest": "", "dv_rest": ""},
+             "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dk_rest": "", "dv_rest": "",
+             "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={"q": ("BLOCK_M", "BLOCK_D"), "do": ("BLOCK_M", "BLOCK_DV"), "k": ("ROWS_N", "BLOCK_D"),
                  "v": ("ROWS_N", "BLOCK_DV"), "dk": ("ROWS_N", "BLOCK_D"), "dv": ("ROWS_N", "BLOCK_DV"),
                  "q_rest": ("BLOCK_M", "REST_D"), "do_rest": ("BLOCK_M", "REST_DV"), "k_rest": ("ROWS_N", "REST_D"),
                  "v_rest": ("ROWS_N", "REST_DV"), "dk_rest": ("ROWS_N", "REST_D"), "dv_rest": ("ROWS_N", "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
     grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
+        problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv
     ),
     constants=lambda spec, config: {
         **part_dims(spec, config),
-        "ROWS_N": 64 if config["OWN"] == "keys" else config["BLOCK_N"],
-        "CONSUMER_REGISTERS": REGISTERS,
+        "ROWS_N": space.KEYS if config["OWN"] == "keys" else config["BLOCK_N"],
+        "CONSUMER_REGISTERS": space.REGISTERS,
     },
     min_arch=90,
     max_arch=90,
-    fitted=fitted,
+    fitted=space.fitted,
 )  # fmt: skip

@@ -4,10 +4,10 @@ the other half reads."""
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,13 +30,16 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
+from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head, tile_in_order
 from fa2tune.search_spaces.lib.hopper import part_dims
-from fa2tune.search_spaces.sm90.bwd_dq import REGISTERS, SPACE, fitted
-from fa2tune.spec.variant import Variant
+from fa2tune.search_spaces.portable.packed_order import order_shape
+from fa2tune.search_spaces.sm90 import bwd_dq as space
+from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.variant import Variant, Workspaces
 
 LOG2E = gl.constexpr(1.4426950408889634)
 #: Query rows of a consumer group: the rows of one wgmma.
-ROWS = gl.constexpr(64)
+ROWS = gl.constexpr(space.ROWS)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 
@@ -97,9 +100,12 @@ class Tile(NamedTuple):
     start_m: gl.tensor  #: first row
     below: gl.tensor
     n_all: gl.tensor
+    packed: tuple  #: as kernels/lib/hopper_split.py has it
 
 
 class Call(NamedTuple):
+    """Lengths are those of the tile's sequence."""
+
     stride_om: gl.tensor
     stride_dlsem: gl.tensor
     has_dlse: gl.tensor
@@ -146,26 +152,27 @@ def _blocks(rows_end, offset, seqlen_k, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.con
 @gluon.jit
 def _produce(q, k, v, do, smem, barriers, tile, form):
     """One warp: Q and dO once, K and V through a ring each, the block under the mask first."""
+    b_q, start_m = of_queries(tile.b, tile.start_m, tile)
     expect_both(q, do, barriers.q_ready.index(0))
-    load_parts(q, tile.b, tile.h, tile.start_m, barriers.q_ready.index(0), smem.q, 0)
-    load_parts(do, tile.b, tile.h, tile.start_m, barriers.q_ready.index(0), smem.do, 0)
+    load_parts(q, b_q, tile.h, start_m, barriers.q_ready.index(0), smem.q, 0)
+    load_parts(do, b_q, tile.h, start_m, barriers.q_ready.index(0), smem.do, 0)
     for j in range(gl.maximum(tile.n_all, 1)):
         if j < tile.n_all:
-            row = (tile.below - 1 - j) * form.BLOCK_N
+            b_k, row = of_keys(tile.b, (tile.below - 1 - j) * form.BLOCK_N, tile)
             stage = j % form.K_STAGES
             mbarrier.wait(barriers.k_empty.index(stage), ((j // form.K_STAGES) & 1) ^ 1)
             expect_parts(k, barriers.k_ready.index(stage))
-            load_parts(k, tile.b, tile.h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
+            load_parts(k, b_k, tile.h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
             stage = j % form.V_STAGES
             mbarrier.wait(barriers.v_empty.index(stage), ((j // form.V_STAGES) & 1) ^ 1)
             expect_parts(v, barriers.v_ready.index(stage))
-            load_parts(v, tile.b, tile.h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
+            load_parts(v, b_k, tile.h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         if j == 0:  # what the first group waits for comes before the others' Q and dO
             for c in gl.static_range(1, form.GROUPS):
                 expect_both(q, do, barriers.q_ready.index(c))
-                first = tile.start_m + c * ROWS
-                load_parts(q, tile.b, tile.h, first, barriers.q_ready.index(c), smem.q, c)
-                load_parts(do, tile.b, tile.h, first, barriers.q_ready.index(c), smem.do, c)
+                first = start_m + c * ROWS
+                load_parts(q, b_q, tile.h, first, barriers.q_ready.index(c), smem.q, c)
+                load_parts(do, b_q, tile.h, first, barriers.q_ready.index(c), smem.do, c)
 
 
 @gluon.jit
@@ -254,7 +261,7 @@ def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     offset = seqlen_k - seqlen_q
     first = tile.start_m + CONSUMER * ROWS
-    head_row = (tile.b.to(gl.int64) * tile.heads_q + tile.h) * seqlen_q
+    head_row = (tile.b.to(gl.int64) * tile.heads_q + tile.h) * rows_of_head(seqlen_q, tile)
     do_tile, ready = tiles_in(smem.do, CONSUMER), barriers.q_ready.index(CONSUMER)
     sums = _deltas(memory, memory.delta + head_row, do_tile, ready, first, call, form.HEAD_DIM_V)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
@@ -297,7 +304,8 @@ def _consume(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, form):
     if form.BY_HOOKS and form.LEFT_BOUNDED:
         acc = _over_keys(acc, full_end, n_all, own, tile, smem, barriers, call, CONSUMER, form, True)
     # this group alone reads its Q
-    put_parts(scaled(acc, call.softmax_scale), memory.dq, tile.b, tile.h, first, smem.q, CONSUMER)
+    b_q, row_q = of_queries(tile.b, first, tile)
+    put_parts(scaled(acc, call.softmax_scale), memory.dq, b_q, tile.h, row_q, smem.q, CONSUMER)
     tma_store_wait(0)
 
 
@@ -306,27 +314,46 @@ def bwd_dq_hopper_kernel(
     q, k, v, o, do, dlse, lse, delta, dq, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, HEADS_PER_WAVE, window_left, window_right,
-    q_rest, k_rest, v_rest, do_rest, dq_rest,
+    q_rest, k_rest, v_rest, do_rest, dq_rest, order,
     HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     IS_CAUSAL: gl.constexpr, BY_HOOKS: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
+    LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
     [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. Columns behind BLOCK_D or
     BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. BY_HOOKS: the mask is
-    neither causal nor none, whose code, which rows were measured with, is compiled in."""
+    neither causal nor none, whose code, which rows were measured with, is compiled in.
+
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
+    they start. Rows without keys and those behind the last sequence: dq = 0; their delta is not read."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    number, head = _tile(gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, IS_CAUSAL)
+    LAST_FIRST: gl.constexpr = IS_CAUSAL and not RAGGED
+    if RAGGED:
+        tiles, heads = packed_tiles(seqlen_q, batch, BLOCK_M), heads_q
+    else:
+        tiles, heads = gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q
+    number, head = _tile(tiles, heads, HEADS_PER_WAVE, LAST_FIRST)
     b = head // heads_q
     h = head % heads_q
     start_m = number * BLOCK_M
+    packed = ()
+    if RAGGED:  # in their order; the numbers that no tile has are the last ones
+        start_m, packed = tile_in_order(order, number, seqlen_q)
+        end_q, seqlen_q, _end_k, seqlen_k, _total_q = packed
+        first_q = end_q - seqlen_q
+        o += first_q.to(gl.int64) * stride_om
+        dlse += first_q.to(gl.int64) * stride_dlsem
+        lse += first_q
+        delta += first_q
     window = (window_left, window_right)
     if BY_HOOKS:
         below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
         n_all = below - FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N)
+        if RAGGED:  # behind the last sequence dO may be NaN
+            n_all = gl.where(seqlen_k > 0, n_all, 0)
     else:
         n_all = _blocks(gl.minimum(start_m + BLOCK_M, seqlen_q), seqlen_k - seqlen_q, seqlen_k, BLOCK_N, IS_CAUSAL)
         below = n_all
@@ -356,7 +383,7 @@ def bwd_dq_hopper_kernel(
     memory = Memory(dq, o, dlse, lse, delta)
     smem = Shared(q_smem, k_smem, v_smem, do_smem)
     barriers = Barriers(q_ready, k_ready, k_empty, v_ready, v_empty)
-    tile = Tile(b, h, heads_q, h // group, start_m, below, n_all)
+    tile = Tile(b, h, heads_q, h // group, start_m, below, n_all, packed)
     call = Call(stride_om, stride_dlsem, has_dlse, seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         GROUPS=GROUPS, BLOCK_N=BLOCK_N, K_STAGES=K_STAGES, V_STAGES=V_STAGES, HEAD_DIM_V=HEAD_DIM_V, IS_CAUSAL=IS_CAUSAL,
@@ -384,25 +411,34 @@ def bwd_dq_hopper_kernel(
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    return {"order": (order_shape(problem, space.rows(config)), "i32")} if problem.extent.ragged else {}
+
+
+def _passes_on(spec: Specialization, config: Config) -> dict[str, int]:
+    return {"BLOCK_Q": space.rows(config), "IN_TURNS": space.IN_TURNS} if spec.ragged else {}
+
+
 VARIANT = Variant(
     serves="bwd_dq",
     kernel=bwd_dq_hopper_kernel,
-    space=SPACE,
+    space=space.SPACE,
     tensors={"q": "", "k": "", "v": "", "o": "", "do": "", "dlse": "fp32", "lse": "fp32", "delta": "fp32", "dq": "",
-             "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dq_rest": ""},
-    descriptors={"q": (64, "BLOCK_D"), "do": (64, "BLOCK_DV"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
-                 "dq": (64, "BLOCK_D"),
-                 "q_rest": (64, "REST_D"), "do_rest": (64, "REST_DV"), "k_rest": ("BLOCK_N", "REST_D"),
-                 "v_rest": ("BLOCK_N", "REST_DV"), "dq_rest": (64, "REST_D")},
+             "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dq_rest": "", "order": "i32"},
+    descriptors={"q": (space.ROWS, "BLOCK_D"), "do": (space.ROWS, "BLOCK_DV"), "k": ("BLOCK_N", "BLOCK_D"),
+                 "v": ("BLOCK_N", "BLOCK_DV"), "dq": (space.ROWS, "BLOCK_D"),
+                 "q_rest": (space.ROWS, "REST_D"), "do_rest": (space.ROWS, "REST_DV"), "k_rest": ("BLOCK_N", "REST_D"),
+                 "v_rest": ("BLOCK_N", "REST_DV"), "dq_rest": (space.ROWS, "REST_D")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dq_rest": "dq"},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, 64 * config["GROUPS"]) * problem.batch * problem.heads_q
-    ),
+    grid=lambda problem, config, _sm_count, _early: problem.query_tiles(space.rows(config)) * problem.heads_q,
     constants=lambda spec, config: {
         **part_dims(spec, config),
-        "CONSUMER_REGISTERS": REGISTERS[config["GROUPS"]], "BY_HOOKS": spec.mask not in ("full", "causal"),
+        "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]], "BY_HOOKS": spec.mask not in ("full", "causal"),
     },
     min_arch=90,
     max_arch=90,
-    fitted=fitted,
+    packed_before=("portable/packed_order",),
+    passes_on=_passes_on,
+    workspaces=_workspaces,
+    fitted=space.fitted,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Constraints that several kernels share. Each is stated once, with its reason."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
@@ -10,19 +11,42 @@ from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
 Tiles = Mapping[int, tuple[int, int, int, int]]
 
 
-def default_config(
-    spec: Specialization, arch: int, described: Tiles, by_pointer: Tiles, older: Tiles, fp32: Tiles, **rest: object
-) -> Config:
-    """A space's default from its tables: ``described`` and ``by_pointer`` for compute capability 9.0 and 10.0 (the first
-    where descriptors can be used), ``older`` for GPUs without TMA or with little shared memory, ``fp32`` for float32."""
-    dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
-    hopper = 90 <= arch < 120
-    tiles = fp32 if spec.dtype == "fp32" else older if not hopper else described if spec.aligned else by_pointer
-    block_m, block_n, warps, stages = tiles[dim]
-    return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if tiles is described else POINTER,
-        "num_warps": warps, "num_stages": stages, "maxnreg": 0, "HEADS_PER_WAVE": 4, **rest,
-    }  # fmt: skip
+#: Bytes of a row that TMA swizzles together at most.
+SWIZZLED_BYTES = 128
+
+
+def least_stages(spec: Specialization) -> int:
+    """Of tiles of K and V that TMA loads. In one stage V takes the place of K. Where they are swizzled differently, as rows of
+    less than 128 bytes are, ptxas 12.8 (Triton 3.6) works out V's addresses from a register that holds another value: results
+    were wrong at head dims 104 / 32 and 112 / 24 (docs/experiments/defects.md)."""
+    widths = (padded_head_dim(dim) * ITEMSIZE[spec.dtype] for dim in (spec.head_dim, spec.head_dim_v))
+    return 1 if len({min(width, SWIZZLED_BYTES) for width in widths}) == 1 else 2
+
+
+@dataclass(frozen=True, eq=False)
+class Default:
+    """The config that serves when no row does, from tables of tiles: called as ``SearchSpace.default`` is."""
+
+    described: Tiles  #: compute capability 9.0 and 10.0, where descriptors can be used
+    by_pointer: Tiles  #: and where not
+    older: Tiles  #: GPUs without TMA, and those with 99 KiB of shared memory a block
+    fp32: Tiles
+    masked: Callable[[int], str]  #: MASKED of the wider head dim
+
+    def __call__(self, spec: Specialization, arch: int) -> Config:
+        dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+        hopper = 90 <= arch < 120
+        tiles = self.older if not hopper else self.described if spec.aligned else self.by_pointer
+        if spec.dtype == "fp32":
+            tiles = self.fp32
+        block_m, block_n, warps, stages = tiles[dim]
+        if tiles is self.described:
+            stages = max(stages, least_stages(spec))
+        return {
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if tiles is self.described else POINTER,
+            "num_warps": warps, "num_stages": stages, "maxnreg": 0, "HEADS_PER_WAVE": 4,
+            "MASKED": self.masked(max(spec.head_dim, spec.head_dim_v)),
+        }  # fmt: skip
 
 
 DESCRIPTOR_NEEDS_TMA = Constraint(
@@ -63,6 +87,13 @@ def tiles_fit(bytes_needed: Callable[[Config, int, int, int], int]) -> Constrain
             bytes_needed(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v), ITEMSIZE[spec.dtype])
             <= 227 * 1024
         ),
+    )
+
+
+def tiles_beside(kept: str, passing: str) -> Constraint:
+    """``tiles_fit`` of a backward: ``kept`` names the block whose two tiles stay, ``passing`` that of the loop's."""
+    return tiles_fit(
+        lambda c, d, dv, size: size * (c[kept] * (d + dv) + c[passing] * (d + dv) * max(1, c["num_stages"] - 1))
     )
 
 
@@ -110,5 +141,20 @@ def tile_space(
             "maxnreg": (0, 128, 168),
         },
         constraints=(DESCRIPTOR_NEEDS_TMA, REGISTER_CAP_BINDS, *own),
+        default=default,
+    )
+
+
+def keys_space(name: str, default: Default) -> SearchSpace:
+    """Of kernels/lib/bwd_keys.py, with dQ's sums in it or without."""
+    return tile_space(
+        name,
+        block_m=(16, 32, 64, 128),
+        block_n=(16, 32, 64, 128),
+        stages=(1, 2, 3),
+        own=(
+            accumulators_fit("dk_dv_s_dp", lambda c, d, dv: c["BLOCK_N"] * (d + dv + 2 * c["BLOCK_M"]), 288),
+            tiles_beside("BLOCK_N", "BLOCK_M"),
+        ),
         default=default,
     )

@@ -48,6 +48,11 @@ SIXTEEN_BIT = Constraint(
     "kernel",
     lambda config, spec, arch: spec.dtype in ("bf16", "fp16"),
 )
+PACKED_WITHIN_32_BITS = Constraint(
+    "packed_tensors_within_32_bits",
+    "packed tensors that want 64-bit strides are untried",
+    lambda config, spec, arch: not spec.ragged or not spec.wide,
+)
 TMA_ADDRESSES_TENSORS = Constraint(
     "tma_addresses_tensors",
     "TMA addresses only tensors whose base address and row strides are multiples of 16 bytes",

@@ -1,26 +1,21 @@
 """Search space of kernels/portable/fwd.py."""
 
 from fa2tune.search_spaces.lib.common import (
+    Default,
     accumulators_fit,
-    default_config,
     register_cap_holds,
     rows_per_warp,
     tile_space,
     tiles_fit,
 )
-from fa2tune.spec.problem import Config, Specialization
 
-# OLDER serves GPUs without TMA and those with 99 KiB of shared memory a block.
-DESCRIBED = {64: (64, 128, 4, 2), 128: (64, 128, 4, 1), 256: (64, 128, 4, 1)}
-BY_POINTER = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)}
-OLDER = {64: (128, 64, 4, 2), 128: (128, 32, 4, 3), 256: (64, 32, 4, 2)}
-FP32 = {64: (64, 32, 8, 1), 128: (64, 16, 8, 1), 256: (32, 16, 8, 1)}
-
-
-def default(spec: Specialization, arch: int) -> Config:
-    """The config that serves when no row does."""
-    return default_config(spec, arch, DESCRIBED, BY_POINTER, OLDER, FP32, MASKED="inside")
-
+DEFAULT = Default(
+    described={64: (64, 128, 4, 2), 128: (64, 128, 4, 1), 256: (64, 128, 4, 1)},
+    by_pointer={64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
+    older={64: (128, 64, 4, 2), 128: (128, 32, 4, 3), 256: (64, 32, 4, 2)},
+    fp32={64: (64, 32, 8, 1), 128: (64, 16, 8, 1), 256: (32, 16, 8, 1)},
+    masked=lambda widest: "inside",
+)
 
 SPACE = tile_space(
     "fwd",
@@ -33,5 +28,5 @@ SPACE = tile_space(
         accumulators_fit("output", lambda c, d, dv: c["BLOCK_M"] * (dv + c["BLOCK_N"]), 224),
         tiles_fit(lambda c, d, dv, size: size * c["BLOCK_N"] * (d + dv) * max(1, c["num_stages"] - 1)),
     ),
-    default=default,
+    default=DEFAULT,
 )

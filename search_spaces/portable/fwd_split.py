@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from fa2tune.search_spaces.lib.common import least_stages
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 
@@ -44,6 +45,8 @@ def config_of(spec: Specialization, arch: int, tma: bool, rows: int, splits: int
     """``rows``: of a tile, one of ``tiles``; ``tma``: whether a descriptor can address K and V."""
     block_n, warps, stages = _tiles(spec, arch)[rows]
     described = tma and 90 <= arch < 120 and spec.dtype != "fp32"
+    if described:
+        stages = max(stages, least_stages(spec))
     return {
         "BLOCK_M": rows, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if described else POINTER, "IN_PARTS": splits > 1,
         "EARLY": arch >= 90 and splits > 1, "SPLITS": splits, "num_warps": warps, "num_stages": stages, "maxnreg": 0,

@@ -3,6 +3,7 @@
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     HEAD_DIM_HAS_PARTS,
+    PACKED_WITHIN_32_BITS,
     SHARED_BYTES,
     SIXTEEN_BIT,
     TMA_ADDRESSES_TENSORS,
@@ -13,6 +14,7 @@ from fa2tune.search_spaces.lib.hopper import (
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
+KEYS = 64  #: of a group that owns keys
 #: Registers a thread of a consumer group gets: what 64 Ki leave beside a producer of 24.
 REGISTERS = 240
 #: (OWN, BLOCK_M, BLOCK_N, STAGES, P_STAGES) by padded head dim, best of the sweeps in docs/experiments.md
@@ -68,6 +70,7 @@ SPACE = SearchSpace(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
         HEAD_DIM_HAS_PARTS,
+        PACKED_WITHIN_32_BITS,
         Constraint(
             "two_groups_of_keys",
             "two groups that own 64 keys each need a tile of 128 keys, and exchange no P",

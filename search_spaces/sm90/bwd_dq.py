@@ -3,6 +3,7 @@
 from fa2tune.search_spaces.lib.hopper import (
     BARRIER_BYTES,
     HEAD_DIM_HAS_PARTS,
+    PACKED_WITHIN_32_BITS,
     SHARED_BYTES,
     SIXTEEN_BIT,
     TMA_ADDRESSES_TENSORS,
@@ -13,6 +14,10 @@ from fa2tune.search_spaces.lib.hopper import (
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
+ROWS = 64  #: query rows of a consumer group
+#: Of packed sequences: tiles, of sequences that are alike, whose sequences take turns (search_spaces/portable/packed_order.py).
+#: Few, so that HEADS_PER_WAVE keeps about as much K and V in use as in the dense call it was tuned for. Not measured.
+IN_TURNS = 32
 #: Registers a thread of a consumer group gets, by groups: what 64 Ki leave beside a producer of 24.
 REGISTERS = {2: 240, 3: 160}
 
@@ -36,6 +41,11 @@ def fitted(spec: Specialization, config: Config) -> Config:
     return {**config, "IN_PARTS": parts_pay(spec)}
 
 
+def rows(config: Config) -> int:
+    """Query rows of a tile."""
+    return ROWS * int(config["GROUPS"])
+
+
 def _live_registers(config: Config, spec: Specialization) -> int:
     """Registers a consumer thread holds at once: dQ, scores and dP, and dS as an operand."""
     return int(columns(spec, config)[0] // 2 + config["BLOCK_N"] + config["BLOCK_N"] // 4)
@@ -44,7 +54,7 @@ def _live_registers(config: Config, spec: Specialization) -> int:
 def _shared_bytes(config: Config, spec: Specialization) -> int:
     d, dv = columns(spec, config)
     rings = config["BLOCK_N"] * (config["K_STAGES"] * d + config["V_STAGES"] * dv)
-    return int(2 * (64 * config["GROUPS"] * (d + dv) + rings)) + BARRIER_BYTES
+    return int(2 * (rows(config) * (d + dv) + rings)) + BARRIER_BYTES
 
 
 SPACE = SearchSpace(
@@ -62,6 +72,7 @@ SPACE = SearchSpace(
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
         HEAD_DIM_HAS_PARTS,
+        PACKED_WITHIN_32_BITS,
         Constraint(
             "registers_hold_tiles",
             "dQ, the scores, dP and dS are in registers at the same time; with fewer than 16 left ptxas spills and serialises "

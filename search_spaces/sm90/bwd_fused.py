@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES, SIXTEEN_BIT, TMA_ADDRESSES_TENSORS, block_dims
+from fa2tune.search_spaces.lib.hopper import (
+    BARRIER_BYTES,
+    PACKED_WITHIN_32_BITS,
+    SHARED_BYTES,
+    SIXTEEN_BIT,
+    TMA_ADDRESSES_TENSORS,
+    block_dims,
+)
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
@@ -248,11 +255,7 @@ SPACE = SearchSpace(
             "the producer finds where a packed tile lies when it takes it from the counter",
             lambda config, spec, arch: not spec.ragged or all(config[name] == value for name, value in PACKED.items()),
         ),
-        Constraint(
-            "packed_tensors_within_32_bits",
-            "packed tensors that want 64-bit strides are untried",
-            lambda config, spec, arch: not spec.ragged or not spec.wide,
-        ),
+        PACKED_WITHIN_32_BITS,
         Constraint(
             "tiles_fit_shared_memory",
             "K, V, the rings of Q and dO, dS and the output tiles exceed 227 KiB, the limit per block on Hopper",

@@ -23,6 +23,7 @@ from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.search_spaces.sm90.fwd import few_tiles
 from fa2tune.spec.extent import DENSE, PACKED, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
@@ -145,6 +146,7 @@ def of_packed_sequences() -> Iterator[Case]:
     for dim, mask, settings in (
         (64, "causal", added), (64, "full", joined), (64, "band", {}), (128, "causal", joined), (128, "causal", {}),
         (128, "full", {}), (64, "causal", {**added, **ends}), (64, "full", ends), (128, "causal", {**joined, **ends}),
+        (128, "full", {**joined, "BESIDE": True}),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
         config = {**variant.space.default(spec, 90), **settings}
@@ -152,23 +154,51 @@ def of_packed_sequences() -> Iterator[Case]:
         yield case_of(variant, spec, config, "packed")
 
 
+def packed_splits() -> Iterator[Case]:
+    """The split backward for packed sequences, in the forms that rows name."""
+    for name in ("sm90/bwd_dq", "sm90/bwd_dkdv"):
+        for dim, mask in (
+            (64, "causal"), (64, "full"), (128, "causal"), (128, "band"), (192, "causal"), (256, "causal"), (256, "full"),
+            (256, "band"), (256, "chunked"),
+        ):  # fmt: skip
+            spec = bf16(dim, dim, mask, extent=RAGGED)
+            config = NAMED[name].space.default(spec, 90)
+            assert limits.before_compile(NAMED[name], spec, config, H200) is None
+            yield case_of(NAMED[name], spec, config, "packed")
+
+
 def packed_forwards() -> Iterator[Case]:
     """The forms of the forward that rows name, each for packed sequences."""
     variant = NAMED["sm90/fwd"]
     three = {"BLOCK_M": 64, "BLOCK_N": 64, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80, "Q_IN_REGISTERS": True}
+    never = {"RESCALE": "never"}
     for dim, mask, settings in (
         (64, "causal", three), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2}), (64, "causal", {}), (64, "full", {}),
         (128, "causal", {}), (128, "full", {}), (128, "band", {}), (256, "causal", {}), (96, "causal", {}),
+        (64, "causal", {"BLOCK_N": 64, "STAGES": 3, **never}), (64, "full", {"Q_STAGES": 1, "STAGES": 3, **never}),
+        (128, "causal", never), (128, "full", {"Q_STAGES": 1, **never}), (128, "causal", "few tiles"),
+        (128, "full", "few tiles"),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
-        config = {**variant.space.default(spec, 90), **settings}
+        config = few_tiles(spec) if isinstance(settings, str) else {**variant.space.default(spec, 90), **settings}
         assert limits.before_compile(variant, replace(spec, extent=DENSE), config, H200) is None
         yield case_of(variant, spec, config, "packed")
 
 
-CASES = once(
-    [*defaults(), *packed_forwards(), *of_packed_sequences(), *of_the_sanitizer(), *representatives(named_by_rows())]
-)
+def of_few_tiles() -> Iterator[Case]:
+    """The forward of calls of few tiles, which no row names."""
+    for dims, mask in (
+        ((80, 80), "causal"), ((96, 96), "full"), ((128, 128), "causal"), ((136, 136), "causal"), ((160, 160), "full"),
+        ((72, 144), "causal"), ((192, 128), "full"),
+    ):  # fmt: skip
+        spec = bf16(*dims, mask)
+        config = few_tiles(spec)
+        assert limits.before_compile(NAMED["sm90/fwd"], spec, config, H200) is None
+        yield case_of(NAMED["sm90/fwd"], spec, config, "few tiles")
+
+
+PACKED_CASES = [*packed_forwards(), *of_packed_sequences(), *packed_splits()]
+CASES = once([*defaults(), *of_few_tiles(), *PACKED_CASES, *of_the_sanitizer(), *representatives(named_by_rows())])
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
 

@@ -13,9 +13,11 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
+from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.spec import maskfile
 from fa2tune.spec.extent import RAGGED
 from fa2tune.spec.problem import Specialization
+from fa2tune.spec.variant import DESCRIPTOR
 from fa2tune.tuning.search import compile_check
 
 FOUND = (operandcheck.UnsoundOperand(0x90, 33, ("nothing",)),)
@@ -57,6 +59,16 @@ def test_a_value_of_long_before() -> None:
     assert str(found[0]) == (
         "HGMMA at 0x90 takes UR33 from S2UR UR33, SR_CgaCtaId or UIADD3.X UR33, UR9, 0x40000040, URZ, UP0, !UPT"
     )
+
+
+@pytest.mark.parametrize("other", ["UIMAD UR8, UR4, UR5, URZ", "ULDC UR8, c[0x0][0x3d0]"])
+def test_a_value_that_is_no_address(other: str) -> None:
+    """A product, an argument of the kernel: what ptxas 12.8 took for V's addresses in a portable forward."""
+    assert registers(other, *BEFORE[1:], *WORKED_OUT, PRODUCT, "EXIT") == {8}
+    with_a_base = "UIMAD UR8, UR4, 0x400, UR5"
+    assert not registers(with_a_base, *BEFORE[1:], *WORKED_OUT, PRODUCT, "EXIT")
+    high = ("UIMAD UR9, UR4, UR5, URZ", *BEFORE[2:])
+    assert not registers(BEFORE[0], *high, *WORKED_OUT, PRODUCT, "EXIT")  # the high word holds no address
 
 
 def test_it_is_followed_over_copies_and_offsets() -> None:
@@ -153,6 +165,19 @@ def test_masks_that_rows_of_another_serve(mask: str) -> None:
     assert operandcheck.check(compiler.build(variant, spec, config, 90)) == ()
 
 
+@pytest.mark.parametrize("dims", [(104, 32), (112, 24), (256, 16), (32, 128)], ids=str)
+def test_portable_forwards_whose_k_and_v_are_swizzled_differently(dims: tuple[int, int]) -> None:
+    """In one stage, where V takes the place of K, V's addresses were wrong."""
+    spec = Specialization("bf16", *dims, "full")
+    portable = registry.portable_of("fwd")
+    wanted = [(portable, portable.space.default(spec, 90))]
+    split = registry.variant_named("portable/fwd_split")
+    wanted += [(split, fwd_split.config_of(spec, 90, True, rows, 1)) for rows in fwd_split.tiles(spec, 90)]
+    for variant, config in wanted:
+        assert config["LOADS"] == DESCRIPTOR
+        assert operandcheck.check(compiler.build(variant, spec, config, 90)) == (), config
+
+
 def test_the_packed_forward_that_showed_it() -> None:
     """Where the blocks of a tile were known to be 1 or more: two Q tiles of 128 rows, three loops."""
     variant = registry.variant_named("sm90/fwd")
@@ -188,8 +213,8 @@ def test_what_is_compiled_for_a_launch_is_checked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(compiler, "compile_kernel", lambda *_: compiled)
     monkeypatch.setattr(operandcheck, "_check", lambda path: asked.append(path) or ())
     assert operandcheck.compile_kernel(variant, spec, {}, 90) is compiled and asked == ["a/k.cubin"]
-    assert operandcheck.compile_kernel(registry.portable_of("fwd"), spec, {}, 90) is compiled and len(asked) == 1
-    assert operandcheck.compile_kernel(variant, spec, {}, 100) is compiled and len(asked) == 1
+    assert operandcheck.compile_kernel(registry.portable_of("fwd"), spec, {}, 90) is compiled and len(asked) == 2
+    assert operandcheck.compile_kernel(variant, spec, {}, 100) is compiled and len(asked) == 2
     monkeypatch.setattr(operandcheck, "_check", lambda _: FOUND)
     with pytest.raises(compiler.CompileError, match="is miscompiled: HGMMA at 0x90 takes UR33 from nothing"):
         operandcheck.compile_kernel(variant, spec, {}, 90)

@@ -6,26 +6,32 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, split_schedule
+from fa2tune.calling import choosing, dispatch, split_schedule, unseen
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import BACKWARD, Problem
 from fa2tune.spec.score import score_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WINDOW = Mask("band", 300, 2)
 
 
-def checked(asked, splits, rows=16, loads=None, softcap=None):
-    """One forward by an explicit config; memory that is not written holds NaN."""
+def checked(asked, splits, rows=16, loads=None, softcap=None, hopper=False, scale=None):
+    """One forward by an explicit config; memory that is not written holds NaN. hopper: of the warp-specialised kernel."""
     arch = dispatch.gpu_of(0).arch
     inputs = reference.make_inputs(asked, "cuda", on_device=True)
-    score, scale = score_of(softcap), asked.head_dim**-0.5
-    oracle, same = reference.oracle_and_reference(inputs, mask=asked.mask, gradients=False, score=score)
+    score, scale = score_of(softcap), scale or asked.head_dim**-0.5
+    oracle, same = reference.oracle_and_reference(
+        inputs, mask=asked.mask, gradients=False, score=score, softmax_scale=scale
+    )
     problem = passes.describe(inputs.q, inputs.k, inputs.v, asked.mask, scale, score)
-    config = dict(fwd_split.config_of(problem.specialization, arch, problem.tma, rows, splits))
+    if hopper:
+        config = dict(hopper_split.config_of(problem.specialization, rows, splits))
+    else:
+        config = dict(fwd_split.config_of(problem.specialization, arch, problem.tma, rows, splits))
     if loads is not None:
         config["LOADS"] = loads
     with verify._strict("ieee"):
@@ -63,6 +69,65 @@ def test_head_dims_and_tiles(dtype, dims):
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_many_keys(softcap):
     checked(Problem("bf16", 1, 8, 2, 4, 70000, 128, 128, CAUSAL), 33, softcap=softcap)
+
+
+of_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@of_hopper
+@pytest.mark.parametrize("splits", [2, 3, 40])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask("chunked", 512), Mask("causal_top_left")], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [((32, 8), (256, 4097)), ((12, 4), (130, 1000)), ((6, 1), (400, 170)), ((3, 3), (84, 1500)), ((8, 1), (64, 640))],
+)
+def test_masks_groups_and_lengths_by_the_warp_specialised_kernel(heads, lengths, mask, splits):
+    checked(Problem("bf16", 2, *heads, *lengths, 128, 128, mask), splits, 128, hopper=True)
+    if splits == 3:
+        checked(Problem("fp16", 2, *heads, *lengths, 128, 128, mask), splits, 64, hopper=True)
+
+
+@of_hopper
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(16, 16), (40, 40), (64, 64), (72, 40), (96, 96), (160, 160), (192, 128), (192, 192), (200, 200), (256, 256)],
+)
+def test_head_dims_by_the_warp_specialised_kernel(dims, mask):
+    asked = Problem("bf16", 1, 8, 2, 137, 2100, *dims, mask)
+    for rows in hopper_split.tiles(asked.specialization, 90):
+        checked(asked, 4, rows, hopper=True)
+    checked(asked, 3, 128, hopper=True, scale=-0.1)
+
+
+@of_hopper
+def test_more_parts_than_multiprocessors_hold():
+    """Programs then take several parts one after the other."""
+    checked(Problem("bf16", 4, 32, 8, 256, 2048, 128, 128, CAUSAL), 4, 128, hopper=True)
+    checked(Problem("bf16", 4, 32, 8, 256, 2048, 64, 64, FULL), 5, 64, hopper=True)
+
+
+@of_hopper
+def test_a_chunk_of_a_prompt_takes_the_warp_specialised_kernel():
+    q, k, v = decoding(batch=1, queries=256, keys=16384)
+    served = fa2tune.explain(q, k, v, causal=True).kernels[0]
+    assert set(served.runs) == {"sm90/fwd_split", "fwd_combine"}
+    o, lse = fa2tune.attention(q, k, v, causal=True, return_lse=True)
+    expected, its_lse = exact(q, k, v, CAUSAL)
+    assert (o.float() - expected).abs().max() < 0.01 * expected.abs().max().clamp(min=1)
+    assert (lse - its_lse).abs().max() < 1e-3
+    assert torch.equal(o, fa2tune.attention(q, k, v, causal=True)), "the same bits on every run"
+    alone, chained, x = [], [], torch.zeros_like(q)
+    queries = [torch.randn_like(q) for _ in range(20)]
+    for one in queries:
+        alone.append(fa2tune.attention(one, k, v, causal=True))
+        torch.cuda.synchronize()
+    for one in queries:  # the kernel that puts parts together starts early, and the next call reuses the parts' memory
+        x = fa2tune.attention(one + 0 * x, k, v, causal=True)
+        chained.append(x)
+    assert all(torch.equal(a, b) for a, b in zip(alone, chained, strict=True))
 
 
 def decoding(batch=2, queries=1, keys=8192, heads=(32, 8), dim=128):
@@ -154,3 +219,37 @@ def test_no_split_where_the_tuned_kernel_has_tiles_enough():
     gpu = dispatch.gpu_of(0)
     asked = Problem("bf16", 8, 32, 8, 4096, 4096, 128, 128, CAUSAL)
     assert split_schedule.config_of(asked, choosing.choose(asked, "fwd", gpu).config, gpu) is None
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(72, 72), (80, 80), (96, 96), (104, 104), (136, 136), (160, 160), (72, 144), (104, 80), (192, 128)],
+    ids=str,
+)
+def test_calls_of_few_tiles(dims, mask):
+    """Tiles of 64 rows, two programs a multiprocessor, for head dims that are padded or in parts."""
+    asked = Problem("bf16", 2, 4, 2, 300, 300, *dims, mask)
+    choice = choosing.choose(asked, "fwd", dispatch.gpu_of(0))
+    assert choice.few_tiles
+    assert split_schedule.config_of(asked, choice.config, dispatch.gpu_of(0), choice.row) is None
+    inputs = reference.make_inputs(asked, "cuda", on_device=True)
+    oracle, same = reference.oracle_and_reference(inputs, mask=mask)
+    q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    o, lse = fa2tune.attention(q, k, v, causal=mask == CAUSAL, return_lse=True)
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do)
+    got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    verify.compare(got, oracle, same)
+
+
+def test_queries_that_see_no_key_are_filled_in():
+    asked = Problem("bf16", 4, 16, 8, 6000, 200, 64, 64, CAUSAL)
+    gpu = dispatch.gpu_of(0)
+    assert unseen.filled_in(asked, gpu, "fwd") == unseen.filled_in(asked, gpu, BACKWARD) == 5800
+    inputs = reference.make_inputs(asked, "cuda", on_device=True)
+    oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL)
+    q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    o, lse = fa2tune.attention(q, k, v, causal=True, return_lse=True)
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do)
+    got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    verify.compare(got, oracle, same)

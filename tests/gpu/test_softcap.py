@@ -1,4 +1,4 @@
-"""The tanh soft cap on the GPU: the public call by the error rule, gradients included."""
+"""Score terms on the GPU, ``softcap=`` and ``score=``: the public call by the error rule, gradients included."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from fa2tune.spec.score import score_of
 LENGTHS = ((512, 512), (1000, 1300), (1300, 1000), (77, 2000), (1, 777))
 
 
-def compared(dtype, head_dim, lengths, mask, softcap, *, scale=1.0, softmax_scale=None, deterministic=None):
+def compared(
+    dtype, head_dim, lengths, mask, softcap=None, *, score=None, scale=1.0, softmax_scale=None, deterministic=None
+):
     asked = Problem(dtype, 2, 4, 2, *lengths, head_dim, head_dim, mask)
     inputs = reference.make_inputs(asked, "cuda", scale=scale, with_dlse=True)
     options = {"mask": mask, "softmax_scale": softmax_scale}
-    oracle, same = reference.oracle_and_reference(inputs, score=score_of(softcap), **options)
+    oracle, same = reference.oracle_and_reference(inputs, score=score_of(softcap, score), **options)
     q, k, v = (tensor.clone().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    o, lse = fa2tune.attention(q, k, v, return_lse=True, softcap=softcap, deterministic=deterministic, **options)
+    term = {"softcap": softcap} if score is None else {"score": score}
+    o, lse = fa2tune.attention(q, k, v, return_lse=True, deterministic=deterministic, **term, **options)
     gradients = torch.autograd.grad((o, lse), (q, k, v), (inputs.do, inputs.dlse))
     found = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     verify.compare(found, oracle, same)
@@ -38,6 +41,13 @@ def test_the_public_call(head_dim, mask, deterministic):
 @pytest.mark.parametrize("softcap", [0.3, 50.0])
 def test_other_dtypes(dtype, softcap):
     compared(dtype, 64, (700, 900), CAUSAL, softcap)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("score", ["none", fa2tune.Score("softcap", 1.5), fa2tune.Score("softcap", 30.0)], ids=str)
+def test_a_score_term_by_name(dtype, score):
+    for lengths in ((700, 900), (900, 700)):
+        compared(dtype, 128, lengths, CAUSAL, score=score)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, -0.3, 1.0])

@@ -30,6 +30,8 @@ FORMS = {
     "two groups": {}, "a second Q": {"Q_STAGES": 2}, "a second Q, in registers": {"Q_STAGES": 2, "Q_IN_REGISTERS": True},
     "one group": {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80,
                   "Q_IN_REGISTERS": True},
+    "small tiles": {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "PINGPONG": False, "NUMBERED": False, "maxnreg": 128,
+                    "Q_IN_REGISTERS": True},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import group_parts, passes
 from fa2tune.measuring import reference, verify
+from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import STRATEGIES, Problem
 
@@ -66,6 +68,39 @@ def test_a_split_group_sums_what_its_heads_give_alone():
     whole = gradients_of(asked, "split", 1, inputs, forward)
     for one, other in zip(whole, gradients_of(asked, "split", 3, inputs, forward), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["split", "fused"])
+@pytest.mark.parametrize(("heads", "parts", "mask"), [((6, 1), 3, CAUSAL), ((8, 2), 2, FULL), ((4, 2), 2, CAUSAL)])
+def test_packed_sequences_keep_it_too(strategy, heads, parts, mask):
+    """Sequence by sequence; the rows behind the last one have gradients of 0."""
+    lengths, spare = ((20, 30), (0, 7), (33, 33), (9, 0)), 5
+    queries, keys = (sum(side) + spare for side in zip(*lengths, strict=True))
+    asked = Problem("fp16", 1, *heads, queries, keys, 32, 16, mask, extent=Extent(RAGGED, len(lengths)))
+    whole = reference.make_inputs(replace(asked, mask=FULL, extent=WHOLE), "cpu")
+    starts = [torch.tensor([0, *itertools.accumulate(side)], dtype=torch.int32) for side in zip(*lengths, strict=True)]
+    o, lse = torch.zeros(1, heads[0], queries, 16, dtype=torch.float16), torch.full((1, heads[0], queries), -torch.inf)
+    pairs = [slice(*pair) for pair in itertools.pairwise(starts[0].tolist())]
+    pairs_k = [slice(*pair) for pair in itertools.pairwise(starts[1].tolist())]
+    expected = []
+    for rows, others in zip(pairs, pairs_k, strict=True):
+        sides = {name: rows if name in ("q", "do") else others for name in ("q", "k", "v", "do")}
+        one = replace(whole, **{name: getattr(whole, name)[:, :, side] for name, side in sides.items()})
+        expected.append(reference.oracle_and_reference(one, mask=mask))
+        o[:, :, rows], lse[:, :, rows] = expected[-1][1]["o"], expected[-1][0]["lse"]
+    spec = asked.specialization
+    configs = {name: {**portable_of(name).space.default(spec, 80), "LOADS": "pointer"} for name in STRATEGIES[strategy]}
+    split = {name: parts for name in configs if name in group_parts.SPLIT_KERNELS}
+    tensors = whole.q, whole.k, whole.v
+    plan = passes.BackwardPlan(asked, whole.do, None, *tensors, o, 32**-0.5, strategy, configs, split)
+    dq, dk, dv = plan(whole.do, None, *tensors, o, lse, *starts)
+    assert not any(one[:, :, -spare:].any() for one in (dq, dk, dv))
+    for rows, others, (oracle, same) in zip(pairs, pairs_k, expected, strict=True):
+        if rows.start == rows.stop or others.start == others.stop:
+            assert not dq[:, :, rows].any() and not dk[:, :, others].any() and not dv[:, :, others].any()
+            continue
+        found = {"dq": dq[:, :, rows], "dk": dk[:, :, others], "dv": dv[:, :, others]}
+        verify.compare(found, {name: oracle[name] for name in found}, {name: same[name] for name in found})
 
 
 @pytest.mark.parametrize("order", ["bhsd", "bshd"])

@@ -17,8 +17,10 @@ from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
+from fa2tune.search_spaces.sm90.fwd import few_tiles
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Specialization
 
 SCALE = 0.125
 #: Of a result's largest element: float16 has 11 bits, and P, dS and results are rounded to it.
@@ -73,8 +75,18 @@ def inputs(call: Call, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """o, lse, dq, dk, dv in float64; 0, and -inf of lse, where no sequence is."""
+def gradient_of_lse(call: Call) -> torch.Tensor:
+    """(batch, heads, rows) float32; NaN where no sequence is."""
+    draw = torch.Generator().manual_seed(1)
+    found = torch.full((call.batch, call.heads[0], call.rows[0]), torch.nan)
+    for b, queries, _ in call.places():
+        found[b, :, queries] = torch.randn(found[b, :, queries].shape, generator=draw)
+    return found
+
+
+def wanted(call: Call, given: dict[str, torch.Tensor], dlse: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """o, lse, dq, dk, dv in float64; 0, and -inf of lse, where no sequence is. ``dlse``: the gradient of lse, None: there is
+    none."""
     q, k, v, do = (given[name].double() for name in ("q", "k", "v", "do"))
     found = {"o": torch.zeros_like(do), "lse": torch.full(q.shape[:3], -torch.inf, dtype=torch.float64)}
     found |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
@@ -82,16 +94,19 @@ def wanted(call: Call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
         leaves = [t[b : b + 1, :, rows].clone().requires_grad_() for t, rows in ((q, queries), (k, keys), (v, keys))]
         o, lse = reference.attention(*leaves, mask=call.mask, softmax_scale=SCALE)
         found["o"][b, :, queries], found["lse"][b, :, queries] = o[0].detach(), lse[0].detach()
-        gradients = torch.autograd.grad((o * do[b : b + 1, :, queries]).sum(), leaves)
+        loss = (o * do[b : b + 1, :, queries]).sum()
+        if dlse is not None:
+            loss = loss + (lse * dlse[b : b + 1, :, queries])[lse.isfinite()].sum()
+        gradients = torch.autograd.grad(loss, leaves)
         for name, rows, gradient in zip(("dq", "dk", "dv"), (queries, keys, keys), gradients, strict=True):
             found[name][b, :, rows] = gradient[0]
     return found
 
 
 def computed(
-    gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
+    gpu: PythonGpu, call: Call, kernel: str, tensors: dict[str, torch.Tensor], settings: dict[str, Any], parts: int = 1
 ) -> None:
-    """``kernel``: "sm90/fwd", ...; several with commas, one after the other."""
+    """``kernel``: "sm90/fwd", ...; several with commas, one after the other. ``parts``: of the query groups in "bwd_fused"."""
     extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
     backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     q, k, v = (tensors[name] for name in "qkv")
@@ -101,11 +116,12 @@ def computed(
         variant = registry.variant_named(name)
         asked = {dimension: value for dimension, value in settings.items() if dimension in variant.space.dimensions}
         config = variant.suited(problem, {**variant.space.default(problem.specialization, gpu.arch), **asked})
+        config = {**config, **asked}  # what suits longer sequences alone
         assert not variant.space.broken(config, problem.specialization, gpu.arch)
         assert all(config[dimension] == value for dimension, value in asked.items())
         chosen[variant.serves or "bwd_fused"] = Choice(variant, config)
     shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in chosen else {}
-    plan = passes.Kernels(chosen, problem, tensors, SCALE, 0, shared)
+    plan = passes.Kernels(chosen, problem, tensors, SCALE, 0, shared, {"bwd_fused": parts} if parts > 1 else {})
     addresses = [gpu.place_values(name, tensor) for name, tensor in tensors.items()]
     gpu.run(plan, [*addresses, gpu.place_workspaces()])
 
@@ -141,15 +157,24 @@ def check_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: 
     compare({"o": tensors["o"], "lse": lse}, wanted(call, given))
 
 
-def check_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any], kernel: str = "sm90/bwd_fused") -> None:
+def check_backward(
+    gpu: PythonGpu,
+    call: Call,
+    settings: dict[str, Any],
+    kernel: str = "sm90/bwd_fused",
+    parts: int = 1,
+    through_lse: bool = False,
+) -> None:
     given = inputs(call, 0)
-    right = wanted(call, given)
+    dlse = gradient_of_lse(call) if through_lse else None
+    right = wanted(call, given, dlse)
     q, k, v, do = (given[name] for name in ("q", "k", "v", "do"))
     o, lse = unset(q, call.dims[1]), right["lse"].float()
     o.copy_(right["o"])
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse}
     gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-    computed(gpu, call, kernel, {**tensors, **gradients, **offsets(call)}, settings)
+    added = {} if dlse is None else {"dlse": dlse}
+    computed(gpu, call, kernel, {**tensors, **gradients, **added, **offsets(call)}, settings, parts)
     compare(gradients, right)
 
 
@@ -160,6 +185,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PythonGpu:
 
 ONE_GROUP = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMBERED": False, "maxnreg": 80,
              "Q_IN_REGISTERS": True}  # fmt: skip
+SMALL_TILES = {**ONE_GROUP, "maxnreg": 128, "STAGES": 2}  # two programs a multiprocessor
 TWO_Q_TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True, "RESCALE": "lazy",
                "Q_IN_REGISTERS": False}  # fmt: skip
 TOP_LEFT = Mask("causal_top_left")
@@ -178,6 +204,18 @@ FORWARDS = [
 ]
 
 
+#: Head dims, of Q and V, that calls of few tiles have in parts or padded.
+FEW_TILES = [((80, 80), CAUSAL), ((96, 96), FULL), ((112, 112), CAUSAL), ((144, 144), CAUSAL), ((160, 160), FULL),
+             ((72, 144), CAUSAL), ((104, 80), FULL), ((192, 128), CAUSAL)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dims", "mask"), FEW_TILES, ids=str)
+def test_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask) -> None:
+    settings = few_tiles(Specialization("fp16", *dims, mask.name))
+    assert settings["BLOCK_M"] == 64
+    check_forward(gpu, Call(((130, 150),), (2, 1), dims, mask), settings)
+
+
 @pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)
 def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     check_forward(gpu, call, settings)
@@ -186,7 +224,8 @@ def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("dim", "mask", "settings"),
     [(128, CAUSAL, {}), (64, FULL, {}), (64, band(40, 0), ONE_GROUP), (128, band(-1, 20), {"Q_STAGES": 2}), (80, CAUSAL, {}),
-     (128, Mask("chunked", 64), {}), (64, TOP_LEFT, TWO_Q_TILES)],
+     (128, Mask("chunked", 64), {}), (64, TOP_LEFT, TWO_Q_TILES),
+     (128, CAUSAL, SMALL_TILES), (128, FULL, SMALL_TILES)],
     ids=str,
 )  # fmt: skip
 def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str, Any]) -> None:
@@ -218,6 +257,19 @@ def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> No
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "parts", "form"),
+    [((4, 2), 128, 2, "a block behind"), ((6, 1), 64, 3, "a block behind"), ((4, 2), 128, 2, "and finished"),
+     ((4, 1), 128, 4, "joined")],
+    ids=str,
+)  # fmt: skip
+def test_packed_backward_with_groups_in_parts(
+    gpu: PythonGpu, heads: tuple[int, int], dim: int, parts: int, form: str
+) -> None:
+    """With one key head its K and V are found by a stride of 0, else they are written once per part."""
+    check_backward(gpu, Call(PACKING, heads, (dim, dim), CAUSAL, packed=True), BACKWARDS[form], parts=parts)
+
+
 SPLIT = [
     (Call(((130, 200),), (4, 2), (128, 128), CAUSAL), {}),
     (Call(((150, 100),), (2, 1), (64, 64), FULL, batch=2), {}),
@@ -230,6 +282,21 @@ SPLIT = [
 @pytest.mark.parametrize(("call", "settings"), SPLIT, ids=str)
 def test_split_backward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     check_backward(gpu, call, settings, "sm90/bwd_dq,sm90/bwd_dkdv")
+
+
+@pytest.mark.parametrize(
+    ("dims", "mask", "heads"),
+    [((128, 128), CAUSAL, (4, 2)), ((64, 64), FULL, (2, 1)), ((64, 64), TOP_LEFT, (1, 1)), ((128, 128), band(40, 10), (2, 1)),
+     ((256, 256), CAUSAL, (2, 1)), ((256, 256), band(-1, 20), (1, 1)), ((256, 256), Mask("chunked", 64), (1, 1)),
+     ((192, 192), FULL, (1, 1)), ((192, 128), CAUSAL, (2, 2)), ((64, 64), band(50, 0), (3, 1))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("through_lse", [False, True], ids=["", "through lse"])
+def test_packed_split_backward(
+    gpu: PythonGpu, dims: tuple[int, int], mask: Mask, heads: tuple[int, int], through_lse: bool
+) -> None:
+    call = Call(PACKING, heads, dims, mask, packed=True)
+    check_backward(gpu, call, {}, "sm90/bwd_dq,sm90/bwd_dkdv", through_lse)
 
 
 THROUGH_REGISTERS = {"P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "num_warps": 4, "QUERY_WARPS": 2}

@@ -24,7 +24,7 @@ from fa2tune.calling import choosing, dispatch, forward_plans, ops
 from fa2tune.calling.choosing import Chooser
 from fa2tune.calling.defaults import default_config
 from fa2tune.calling.serving import explain
-from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, registry
+from fa2tune.compiling import binaries, compiler, fingerprint, measured_code, operandcheck, registry
 from fa2tune.compiling.choice import BY_FEW_TILES, Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError
 from fa2tune.compiling.registry import variant_named
@@ -530,7 +530,7 @@ def test_a_binary_that_the_driver_refuses_is_compiled_after_all(
     config = compiler.binary_config(variant, variant.space.default(spec, 90))
     good, bad = image(variant, config), image(variant, config, cubin=b"rubbish")
     monkeypatch.setattr(precompiled, "find", lambda *asked: (bad, "some.kernels"))
-    monkeypatch.setattr(compiler, "compile_kernel", lambda *asked: None)
+    monkeypatch.setattr(operandcheck, "compile_kernel", lambda *asked: None)
     monkeypatch.setattr(launch, "image_of", lambda compiled: good)
     with caplog.at_level("INFO", "fa2tune"):
         found = launch.load(variant, spec, tuple(sorted(config.items())), 0)

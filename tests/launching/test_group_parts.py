@@ -77,7 +77,7 @@ def test_all_kernels_between_see_the_parts_as_key_heads(launched, parts, beside)
         assert launched[2][0].strides[name] == (2 * parts * 500 * 128, 500 * 128, 128)
     assert main["q"] == order.index("q") and launched[3][1]["dq"] == order.index("dq")
     assert gather_launch.problem.heads_kv == 2 and gather_launch.scalars["parts"] == parts
-    assert launched[0][0].grid == -(-500 // 32) * 2 * 2 * parts and gather_launch.grid == -(-500 // 16) * 2 * 2
+    assert launched[0][0].grid == -(-500 // 32) * 2 * 2 * parts and gather_launch.grid == 2 * -(-500 // 16) * 2 * 2
     places = sorted({(place.start, place.end) for place in main.values() if isinstance(place, Workspace)})
     assert all(one[1] <= other[0] for one, other in pairwise(places)), "words and sums are one"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from fa2tune.launching import launch, passes
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Problem
 
 #: Rows of q and of k.
 PACKINGS = {
@@ -30,6 +31,7 @@ PACKINGS = {
     "none": ((0, 0),),
 }
 SPARE = 40  #: rows behind the last sequence
+FUSED, SPLIT = ("bwd_fused",), ("bwd_dq", "bwd_dkdv")
 
 
 class World(PythonGpu):
@@ -84,19 +86,27 @@ def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Ten
     return made[:, :heads].transpose(0, 1)[None]
 
 
-def planned(
-    world: World, kernel: str, tensors: Mapping[str, torch.Tensor], mask: Mask, settings: Any, **more: Any
-) -> Any:
-    """(the plan, an address for each tensor and behind them that of the workspaces, which lie apart; the config)."""
-    q, k, v = (tensors[name] for name in "qkv")
-    backward = {name: tensors[name] for name in ("o", "do") if kernel != "fwd"}
-    extent = Extent(RAGGED, len(world.starts[0]) - 1)
-    problem = passes.describe(q, k, v, mask, 0.125, extent=extent, **backward)
-    variant = registry.variant_named("sm90/fwd" if kernel == "fwd" else "sm90/bwd_fused")
-    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **settings})
+def suited(kernel: str, problem: Problem, settings: Mapping[str, Any]) -> Any:
+    """The config of a Hopper kernel with these settings, as far as it has such dimensions."""
+    variant = registry.variant_named(f"sm90/{kernel}")
+    own = {name: value for name, value in settings.items() if name in variant.space.dimensions}
+    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **own})
     if variant.space.broken(config, problem.specialization, 90):  # no form of these head dims
         config = variant.suited(problem, variant.space.default(problem.specialization, 90))
-    plan = passes.Kernels({kernel: config}, problem, tensors, 0.125, 0, **more)
+    return config
+
+
+def planned(
+    world: World, kernels: Sequence[str], tensors: Mapping[str, torch.Tensor], mask: Mask, settings: Any, **more: Any
+) -> Any:
+    """(the plan, an address for each tensor and behind them that of the workspaces, which lie apart; the configs)."""
+    q, k, v = (tensors[name] for name in "qkv")
+    backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
+    extent = Extent(RAGGED, len(world.starts[0]) - 1)
+    problem = passes.describe(q, k, v, mask, 0.125, extent=extent, **backward)
+    configs = {kernel: suited(kernel, problem, settings) for kernel in kernels}
+    shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in kernels else {}
+    plan = passes.Kernels(configs, problem, tensors, 0.125, 0, shared, **more)
     addresses = []
     for name, tensor in tensors.items():
         if tensor.dim() == 4:
@@ -105,7 +115,7 @@ def planned(
             side = name.endswith("_k")
             words = np.array(world.starts[side], np.int64) if name.startswith("cu_") else None
             addresses.append(world.place(name, tensor.numel(), 4, words))
-    return plan, [*addresses, world.place_workspaces()], config
+    return plan, [*addresses, world.place_workspaces()], configs
 
 
 @pytest.fixture
@@ -133,27 +143,31 @@ def forward(world: World, mask: Mask, settings: Any, heads: Any, dims: Any, orde
     o = passes.empty_ordered(q, dims[1])
     lse = torch.empty(heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **offsets(world)}
-    plan, addresses, _ = planned(world, "fwd", tensors, mask, settings)
+    plan, addresses, _ = planned(world, ["fwd"], tensors, mask, settings)
     world.run(plan, addresses)
     if world.right:
         assert (written(world, "o") == 1).all() and (written(world, "lse") == 1).all()
 
 
 def backward(
-    world: World, mask: Mask, settings: Any, heads: Any, dim: int, order: str = "rows", parts: int = 1
-) -> None:
-    q, k = tensor_of(world.rows[0], heads[0], dim, order), tensor_of(world.rows[1], heads[1], dim, order)
-    v, do = tensor_of(world.rows[1], heads[1], dim, order), tensor_of(world.rows[0], heads[0], dim, order)
-    o, dq, dk, dv = (passes.empty_ordered(one, dim) for one in (q, q, k, v))
+    world: World, mask: Mask, settings: Any, heads: Any, dims: Any, order: str = "rows", parts: int = 1,
+    kernels: Sequence[str] = FUSED,
+) -> Any:  # fmt: skip
+    """The configs, by kernel."""
+    q, k = tensor_of(world.rows[0], heads[0], dims[0], order), tensor_of(world.rows[1], heads[1], dims[0], order)
+    v, do = tensor_of(world.rows[1], heads[1], dims[1], order), tensor_of(world.rows[0], heads[0], dims[1], order)
+    o = passes.empty_ordered(q, dims[1])
+    dq, dk, dv = (passes.empty_ordered(one, one.shape[3]) for one in (q, k, v))
     lse = torch.empty(1, heads[0], world.rows[0], device="meta")
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **offsets(world)}
-    plan, addresses, config = planned(world, "bwd_fused", tensors, mask, settings, parts={"bwd_fused": parts})
+    plan, addresses, configs = planned(world, kernels, tensors, mask, settings, parts={kernels[-1]: parts})
     world.run(plan, addresses)
     if world.right:
         for name in ("dq", "dk", "dv"):
             assert (written(world, name) == 1).all(), name
-        if config["FINISH_BESIDE"]:
+        if configs.get("bwd_fused", {}).get("FINISH_BESIDE"):
             check_counts(world, heads)
+    return configs
 
 
 def check_counts(world: World, heads: Any) -> None:
@@ -189,6 +203,13 @@ BACKWARDS: dict[str, dict[str, Any]] = {
     "joined": {**JOINED, "REDUCE": "vector"}, "prepared beside": {"BESIDE": True},
     "and finished": {**TOGETHER, **BESIDE, "REDUCE": "tma"}, "joined, and finished": {**JOINED, **BESIDE, "REDUCE": "tma"},
 }  # fmt: skip
+#: Head dims, and what of the configs of either kernel differs from the defaults.
+SPLITS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "two groups": ((128, 128), {}), "three groups, and keys": ((64, 64), {}), "products": ((256, 256), {}),
+    "two parts": ((192, 192), {}), "a part more of K": ((192, 128), {}), "heads in turn": ((128, 128), {"HEADS_PER_WAVE": 1}),
+    "96": ((96, 96), {}), "stages": ((64, 64), {"GROUPS": 2, "K_STAGES": 3, "STAGES": 2}),
+    "one tile of P": ((192, 64), {"OWN": "products", "P_STAGES": 1}),
+}  # fmt: skip
 MASKS = (CAUSAL, FULL, band(65, 0), band(20, 30), band(-1, 30), Mask("chunked", 64), Mask("chunked", 7))
 
 
@@ -200,12 +221,37 @@ def test_forms_of_the_forward(worlds: Any, form: str, packing: str) -> None:
 
 @pytest.mark.parametrize(("form", "packing"), list(zip(BACKWARDS, itertools.cycle(PACKINGS))))
 def test_forms_of_the_backward(worlds: Any, form: str, packing: str) -> None:
-    backward(worlds(PACKINGS[packing]), CAUSAL, BACKWARDS[form], (2, 1), 128)
+    backward(worlds(PACKINGS[packing]), CAUSAL, BACKWARDS[form], (2, 1), (128, 128))
 
 
-def test_parts_of_a_group(worlds: Any) -> None:
-    backward(worlds(PACKINGS["one"]), CAUSAL, {}, (4, 2), 64, parts=2)
-    backward(worlds(PACKINGS["mixed"]), CAUSAL, {}, (2, 1), 64, parts=2)
+@pytest.mark.parametrize(
+    ("packing", "heads", "dim", "parts", "form"),
+    [("one", (4, 2), 64, 2, "a block behind"), ("mixed", (2, 1), 64, 2, "a block behind"),
+     ("unequal", (8, 2), 128, 4, "and finished"), ("many", (4, 2), 128, 2, "joined, and finished"),
+     ("mixed", (6, 2), 128, 3, "prepared beside"), ("none", (4, 2), 64, 2, "from registers")],
+)  # fmt: skip
+@pytest.mark.parametrize("band", [1, 32])
+def test_parts_of_a_group(worlds: Any, packing: str, heads: Any, dim: int, parts: int, form: str, band: int) -> None:
+    settings = {**BACKWARDS[form], "HEADS_PER_WAVE": band}
+    backward(worlds(PACKINGS[packing]), CAUSAL, settings, heads, (dim, dim), parts=parts)
+
+
+@pytest.mark.parametrize(("form", "packing"), list(zip(SPLITS, itertools.cycle(PACKINGS))))
+def test_forms_of_the_split_backward(worlds: Any, form: str, packing: str) -> None:
+    dims, settings = SPLITS[form]
+    configs = backward(worlds(PACKINGS[packing]), CAUSAL, settings, (3, 1), dims, kernels=SPLIT)
+    assert settings.items() <= {**configs["bwd_dq"], **configs["bwd_dkdv"]}.items()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks_of_the_split_backward(worlds: Any, mask: Mask) -> None:
+    backward(worlds(PACKINGS["unequal"]), mask, {}, (2, 1), (64, 64), kernels=SPLIT)
+
+
+@pytest.mark.parametrize("packing", ["one", "mixed"])
+def test_parts_of_a_group_in_the_split_backward(worlds: Any, packing: str) -> None:
+    heads = {"one": (4, 2), "mixed": (2, 1)}[packing]
+    backward(worlds(PACKINGS[packing]), CAUSAL, {}, heads, (64, 64), parts=2, kernels=SPLIT)
 
 
 def drawn(draw: random.Random) -> tuple[Any, Any, int]:
@@ -227,15 +273,27 @@ def test_anything(worlds: Any, seed: int) -> None:
     order = draw.choice(("rows", "joined", "heads", "expanded"))
     if seed % 2:
         settings = {**draw.choice(list(BACKWARDS.values())), "HEADS_PER_WAVE": draw.choice((1, 4, 32))}
-        backward(world, mask, settings, heads, draw.choice((40, 64, 128)), order)
+        dim = draw.choice((40, 64, 128))
+        backward(world, mask, settings, heads, (dim, dim), order)
     else:
         dim, settings = draw.choice([FORWARDS[form] for form in ("two groups", "one group", "three groups", "256")])
         dims = draw.choice(((128, 128), (192, 128), (72, 40))) if dim == 128 else (dim, dim)
         forward(world, mask, {**settings, "HEADS_PER_WAVE": draw.choice((0, 4, 64))}, heads, dims, order)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_anything_split(worlds: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    world = worlds(*drawn(draw))
+    mask, heads = draw.choice(MASKS), draw.choice(((1, 1), (4, 1), (6, 2), (5, 5), (8, 2)))
+    dims, settings = draw.choice([*SPLITS.values(), ((72, 40), {}), ((40, 40), {})])
+    order = draw.choice(("rows", "joined", "heads", "expanded"))
+    backward(world, mask, {**settings, "HEADS_PER_WAVE": draw.choice((1, 4, 64))}, heads, dims, order, kernels=SPLIT)
+
+
+@pytest.mark.parametrize("kernels", [("fwd",), SPLIT], ids=str)
 @pytest.mark.parametrize("wrong", ["a row too many", "no rows back", "heads for rows"])
-def test_a_wrong_map_is_found(worlds: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_wrong_map_is_found(worlds: Any, monkeypatch: pytest.MonkeyPatch, wrong: str, kernels: Sequence[str]) -> None:
     made = launch._addressed
 
     def addressed(*given: Any) -> Any:
@@ -251,4 +309,7 @@ def test_a_wrong_map_is_found(worlds: Any, monkeypatch: pytest.MonkeyPatch, wron
     world = worlds(PACKINGS["mixed"])
     monkeypatch.setattr(launch, "_addressed", addressed)
     with pytest.raises(Fault, match="two sequences" if wrong == "a row too many" else "touches"):
-        forward(world, CAUSAL, {}, (2, 1), (128, 128))
+        if kernels == SPLIT:
+            backward(world, CAUSAL, {}, (2, 1), (128, 128), kernels=SPLIT)
+        else:
+            forward(world, CAUSAL, {}, (2, 1), (128, 128))

@@ -1,0 +1,154 @@
+"""Tiles whose keys are split among programs: which key blocks a part has, the warp that loads them, and where a part's sums go.
+Device side.
+
+A part is one of ``parts`` nearly equal runs of the key blocks that a tile visits, counted from the last one as the loops go, so
+that the parts of a tile are even under any mask. A part of fewer blocks than parts may have none: it then takes one, whose sums
+are not used, so that groups and producer need no case of its own."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper_forward import (
+    K_EMPTY,
+    ROWS,
+    V_EMPTY,
+    await_last,
+    await_room,
+    await_turn,
+    hand_back,
+    load_q,
+    pass_turn_on,
+)
+from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
+
+
+class Sums(NamedTuple):
+    """Where the sums of all parts lie, and of how many parts."""
+
+    o_parts: gl.tensor  #: pointer to [parts, B, Hkv, Sq * group, DV]
+    stats: gl.tensor  #: pointer to [2, parts, B, Hkv, Sq * group]
+    parts: gl.tensor
+
+
+class Place(NamedTuple):
+    """A part of a tile."""
+
+    row: gl.tensor  #: first query
+    b: gl.tensor
+    h_kv: gl.tensor
+    member: gl.tensor  #: which query head of the key head
+    part: gl.tensor
+
+
+@gluon.jit
+def turns_of(call, parts, form):
+    """How many parts this program takes: every n-th one of n programs."""
+    count = gl.cdiv(call.seqlen_q, form.BLOCK_M) * call.batch * call.heads_q * parts
+    return gl.cdiv(count - gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def place_of(turn, call, parts, form):
+    """Of this program's turn-th part. Those that read the same keys follow one another, and run at the same time."""
+    tiles = gl.cdiv(call.seqlen_q, form.BLOCK_M)
+    index = turn * gl.num_programs(0) + gl.program_id(0)
+    head = index // tiles
+    part = head // call.group
+    key_head = part // parts
+    heads_kv = call.heads_q // call.group
+    b = key_head // heads_kv
+    return Place(
+        (index - head * tiles) * form.BLOCK_M,
+        b,
+        key_head - b * heads_kv,
+        head - part * call.group,
+        part - key_head * parts,
+    )
+
+
+@gluon.jit
+def blocks_of(place, call, parts, form):
+    """(below, count, used): the part has the key blocks [below - count, below), one or more; not used: they are another's."""
+    below = form.BLOCKS_BELOW(place.row + form.BLOCK_M, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
+    blocks = below - form.FIRST_BLOCK(place.row, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_N)
+    begin = blocks * place.part // parts
+    count = blocks * (place.part + 1) // parts - begin
+    return below - begin, gl.maximum(count, 1), count > 0
+
+
+@gluon.jit
+def pass_entries(done, count, barriers, CONSUMER: gl.constexpr, form):
+    """Releases ring entries that this group does not read. Returns how many are done then."""
+    for entry in range(done, done + count):
+        stage = entry % form.STAGES
+        parity = (entry // form.STAGES) & 1
+        mbarrier.wait(barriers.k_ready.index(stage), parity)
+        if form.PINGPONG:
+            await_turn(CONSUMER)
+            pass_turn_on(CONSUMER, form.GROUPS)
+        hand_back(barriers.k_empty, entry, True, K_EMPTY, form)
+        mbarrier.wait(barriers.v_ready.index(stage), parity)
+        hand_back(barriers.v_empty, entry, True, V_EMPTY, form)
+    return done + count
+
+
+@gluon.jit
+def produce_key_parts(q, k, v, smem, barriers, call, parts, form):
+    """One warp: Q, K and V of this program's parts, in the order in which the consumers want them. q, k, v: tuples of their
+    columns' parts."""
+    done = 0  # key blocks of earlier parts
+    for turn in range(turns_of(call, parts, form)):
+        place = place_of(turn, call, parts, form)
+        below, count, _used = blocks_of(place, call, parts, form)
+        h = place.h_kv * call.group + place.member
+        for entry in range(done, done + count):
+            stage = entry % form.STAGES
+            row = (below - 1 - (entry - done)) * form.BLOCK_N
+            await_room(barriers.k_empty, entry, K_EMPTY, form)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, place.b, place.h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
+            if entry == done:  # room for Q is there when the part before ends, for this K before
+                load_q(q, place.b, h, place.row, turn, smem, barriers, 0, form.GROUPS, form)
+            await_room(barriers.v_empty, entry, V_EMPTY, form)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, place.b, place.h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
+        done += count
+    await_last(barriers, done, form)
+
+
+@gluon.jit
+def store_sums(acc, peak, total, first, place, sums, call, HEAD_DIM_V: gl.constexpr):
+    """A group's sums of P V, its parts of columns [ROWS, columns] each, maxima and sums of P [ROWS], of the queries from
+    ``first`` on. Row r of a key head is query r // group of its query head r % group."""
+    heads_kv = call.heads_q // call.group
+    all_rows = (call.batch * call.heads_q).to(gl.int64) * call.seqlen_q
+    before = (place.b * heads_kv + place.h_kv).to(
+        gl.int64
+    ) * call.seqlen_q + first  # queries of this key head, and of others
+    own = place.part * all_rows + before * call.group + place.member
+    inside = call.seqlen_q - first
+    r = gl.arange(0, ROWS, layout=peak.type.layout)
+    stats = sums.stats + own
+    gl.store(stats + r * call.group, peak, mask=r < inside)
+    gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
+    o = sums.o_parts + own * HEAD_DIM_V
+    _store_columns(acc[0], o, call.group, inside, 0, HEAD_DIM_V)
+    if len(acc) > 1:
+        WIDTH: gl.constexpr = acc[0].shape[1]
+        _store_columns(acc[1], o, call.group, inside, WIDTH, HEAD_DIM_V)
+
+
+@gluon.jit
+def _store_columns(acc, o, group, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """acc [ROWS, columns], the columns from FIRST on, behind ``o``, whose rows are ``group`` rows apart."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    d = FIRST + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout))
+    mask = (r < inside)[:, None]
+    if FIRST + WIDTH > HEAD_DIM_V:
+        mask = mask & (d < HEAD_DIM_V)[None, :]
+    # a pointer a row, with constants behind it: of sums of both the compiler kept one a column, and spilled them
+    gl.store((o + r * (group * HEAD_DIM_V))[:, None] + d[None, :], acc, mask=mask)

@@ -1,0 +1,264 @@
+"""Forward for Hopper whose keys are split among programs: that of kernels/sm90/fwd.py for calls of few tiles.
+
+Each program takes one part of the keys that its tile of queries sees; kernels/portable/fwd_combine.py puts the parts together.
+Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy"."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper_forward import (
+    K_EMPTY,
+    ROWS,
+    V_EMPTY,
+    Barriers,
+    Call,
+    Form,
+    Shared,
+    await_turn,
+    hand_back,
+    of_carried,
+    pass_turn_on,
+    repack,
+    sum_parts,
+    to_carry,
+    words_suit,
+)
+from fa2tune.kernels.lib.hopper_key_parts import (
+    Sums,
+    blocks_of,
+    pass_entries,
+    place_of,
+    produce_key_parts,
+    store_sums,
+    turns_of,
+)
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    descriptors_of,
+    loaded,
+    product_layout,
+    products_done,
+    shared_for,
+    tiles_in,
+    zeros_for,
+)
+from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.sm90 import fwd, fwd_split
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
+_START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _contributes(acc, total):
+    """acc [ROWS, columns], 0 in rows whose sum of P is: they see no key here, and V may hold infinities."""
+    return gl.where(gl.convert_layout(total, gl.SliceLayout(1, acc.type.layout))[:, None] == 0.0, 0.0, acc)
+
+
+@gluon.jit
+def _one_part(turn, done, sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
+    """This group's rows of a program's turn-th part. Returns how many key blocks are done then."""
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
+    row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    offset = seqlen_k - seqlen_q  # bottom-right: row i sees keys up to i + offset
+    place = place_of(turn, call, sums.parts, form)
+    below, n_blocks, used = blocks_of(place, call, sums.parts, form)
+    first = place.row + CONSUMER * ROWS
+    rows = first + gl.arange(0, ROWS, layout=row_s)
+    clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    n_masked = 1
+    if form.RIGHT_BOUNDED:
+        # blocks that only later groups see; of a part that has no others the last one, in which no row sees a key
+        unseen = below - form.BLOCKS_BELOW(first + ROWS, seqlen_q, seqlen_k, window, form.BLOCK_N)
+        unseen = gl.minimum(gl.maximum(unseen, 0), n_blocks - 1)
+        done = pass_entries(done, unseen, barriers, CONSUMER, form)
+        below -= unseen
+        n_blocks -= unseen
+        n_masked = gl.minimum(gl.maximum(below - clear_end, 1), n_blocks)
+    n_clear = n_blocks  # from there on blocks lie under the mask's left side
+    if form.LEFT_BOUNDED:
+        n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
+    q_tile = tiles_in(smem.q, CONSUMER)
+    mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
+    if form.Q_IN_REGISTERS:
+        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
+
+    # ---- the last block, which may be ragged
+    s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
+    if form.PINGPONG:
+        pass_turn_on(CONSUMER, form.GROUPS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+    if form.NEGATE:
+        s = -s
+    s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
+    peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
+    weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+    total = sum_parts(weights)
+    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    acc = zeros_for(smem.v, ROWS)
+    seen = Seen(rows, offset, seqlen_k, window, below, done)
+    if form.RIGHT_BOUNDED:
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
+        )
+    p = repack(p)
+    acc, total, peak, p = over_keys(
+        acc,
+        total,
+        peak,
+        p,
+        n_masked,
+        n_clear,
+        seen,
+        q_tile,
+        smem,
+        barriers,
+        qk_scale,
+        CONSUMER,
+        form,
+        form.RESCALE,
+        False,
+    )
+    if form.LEFT_BOUNDED:
+        p = repack(p)
+        acc, total, peak, p = over_keys(
+            acc,
+            total,
+            peak,
+            p,
+            n_clear,
+            n_blocks,
+            seen,
+            q_tile,
+            smem,
+            barriers,
+            qk_scale,
+            CONSUMER,
+            form,
+            form.RESCALE,
+            True,
+        )
+    mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
+
+    # ---- the last P V
+    done += n_blocks
+    v_stage = (done - 1) % form.STAGES
+    mbarrier.wait(barriers.v_ready.index(v_stage), ((done - 1) // form.STAGES) & 1)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
+    acc = products_done(acc)
+    hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
+
+    row_total = gl.where(used, gl.convert_layout(gl.sum(total, 1), row_s), 0.0)
+    peak = gl.where(used, peak, LOWEST)
+    kept = (_contributes(acc[0], row_total),)
+    if len(acc) > 1:
+        kept = (kept[0], _contributes(acc[1], row_total))
+    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED:
+        row_total = gl.where(form.SEES_A_KEY(rows, offset, seqlen_k, window), row_total, -1.0)
+    store_sums(kept, peak, row_total, first, place, sums, call, HEAD_DIM_V)
+    return done
+
+
+@gluon.jit
+def _consume(sums, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, HEAD_DIM_V: gl.constexpr, form):
+    """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
+    if form.PINGPONG and CONSUMER == form.GROUPS - 1:
+        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+    done = 0  # key blocks of earlier parts
+    for turn in range(turns_of(call, sums.parts, form)):
+        done = _one_part(turn, done, sums, smem, barriers, qk_scale, call, CONSUMER, HEAD_DIM_V, form)
+    if form.PINGPONG and CONSUMER == 0:
+        await_turn(CONSUMER)  # the last group has passed on once more than it was passed
+
+
+@gluon.jit
+def _slots(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """An mbarrier a slot."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=ARRIVALS)
+    return found
+
+
+@gluon.jit
+def fwd_hopper_split_kernel(
+    q, k, v, o_parts, stats, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, SPLITS, window_left, window_right,
+    q_rest, k_rest, v_rest,
+    HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, NUMBERED: gl.constexpr, EARLY: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o_parts and stats as kernels/portable/fwd_split.py has them
+    IN_PARTS, of SPLITS parts.
+
+    q, k, v: descriptors as kernels/sm90/fwd.py has them, and qk_scale, Sk and the number of programs, too. A part in which a
+    row sees no key has the sum 0 and the lowest maximum there is, so that it counts for nothing. EARLY: the next kernel may
+    start when all programs of this one have."""
+    if EARLY:
+        gl.inline_asm_elementwise(_START_NEXT, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    q, k, v = descriptors_of(q, q_rest), descriptors_of(k, k_rest), descriptors_of(v, v_rest)
+    q_smem = shared_for(q, GROUPS, ROWS, BLOCK_D, REST_D)
+    k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
+    v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
+    q_ready, q_empty = _slots(GROUPS, 1), _slots(GROUPS, 1)
+    k_ready, v_ready = _slots(STAGES, 1), _slots(STAGES, 1)
+    k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
+    if not NUMBERED:
+        k_empty, v_empty = _slots(STAGES, GROUPS), _slots(STAGES, GROUPS)
+    fence_async_shared()
+    sums = Sums(o_parts, stats, SPLITS)
+    smem = Shared(q_smem, k_smem, v_smem, ())
+    barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, 1, (window_left, window_right))
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG, RESCALE="lazy",
+        Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH="own", NUMBERED=NUMBERED, COLUMNS=BLOCK_D + REST_D + BLOCK_DV + REST_DV,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=False, BLOCKS_BELOW=BLOCKS_BELOW,
+        FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=False,
+    )  # fmt: skip
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_consume, (sums, smem, barriers, qk_scale, call, 0, HEAD_DIM_V, form)),
+            (produce_key_parts, (q, k, v, smem, barriers, call, SPLITS, form)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (sums, smem, barriers, qk_scale, call, 0, HEAD_DIM_V, form)),
+            (_consume, (sums, smem, barriers, qk_scale, call, 1, HEAD_DIM_V, form)),
+            (produce_key_parts, (q, k, v, smem, barriers, call, SPLITS, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
+    return min(fwd_split.programs(problem, config), sm_count * fwd_split.HELD[config["BLOCK_M"]][0])
+
+
+VARIANT = Variant(
+    kernel=fwd_hopper_split_kernel,
+    space=fwd_split.SPACE,
+    tensors={"q": "", "k": "", "v": "", "o_parts": "fp32", "stats": "fp32", "q_rest": "", "k_rest": "", "v_rest": ""},
+    descriptors={"q": (fwd.ROWS, "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
+                 "q_rest": (fwd.ROWS, "REST_D"), "k_rest": ("BLOCK_N", "REST_D"), "v_rest": ("BLOCK_N", "REST_DV")},
+    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v"},
+    grid=_grid,
+    constants=lambda spec, config: {
+        "NEGATE": spec.negate, **part_dims(spec, config), "CONSUMER_REGISTERS": fwd_split.HELD[config["BLOCK_M"]][2],
+    },
+    min_arch=90,
+    max_arch=90,
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""The Hopper forward whose keys are split among programs, and the kernel that puts the parts together, run by Python
+(tests/kernels_in_python.py) beside float64 attention. Workspaces and results are poisoned with NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels_in_python
+import pytest
+import torch
+from gpu_in_python import PythonGpu
+from test_computed_in_python import SCALE, Call, _late, compare, inputs, unset, wanted
+
+from fa2tune.launching import key_splits, launch, passes
+from fa2tune.search_spaces.sm90 import fwd_split
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+
+WIDE = {"NUMBERED": False, "PINGPONG": False, "BLOCK_N": 64, "STAGES": 2}
+
+
+class SplitGpu(PythonGpu):
+    """For plans of key_splits as well."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, values=True)
+        made = launch.bind
+        monkeypatch.setattr(
+            key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
+        )
+
+    def forward(
+        self, call: Call, given: dict[str, torch.Tensor], settings: dict[str, Any], scale: float = SCALE
+    ) -> Any:
+        """(o, lse, o_parts, stats); ``settings``: of a config, BLOCK_M and SPLITS among them."""
+        q, k, v = (given[name] for name in "qkv")
+        problem = passes.describe(q, k, v, call.mask, scale)
+        config = fwd_split.config_of(problem.specialization, settings["BLOCK_M"], settings["SPLITS"]) | settings
+        assert all(config[name] in values for name, values in fwd_split.SPACE.dimensions.items())
+        assert config["BLOCK_M"] in key_splits.hopper_tiles(problem, 90)
+        tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
+        plan = type("Plan", (), {})()
+        plan.chain, _ = key_splits.bound(problem, tensors, scale, config, 0)
+        self.placed.append(dict(zip(("o_parts", "stats"), key_splits.sums(problem, config["SPLITS"]), strict=True)))
+        addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
+        block = self.place_workspaces()
+        self.run(plan, [*addresses, block])
+        parts = [self.buffers[block + one.start].words.reshape(one.shape) for one in self.placed[-1].values()]
+        return tensors["o"], tensors["lse"], *parts
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SplitGpu:
+    return SplitGpu(monkeypatch)
+
+
+CALLS = [
+    # lengths, heads, head dims, mask, batch: settings
+    (Call(((70, 500),), (4, 2), (128, 128), CAUSAL), {"SPLITS": 2}),
+    (Call(((130, 700),), (2, 1), (128, 128), FULL, batch=2), {"SPLITS": 3}),
+    (Call(((200, 530),), (3, 3), (64, 64), CAUSAL), {"SPLITS": 4, **WIDE}),
+    (Call(((200, 530),), (2, 1), (64, 64), band(150, 10)), {"SPLITS": 3, "BLOCK_N": 64}),
+    (Call(((200, 530),), (2, 1), (64, 64), band(-1, 20)), {"SPLITS": 5, "BLOCK_N": 64}),
+    (Call(((150, 400),), (1, 1), (128, 128), Mask("chunked", 192)), {"SPLITS": 3, "BLOCK_N": 64}),
+    (Call(((140, 300),), (2, 1), (64, 64), Mask("causal_top_left")), {"SPLITS": 2, "BLOCK_N": 64}),
+    (Call(((260, 90),), (2, 2), (64, 64), CAUSAL), {"SPLITS": 3, "BLOCK_N": 64}),  # rows without a key
+    (Call(((65, 100),), (2, 1), (128, 128), FULL), {"SPLITS": 7}),  # more parts than blocks
+    (Call(((129, 260),), (2, 1), (128, 128), CAUSAL), {"SPLITS": 40}),
+    (Call(((84, 330),), (2, 1), (200, 200), FULL), {"SPLITS": 2}),  # a head dim that is no tile's
+    (Call(((70, 330),), (2, 1), (96, 96), CAUSAL), {"SPLITS": 2}),  # two parts of columns
+    (Call(((70, 330),), (1, 1), (192, 128), CAUSAL), {"SPLITS": 3}),
+    (Call(((70, 200),), (1, 1), (256, 256), CAUSAL), {"SPLITS": 2}),
+    (Call(((70, 300),), (4, 1), (128, 128), CAUSAL), {"SPLITS": 3, "BLOCK_M": 64}),
+    (Call(((100, 300),), (2, 1), (64, 64), band(60, 0)), {"SPLITS": 2, "BLOCK_M": 64}),
+    (Call(((70, 300),), (2, 1), (72, 40), CAUSAL), {"SPLITS": 2, "BLOCK_M": 64}),
+]
+
+
+@pytest.mark.parametrize(("call", "settings"), CALLS, ids=str)
+def test_parts_of_keys(gpu: SplitGpu, call: Call, settings: dict[str, Any]) -> None:
+    given = inputs(call, 0)
+    o, lse, *parts = gpu.forward(call, given, {"BLOCK_M": 128, **settings})
+    compare({"o": o, "lse": lse}, wanted(call, given))
+    assert all(not torch.from_numpy(part).isnan().any() for part in parts), "every word of the workspaces is written"
+
+
+def test_a_negative_scale(gpu: SplitGpu) -> None:
+    call = Call(((70, 300),), (2, 1), (64, 64), CAUSAL)
+    given = inputs(call, 0)
+    o, lse, *_ = gpu.forward(call, given, {"BLOCK_M": 128, "SPLITS": 2}, -SCALE)
+    compare({"o": o, "lse": lse}, wanted(call, {**given, "q": -given["q"]}))
+
+
+def test_rows_of_infinite_scores_are_nan_as_softmax_has_them(gpu: SplitGpu) -> None:
+    call = Call(((70, 300),), (1, 1), (64, 64), FULL)
+    given = inputs(call, 0)
+    given["q"][:, :, 3, 0], given["k"][..., 0] = -torch.inf, 1.0
+    o, lse, *_ = gpu.forward(call, given, {"BLOCK_M": 128, "SPLITS": 2})
+    assert o[:, :, 3].isnan().all() and not o[:, :, :3].isnan().any() and not o[:, :, 4:].isnan().any()
+    assert (lse[:, :, 3] == -torch.inf).all()
+
+
+def test_an_infinite_value_that_no_row_of_a_group_sees_spoils_none(gpu: SplitGpu) -> None:
+    """Blocks that only the second group sees are the first one's whole part."""
+    call = Call(((128, 256),), (1, 1), (64, 64), CAUSAL)
+    given = inputs(call, 0)
+    right = wanted(call, given)
+    given["v"][:, :, 192:] = torch.inf  # seen by queries from 64 on
+    o, *_ = gpu.forward(call, given, {"BLOCK_M": 128, "BLOCK_N": 64, "SPLITS": 4})
+    compare({"o": o[:, :, :64]}, {"o": right["o"][:, :, :64]})
+
+
+def test_parts_are_even_and_hold_every_key_block_once(gpu: SplitGpu) -> None:
+    """Sums of P over the parts, each against its own maximum, are those of the whole row."""
+    call = Call(((70, 640),), (2, 1), (64, 64), CAUSAL)
+    given = inputs(call, 0)
+    _, lse, _, stats = gpu.forward(call, given, {"BLOCK_M": 128, "BLOCK_N": 64, "SPLITS": 5})
+    peaks, totals = torch.from_numpy(stats).double()  # [parts, rows], rows are (query, query head)
+    whole = (peaks.exp2() * totals).sum(0).log().view(70, 2).T
+    assert torch.allclose(whole, lse[0].double(), atol=1e-3)
+    assert (totals > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "settings"),
+    [
+        ("await_room", lambda *_: None, {"NUMBERED": False}),
+        ("pass_entries", lambda done, count, *_: done + count, {}),
+    ],
+)
+def test_a_fault_is_found(
+    gpu: SplitGpu, monkeypatch: pytest.MonkeyPatch, name: str, instead: Any, settings: dict[str, Any]
+) -> None:
+    """K and V that overwrite what is still read; ring entries that a group does not release."""
+    call = Call(((128, 900),), (1, 1), (64, 64), CAUSAL)
+    settings = {"BLOCK_M": 128, "BLOCK_N": 64, "SPLITS": 2, "STAGES": 2, **settings}
+    changed = {name: instead, "warpgroup_mma_wait": _late} if name == "await_room" else {name: instead}
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, **changed})
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
+    given = inputs(call, 0)
+    with pytest.raises(AssertionError, match=r"'o', |deadlock|mbarrier|barrier"):
+        o, lse, *_ = gpu.forward(call, given, settings)
+        compare({"o": o, "lse": lse}, wanted(call, given))
