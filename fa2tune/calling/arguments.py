@@ -23,7 +23,7 @@ class _Missing:
 
 
 MISSING: Any = _Missing()
-ALLOWED = ("causal", "softmax_scale", "layout", "return_lse", "deterministic", "window", "mask", "softcap")
+ALLOWED = ("causal", "softmax_scale", "layout", "return_lse", "deterministic", "window", "mask", "softcap", "score")
 
 #: Argument of PyTorch's SDPA, flash-attn, FlexAttention, xFormers or Transformers -> what to write here
 INSTEAD = {

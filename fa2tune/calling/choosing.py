@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling import ordered, schedule, window_schedule
+from fa2tune.calling import fused_schedule, ordered, packed_schedule, schedule, window_schedule
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
@@ -248,20 +248,38 @@ class Chooser:
         problem, own = self.problem, self.fitted(answer.row)
         variant = own.variant
         assert variant is not None  # of an answer
-        by_schedule = schedule.covers(variant) and not problem.extent.ragged  # packed tiles come from a queue
+        if problem.extent.ragged and problem.mask.measured and packed_schedule.covers(variant):
+            return self._suited_to_packed(answer, own)
+        by_schedule = schedule.covers(variant) and not problem.extent.ragged
         by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
-            return Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
+            choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
+            return fused_schedule.of_dense(problem, choice, self.gpu)
         rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
             model = window_schedule if window_schedule.covers(problem) else schedule
             row, config = model.best(problem, served, able, self.gpu.sm_count)
             few = schedule.is_for_few_tiles(problem, config, row, self.gpu.arch)
-            return Choice(variant, config, rows[id(row)].given, answer, few)
+            return Choice(
+                variant, config, rows[id(row)].given, answer, few, variant.suited(problem, row.config) if few else None
+            )
         found = rows[id(schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         return Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
+
+    def _suited_to_packed(self, answer: lookup.Answer, own: Fitted) -> Choice:
+        """The same for packed sequences. Their forms do not depend on lengths, so a fitted row has them (``_fit``)."""
+        problem, gpu, variant = self.problem, self.gpu, own.variant
+        assert variant is not None
+        choice = Choice(variant, own.row.config, answer.row, answer)
+        if not schedule.covers(variant):
+            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, gpu)
+        others = [one for one in self._of_other_lengths(answer) if one.refused is None]
+        served, *able = ((one.given, one.row.config) for one in (own, *others))
+        row, config = packed_schedule.best(problem, served, able, gpu)
+        few = schedule.is_for_few_tiles(problem, config, row, gpu.arch)
+        return replace(choice, config=config, row=row, few_tiles=few, otherwise=choice.config if few else None)
 
 
 def choose(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import uncollected
-from fa2tune.calling import arguments, choosing, dense, forward_plans, group_schedule
+from fa2tune.calling import arguments, choosing, dense, forward_plans, group_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
@@ -40,7 +40,7 @@ from fa2tune.launching.passes import (
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
-from fa2tune.spec.score import Score, score_of
+from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 log = logging.getLogger("fa2tune")
@@ -88,16 +88,19 @@ Make = Callable[[Mapping[str, Choice]], Made]
 
 
 def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Made:
-    """Make the plan of the first choice. Where its config does not compile or load here, the best portable row is tried, then
-    the default configs, and the log says so. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
+    """Make the plan of the first choice. Where its config does not compile or load here, the row's own is tried, then the best
+    portable row, then the default configs, and the log says so; the row's own, too, where there is nothing to compile another
+    form of it with. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", first.__getitem__),
+        ("the row's own config", lambda kernel: first[kernel].of_row),
         ("the best portable row", lambda kernel: chooser.choose(kernel, False)),
         ("default config", chooser.default),
         ("portable default", chooser.portable_default),
     )
     failure: BaseException | None = None
     tried: list[dict[str, tuple[Config, str]]] = []
+    formed = any(choice.otherwise is not None for choice in first.values())
     for name, chosen in ladder:
         choices = {kernel: chosen(kernel) for kernel in first}
         asked = {kernel: (choice.config, choice.measured) for kernel, choice in choices.items()}
@@ -109,7 +112,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
         try:
             plan = make(choices)
         except Exception as error:
-            if not is_refusal(error):
+            if not (is_refusal(error) or (formed and len(tried) == 1 and cannot_be_had(error))):
                 raise
             failure = without_frames(error)
             continue
@@ -122,9 +125,15 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
         del failure  # else this frame and the error would hold each other
 
 
-def _backward_plan(chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made]) -> Made:
+def _of_rows(choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    return {kernel: choice.of_row for kernel, choice in choices.items()}
+
+
+def _backward_plan(
+    chooser: Chooser, deterministic: bool, make: Callable[[str, Mapping[str, Choice]], Made], own: bool = False
+) -> Made:
     """``_plan`` of a whole backward. A deterministic fused one that does not compile or load here, or that there is nothing to
-    compile with, gives way to the split one: no other fused kernel is deterministic."""
+    compile with, gives way to the split one: no other fused kernel is deterministic. ``own``: with the rows' own configs."""
     strategy, choices = choose_backward(chooser, deterministic)
     if deterministic and strategy == FUSED:
         try:
@@ -139,7 +148,7 @@ def _backward_plan(chooser: Chooser, deterministic: bool, make: Callable[[str, M
             SERVED.update(choice.step for choice in choices.values())
             return plan
         strategy, choices = choose_backward(chooser, deterministic, in_order=False)
-    return _plan(chooser, choices, partial(make, strategy))
+    return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy))
 
 
 def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str], make: Make[Made]) -> Made:
@@ -179,14 +188,14 @@ def _exact(window: Any) -> tuple[Any, ...]:
 def forward_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str,
     window: Window | None = None, mask: str | Mask | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, score: str | Score | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Everything that an argument check, a config or a launch depends on."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
         k.get_device(), v.get_device(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, causal, softmax_scale, layout,
         float32_precision() if q.dtype is torch.float32 else "", window if window is None else _exact(window), mask,
-        softcap, type(softcap),
+        softcap, type(softcap), score,
     )  # fmt: skip
 
 
@@ -202,6 +211,11 @@ def forward_plan(
         _remember(FORWARD_PLANS, key, plan)
         return plan
     gpu, given, names = gpu_of(q.get_device()), {"q": q, "k": k, "v": v}, tuple[str, ...]()
+    if rows := unseen.filled_in(problem, gpu, "fwd"):
+        others = partial(forward, mask=mask, softmax_scale=softmax_scale, score=score)
+        plan = unseen.Forward(problem, rows, softmax_scale, others)
+        _remember(FORWARD_PLANS, key, plan)
+        return plan
     chooser = Chooser(problem, gpu)
     if not problem.tma and (ours := with_copies(chooser, found := dense.unaddressable(given), "fwd")):
         names = found
@@ -220,7 +234,7 @@ def forward_plan(
         whole = partial(make, may_split=False)
         try:
             with uncollected():
-                return _plan(chooser, first, whole)
+                return _plan(chooser, _of_rows(first), whole)
         except CaptureMiss as miss:
             return _plan_in_capture(miss, chooser, ("fwd",), whole)
     _remember(FORWARD_PLANS, key, plan)
@@ -228,11 +242,11 @@ def forward_plan(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float, softcap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, softmax_scale: float, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse) of (batch, heads, seqlen, dim) tensors that have been checked; lse of ``passes.lse_shape``."""
-    key = forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, softcap)
-    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score_of(softcap))
+    key = forward_key(q, k, v, False, softmax_scale, "bhsd", None, mask, None, score)
+    plan = FORWARD_PLANS.get(key) or forward_plan(key, q, k, v, mask, softmax_scale, score)
     return plan(q, k, v)
 
 
@@ -281,6 +295,11 @@ def backward(
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
         gpu, tensors, names = gpu_of(q.get_device()), {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()
+        if rows := unseen.filled_in(problem, gpu, BACKWARD):
+            others = partial(backward, mask=mask, softmax_scale=softmax_scale, deterministic=deterministic, score=score)
+            around = unseen.Backward(rows, others)
+            _remember(BACKWARD_PLANS, key, around)
+            return around(do, dlse, q, k, v, o, lse)
         chooser = Chooser(problem, gpu)
         found = () if problem.tma else dense.unaddressable(tensors)
         if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
@@ -291,8 +310,8 @@ def backward(
                 passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
             )
 
-        def make(strategy: str, choices: Mapping[str, Choice]) -> Any:
-            parts = group_schedule.parts(chooser.problem, choices, gpu)
+        def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
+            parts = group_schedule.parts(chooser.problem, choices, gpu) if may_split else {}
             plan = BackwardPlan(
                 chooser.problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=choices, parts=parts,
                 **tensors,
@@ -302,8 +321,13 @@ def backward(
         try:
             with uncollected():
                 plan = _backward_plan(chooser, deterministic, make)
-        except CaptureMiss as miss:
-            plan = _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(make, SPLIT))
+        except CaptureMiss:  # as in ``forward_plan``
+            whole = partial(make, may_split=False)
+            try:
+                with uncollected():
+                    plan = _backward_plan(chooser, deterministic, whole, own=True)
+            except CaptureMiss as miss:
+                plan = _plan_in_capture(miss, chooser, STRATEGIES[SPLIT], partial(whole, SPLIT))
             return plan(do, dlse, q, k, v, o, lse, *offsets)
         _remember(BACKWARD_PLANS, key, plan)
     return plan(do, dlse, q, k, v, o, lse, *offsets)

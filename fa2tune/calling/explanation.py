@@ -48,9 +48,11 @@ class Served:
     parts: int = 1  #: that a key head's query heads are split into, each a program's: few key heads leave programs idle
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
+    filled_in: int = 0  #: first queries of a head that see no key and are not computed, which is expected to be faster
     split: Config | None = None  #: of the kernel that splits keys among programs and runs in place of the row's, if any
     unsplit: str = ""  #: why keys are not split although that is expected to be faster
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
+    form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
     otherwise: Config | None = None  #: that would run if none of the schedule model's did
     runs: Mapping[str, Config] | None = None  #: kernel that runs -> its config, in order
     lacking: str = (
@@ -60,7 +62,7 @@ class Served:
     @property
     def estimated(self) -> bool:
         """Whether a config runs that the schedule model has for the call's shape, and no row has."""
-        return self.split is not None or self.few_tiles
+        return self.split is not None or self.few_tiles or self.form != ""
 
     @property
     def kernel(self) -> str:
@@ -117,7 +119,7 @@ class Served:
         """Half a line: "measured on h200 for the bucket of 512 (16k tokens, heads x head dim 2048), fresh"."""
         if not self.estimated:
             return self._of_row
-        what = "keys split among programs" if self.split is not None else "few tiles"
+        what = "keys split among programs" if self.split is not None else self.form or "few tiles"
         if self.row is None:
             return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
@@ -257,7 +259,7 @@ class Explanation:
         words.append(f"--headdim {p.head_dim}")
         if p.head_dim_v != p.head_dim:
             words.append(f"--headdim-v {p.head_dim_v}")
-        words += [f"--dtype {p.dtype}", f"--{p.mask.row_mask}", f"--seqlen {p.bucket}"]
+        words += [f"--dtype {p.dtype}", f"--{p.mask.row_mask}", f"--seqlen {self._worst()[0].key.bucket}"]
         if len(passes_) == 1:
             words.append(f"--pass {passes_.pop()}")
         return " ".join(words)
@@ -274,14 +276,23 @@ class Explanation:
     def about_launch(self) -> str:
         """What runs beside the kernels, for these heads, lengths and strides, in a sentence each; "" if nothing."""
         said = []
-        for passes_of, names in _by_copies(self.kernels).items():
+        for passes_of, names in _by_pass(self.kernels, "copied").items():
             listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
             said.append(f"TMA cannot address {listed}: copied before the {passes_of}, which is expected to be faster.")
+        for passes_of, rows in _by_pass(self.kernels, "filled_in").items():
+            said.append(
+                f"The first {rows} queries see no key: filled in by the {passes_of}, which is expected to be faster."
+            )
         said += [
             f"{one.kernel}: each group of {self.problem.group} query heads is split into {one.parts} parts, whose dK and dV "
             "are summed after."
             for one in self.kernels
             if one.parts > 1
+        ]
+        said += [
+            f"{one.kernel}: {one.form}, not as the row has it, which is expected to be faster."
+            for one in self.kernels
+            if one.form
         ]
         for one in self.kernels:
             if one.split is not None:
@@ -289,8 +300,9 @@ class Explanation:
             elif one.unsplit:
                 said.append(f"{one.kernel}: to split keys among programs is expected to be faster, but {one.unsplit}.")
             elif one.few_tiles:
+                why = "short sequences" if self.problem.extent.ragged else "few tiles"
                 said.append(
-                    f"{one.kernel}: few tiles, so tiles are smaller than those of the row, which is expected to be faster."
+                    f"{one.kernel}: {why}, so tiles are smaller than those of the row, which is expected to be faster."
                 )
         return " ".join(said)
 
@@ -308,13 +320,13 @@ class Explanation:
         }  # fmt: skip
 
 
-def _by_copies(kernels: Iterable[Served]) -> dict[str, tuple[str, ...]]:
-    """ "forward", "backward" or both -> the tensors that are copied before."""
-    found: dict[tuple[str, ...], dict[str, None]] = {}
+def _by_pass(kernels: Iterable[Served], name: str) -> dict[str, Any]:
+    """ "forward", "backward" or both -> what an attribute of their kernels is, where it is something."""
+    found: dict[Any, dict[str, None]] = {}
     for one in kernels:
-        if one.copied:
-            found.setdefault(one.copied, {})[PASSES.get(one.kernel, PASSES[BACKWARD])] = None
-    return {" and the ".join(names): copied for copied, names in found.items()}
+        if value := getattr(one, name):
+            found.setdefault(value, {})[PASSES.get(one.kernel, PASSES[BACKWARD])] = None
+    return {" and the ".join(names): value for value, names in found.items()}
 
 
 def _as_dict(served: Served) -> dict[str, Any]:
@@ -338,7 +350,8 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
         "split": dict(served.split) if served.split is not None else None, "unsplit": served.unsplit or None,
-        "parts": served.parts, "copied": list(served.copied),
+        "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
+        "form": served.form or None,
     }  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from fa2tune.calling.choosing import log_once
 from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
-from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import SPLIT_KERNEL, SplitPlan
+from fa2tune.launching.key_splits import SplitPlan, splitting
 from fa2tune.launching.passes import ForwardPlan
 from fa2tune.spec.problem import Config, Problem
 
@@ -31,7 +30,7 @@ def forward_plan(
 ) -> ForwardPlan | SplitPlan:  # fmt: skip
     """``choice``: of the tuned kernel that serves. Where the kernel that splits keys does not compile or load, or there is
     nothing to compile it with, the tuned one serves, and the log says so."""
-    split, refused = split_of(problem, choice.config, gpu) if may_split else (None, "")
+    split, refused = split_of(problem, choice, gpu) if may_split else (None, "")
     if split is not None and not refused:
         try:
             return SplitPlan(problem, q, k, v, softmax_scale, split)
@@ -48,10 +47,10 @@ def forget() -> None:
     _REFUSED.clear()
 
 
-def split_of(problem: Problem, config: Config, gpu: Gpu) -> tuple[Config | None, str]:
-    """How keys are to be split of a forward that ``config`` would serve otherwise, None: they are not to be; and why the
+def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None, str]:
+    """How keys are to be split of a forward that ``choice`` would serve otherwise, None: they are not to be; and why the
     kernels for it could not be had before in this process, "": they were not refused."""
-    split = split_schedule.config_of(problem, config, gpu)
+    split = split_schedule.config_of(problem, choice.config, gpu, choice.row)
     return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")
 
 
@@ -62,5 +61,5 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:
-    named = binary_config(variant_named(SPLIT_KERNEL), split)
+    named = binary_config(splitting(split), split)
     return problem.specialization, gpu.name, *sorted(named.items())

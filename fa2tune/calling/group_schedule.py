@@ -3,7 +3,8 @@
 A program of the kernels that make dK and dV has the keys of one tile and walks all query heads of its key head. With few key
 heads there are fewer programs than multiprocessors, or as many and one waits for the longest. A part of a group is a key head
 of its own (``launching/group_parts.py``), at the price of K, V, dK and dV that are written and read once per part. Here the
-tiles are given out as the kernels do, each to the multiprocessor that is free first, for each divisor of the group.
+tiles are given out as the kernels do, each to the multiprocessor that is free first, for each divisor of the group. Times of
+the fused Hopper backward of dense calls are those of ``fused_schedule``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import heapq
 from dataclasses import replace
 from functools import lru_cache
 
+from fa2tune.calling import fused_schedule
 from fa2tune.calling.empty import is_empty
+from fa2tune.calling.packed_lengths import alike
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
@@ -34,8 +37,6 @@ LAUNCH_US = 2.0
 MARGIN = 0.03
 #: Predictions this near to the least count as equal: of these the most parts, as shorter tiles even out what is not counted.
 TIE = 0.01
-#: Tiles given out one by one at most; of more the mean and half of the last tile stand for the busiest.
-MOST_TILES = 4096
 
 
 @lru_cache(maxsize=4096)
@@ -50,6 +51,15 @@ def rows_of_tiles(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[
     return (seen,) * tiles
 
 
+def rows_of_call(problem: Problem, keys: int) -> tuple[int, ...]:
+    """The same of a problem, for tiles of so many keys. Of packed sequences one head has the tiles of all, one sequence after
+    the other, and the lengths are those of ``packed_lengths``."""
+    if not problem.extent.ragged:
+        return rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    count, of_q, of_k = alike(problem)
+    return rows_of_tiles(of_q, of_k, keys, problem.mask) * count
+
+
 @lru_cache(maxsize=4096)
 def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: int, exact: bool = True) -> float:
     """Query rows, START_ROWS included, of the program that ends last. ``rows``: as ``rows_of_tiles`` has them; ``heads``: key
@@ -57,7 +67,7 @@ def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: 
     ``exact``: else no more than it, without giving the tiles out one by one, which takes up to a millisecond."""
     costs = [group * own + START_ROWS for own in rows]
     total, longest = heads * sum(costs), max(costs)
-    if len(costs) * heads > MOST_TILES:
+    if len(costs) * heads > fused_schedule.MOST_TILES:
         return total / programs + costs[-1] / 2
     if longest == min(costs):
         return float(-(-len(costs) * heads // programs) * longest)
@@ -80,7 +90,7 @@ def predicted_us(
     variant, config = choice.variant, choice.config
     hopper = WARP_SPECIALIZED in variant.implementations
     keys = config.get("BLOCK_N", TILE_KEYS)
-    rows = rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    rows = rows_of_call(problem, keys)
     heads = ours.batch * ours.heads_kv
     programs = min(gpu.sm_count, variant.programs(ours, config, gpu.sm_count))
     longest = busiest(rows, heads, ours.group, min(config["HEADS_PER_WAVE"], heads), programs, exact)
@@ -102,21 +112,30 @@ def predicted_us(
 
 def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
-    if is_empty(problem) or problem.extent.ragged or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
+    if is_empty(problem) or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
+    by_form = fused_schedule.covers(choice.variant, problem)
+
+    def time(parts: int, exact: bool = True) -> float:
+        if by_form:
+            return fused_schedule.predicted_us(problem, choice.config, gpu, parts, exact)
+        return predicted_us(problem, kernel, choice, gpu, parts, exact)
+
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
-    bounds = {parts: predicted_us(problem, kernel, choice, gpu, parts, False) for parts in group_parts.allowed(problem)}
-    times = {1: predicted_us(problem, kernel, choice, gpu, 1)}
-    wanted = (1 - MARGIN) * times[1]
+    bounds = {parts: time(parts, False) for parts in group_parts.allowed(problem)}
+    times = {1: time(1)}
+    wanted = (1 - (fused_schedule.PARTS_MARGIN if by_form else MARGIN)) * times[1]
     if min(bounds.values()) >= wanted:
         return 1
+    tie = 1 + (fused_schedule.PARTS_TIE if by_form else TIE)
     for parts in sorted(bounds, key=lambda parts: bounds[parts]):
-        if parts > 1 and bounds[parts] <= (1 + TIE) * min(times.values()):
-            times[parts] = predicted_us(problem, kernel, choice, gpu, parts)
+        if parts > 1 and bounds[parts] <= tie * min(times.values()):
+            times[parts] = time(parts)
     least = min(times.values())
-    return max(parts for parts in times if times[parts] <= (1 + TIE) * least) if least < wanted else 1
+    near = [parts for parts in times if times[parts] <= tie * least]
+    return 1 if least >= wanted else min(near) if by_form else max(near)
 
 
 def parts(problem: Problem, configs: Chosen, gpu: Gpu) -> dict[str, int]:

@@ -7,22 +7,24 @@ Calls that torch has to trace (torch.compile, fake tensors, dispatch modes, torc
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, Literal, overload
 
 import torch
 from torch.autograd import forward_ad
 
-from fa2tune.calling import arguments, dispatch, distributed
+from fa2tune.calling import arguments, asked, dispatch, distributed
 from fa2tune.calling.arguments import MISSING
 from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
-from fa2tune.spec.combinations import TRANSFORMS, why
-from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator, sides_of
-from fa2tune.spec.mask import checked as checked_mask
+from fa2tune.spec.combinations import TRANSFORMS
+from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
-from fa2tune.spec.score import score_of
+from fa2tune.spec.score import NO_VALUE, Score, score_of
+from fa2tune.spec.score import for_operator as score_for_operator
+from fa2tune.spec.score import of_operator as score_of_operator
 
 Layout = Literal["bhsd", "bshd"]
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd")
@@ -35,18 +37,21 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
     layout: Layout = ..., return_lse: Literal[False] = ..., deterministic: bool | None = ...,
     window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+    score: str | Score | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
     layout: Layout = ..., return_lse: Literal[True], deterministic: bool | None = ...,
     window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+    score: str | Score | None = ...,
 ) -> Pair: ...  # fmt: skip
 @overload
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ...,
     layout: Layout = ..., return_lse: bool, deterministic: bool | None = ...,
     window: Window | None = ..., mask: str | Mask | None = ..., softcap: float | None = ...,
+    score: str | Score | None = ...,
 ) -> torch.Tensor | Pair: ...  # fmt: skip
 def attention(
     q: torch.Tensor = MISSING,
@@ -61,6 +66,7 @@ def attention(
     window: Window | None = None,
     mask: str | Mask | None = None,
     softcap: float | None = None,
+    score: str | Score | None = None,
     **unknown: Any,
 ) -> torch.Tensor | Pair:
     """Exact attention, ``softmax(softmax_scale * q @ k^T) @ v``, by the kernel tuned for this GPU and problem.
@@ -91,17 +97,19 @@ def attention(
             with its values.
         softcap: softmax is taken of ``softcap * tanh(softmax_scale * q @ k^T / softcap)``, as Gemma 2 has it; from 1e-3 to 1e6.
             None or 0: of the scores as they are.
+        score: in place of softcap: the name of a score term, which is a file of kernels/scores/, or a ``fa2tune.Score``
+            with its values.
 
     Returns:
         The output, shape of q with head_dim_v, dtype of q; with return_lse also lse, (batch, heads_q, seqlen_q) float32.
 
     Raises:
         TypeError: q, k or v is missing or no dense tensor, or its dtype is not supported or differs from q's; causal or
-            deterministic is not a bool; mask is neither a str nor a Mask; a positional argument after v; an argument of another
-            library (is_causal, scale, attn_mask, dropout_p, window_size, ...): the message names the one to use here, or says
-            that there is none yet.
-        ValueError: shapes, strides, devices, head dims, layout or scale are not as above; there is no such mask, its values are
-            not what it takes, or causal or window comes with it.
+            deterministic is not a bool; mask is neither a str nor a Mask, score neither a str nor a Score; a positional
+            argument after v; an argument of another library (is_causal, scale, attn_mask, dropout_p, window_size, ...): the
+            message names the one to use here, or says that there is none yet.
+        ValueError: shapes, strides, devices, head dims, layout or scale are not as above; there is no such mask or score
+            term, its values are not what it takes, or causal or window comes with a mask, softcap with a score term.
         RuntimeError: the GPU's compute capability is below 8.0; a kernel is not loaded yet while a CUDA graph is captured.
         NotImplementedError: under torch.vmap, in forward-mode differentiation, or when differentiated twice.
 
@@ -111,18 +119,18 @@ def attention(
     if unknown or extra:
         arguments.refuse(unknown, extra, q, k, v, layout)
     if compiling() or not plain(q, k, v):
-        return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
+        return _general(q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap, score)
     try:
-        key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout, window, mask, softcap)
+        key = dispatch.forward_key(q, k, v, causal, softmax_scale, layout, window, mask, softcap, score)
         plan = dispatch.FORWARD_PLANS.get(key)
     except (RuntimeError, TypeError):  # sparse and nested tensors have no address or strides, a list has no hash
-        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score)
         raise
     if plan is None:
-        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score)
         arguments.doubt_layout(q, k, layout, stacklevel=3)
-        asked = mask_of(bool(causal), window, mask)
-        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), asked, scale_of(q, softmax_scale), score_of(softcap))
+        terms = mask_of(bool(causal), window, mask), scale_of(q, softmax_scale), score_of(softcap, score)
+        plan = dispatch.forward_plan(key, *_bhsd(q, k, v, layout), *terms)
     records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if layout == "bshd" and (records or not plan.by_address):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -173,21 +181,13 @@ def refuse_transforms(q: Any, k: Any, v: Any) -> None:
 
 
 def checked(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: Any,
-    softmax_scale: Any,
-    layout: Any,
-    deterministic: Any,
-    window: Any = None,
-    mask: Any = None,
-    softcap: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any, deterministic: Any, window: Any = None,
+    mask: Any = None, softcap: Any = None, score: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(batch, heads, seqlen, dim) tensors as a call would pass them on, or the error that it would raise. Under autocast they
     have the shape and dtype that a launch gets, not the values."""
     q, k, v = as_cast(*distributed.local_parts(q, k, v, layout))
-    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score)
     return _bhsd(q, k, v, layout)
 
 
@@ -216,19 +216,19 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, layout: str,
     return_lse: bool, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
-    softcap: float | None,
+    softcap: float | None, score: str | Score | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     if distributed.given(q, k, v):
-        call = (causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap)
+        call = (causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap, score)
         return distributed.by_parts(_general, q, k, v, layout, call)
     if not compiling():
         refuse_transforms(q, k, v)
     q, k, v = autocast(q, k, v)
-    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    check(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score)
     if not compiling():
         arguments.doubt_layout(q, k, layout, stacklevel=4)
-    rest = for_operators(q, causal, softmax_scale, deterministic, window, mask, softcap)
+    rest = for_operators(q, causal, softmax_scale, deterministic, window, mask, softcap, score)
     o, lse = torch.ops.fa2tune.attention(*_bhsd(q, k, v, layout), *rest)
     if layout == "bshd":
         o = o.transpose(1, 2)
@@ -237,14 +237,12 @@ def _general(
 
 def for_operators(
     q: torch.Tensor, causal: bool, softmax_scale: float | None, deterministic: bool | None, window: Window | None,
-    mask: str | Mask | None, softcap: float | None,
-) -> tuple[int, int, float, bool, str, float]:  # fmt: skip
-    """Arguments as operators take them."""
+    mask: str | Mask | None, softcap: float | None, score: str | Score | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments as operators take them: up to softcap, and those of a score term."""
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
-    name, first, second = ("band", *_sides(causal, window)) if mask is None else _values(mask)
-    cap: Any = softcap or 0.0
-    cap = cap if compiling() else float(cap)  # of whatever kind of number
-    return first, second, scale_of(q, softmax_scale), exact, name, cap
+    name, first, second = asked.mask_for_operator(causal, window, mask)
+    return first, second, scale_of(q, softmax_scale), exact, name, *asked.score_for_operator(softcap, score)
 
 
 def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
@@ -259,47 +257,17 @@ def _bhsd(
     return q, k, v
 
 
-def _sides(causal: bool, window: Window | None) -> tuple[int, int]:
-    """As an operator takes them: -1 for an unbounded side. Where ``causal`` is not known while a graph is made, the right
-    side is not, either, so that one graph serves both."""
-    left, right = (-1 if side is None else side for side in sides_of(window))
-    # of a symbolic one torch.compile says that it is a bool, and neither True nor False
-    symbolic = isinstance(causal, (bool, torch.SymBool)) and causal is not True and causal is not False
-    if symbolic:
-        return left, torch.sym_ite(causal, 0 * right, right)  # both of one type
-    return left, 0 if causal else right
-
-
-def _values(mask: str | Mask) -> tuple[str, int, int]:
-    """As an operator takes it. A mask's file is not read while a graph is made: the operator checks name and values."""
-    return for_operator(Mask(mask) if isinstance(mask, str) else mask)
-
-
 def check(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: Any,
-    softmax_scale: Any,
-    layout: Any,
-    deterministic: Any,
-    window: Any,
-    mask: Any,
-    softcap: Any,
-) -> None:
+    q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, layout: Any, deterministic: Any, window: Any, mask: Any,
+    softcap: Any, score: Any,
+) -> None:  # fmt: skip
     """TypeError or ValueError that names the argument, what came and what is allowed. Nothing is launched before this passes.
     The device is checked last, so that one run on a machine without a GPU shows every other error."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r:.80}, allowed are {' and '.join(map(repr, LAYOUTS))}")
-    arguments.check_among("causal", causal, (True, False))
     arguments.check_among("deterministic", deterministic, (True, False, None))
-    sides_of(window)
-    if mask is not None:
-        _check_mask(mask, causal, window)
-    if softcap is True or softcap is False:  # an operator would take them as 1 and 0
-        raise TypeError(f"softcap: got {softcap}, must be None or a number")
-    if softcap is not None and not compiling():  # the operator checks the number
-        score_of(softcap)
+    asked.check_mask(causal, window, mask)
+    asked.check_score(softcap, score)
     if q is MISSING or k is MISSING or v is MISSING:
         arguments.refuse({}, (), q, k, v, layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -334,9 +302,8 @@ def check(
             raise ValueError(
                 f"{name}: got head dim {dim}, must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
             )
-    if softmax_scale is not None and not (
-        isinstance(softmax_scale, (int, float)) and -LARGEST_SCALE <= softmax_scale <= LARGEST_SCALE
-    ):
+    real = isinstance(softmax_scale, numbers.Real)
+    if softmax_scale is not None and not (real and -LARGEST_SCALE <= softmax_scale <= LARGEST_SCALE):
         long = isinstance(softmax_scale, int) and softmax_scale.bit_length() > 1000  # Python may refuse its digits
         got = "an integer beyond 2^1000" if long else repr(softmax_scale)
         raise ValueError(
@@ -349,14 +316,6 @@ def check(
             raise ValueError(
                 f"{name}: got device {tensor.device}, must be a CUDA device (CPU tensors only with TRITON_INTERPRET=1)"
             )
-
-
-def _check_mask(mask: Any, causal: Any, window: Any) -> None:
-    if isinstance(causal, torch.SymBool) or causal or window is not None:
-        other, beside = ("causal", "causal=True") if window is None else ("window", f"window={window!r:.40}")
-        raise ValueError(f"mask: got {mask!r:.80} and {beside}, {why('mask', other)}")
-    if not compiling():
-        checked_mask(mask)
 
 
 class _Attention(torch.autograd.Function):
@@ -390,10 +349,8 @@ class _Attention(torch.autograd.Function):
         except NoAddressError:  # a subclass's gradient, or a tensor that a hook made: the operators unwrap it
             *tensors, mask, scale, exact, score = call
             name, *values = for_operator(mask)
-            return (
-                *torch.ops.fa2tune.attention_backward(*tensors, *values, scale, exact, name, *score.values),
-                *_NO_GRADIENT,
-            )
+            terms = (*values, scale, exact, name, 0.0, *score_for_operator(score))
+            return (*torch.ops.fa2tune.attention_backward(*tensors, *terms), *_NO_GRADIENT)
         except RuntimeError:
             if _batched(do) or _batched(dlse):  # is_grads_batched, jacobian(vectorize=True): they have no address
                 raise NotImplementedError(_NO_VMAP) from None
@@ -419,49 +376,50 @@ class _Gradients(torch.autograd.Function):
 
 # The operators, for torch.compile, fake tensors and dispatch modes. q, k, v are (batch, heads, seqlen, dim) views; lse
 # is of passes.lse_shape. The mask is as spec.mask.for_operator has it: window_left and window_right are the sides of a
-# band (-1: unbounded), which causal and full are, too, and the values of another mask (ABSENT: it has no such).
+# band (-1: unbounded), which causal and full are, too, and the values of another mask (spec.mask.ABSENT: it has no such). The
+# score term is softcap, or, where score is not None, as spec.score.for_operator has it.
+TERM = f"str? score=None, float score_first={NO_VALUE}, float score_second={NO_VALUE}"
 _LIBRARY = torch.library.Library("fa2tune", "DEF")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, SymInt window_left, SymInt window_right, float softmax_scale, "
-    'bool deterministic, str mask="band", float softcap=0.0) -> (Tensor, Tensor)',
+    f'bool deterministic, str mask="band", float softcap=0.0, {TERM}) -> (Tensor, Tensor)',
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 _LIBRARY.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     'SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask="band", '
-    "float softcap=0.0) -> (Tensor, Tensor, Tensor)",
+    f"float softcap=0.0, {TERM}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
 
 def _attention_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
-    deterministic: bool, mask: str = "band", softcap: float = 0.0,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0, score: str | None = None,
+    score_first: float = NO_VALUE, score_second: float = NO_VALUE,
 ) -> Pair:  # fmt: skip
-    return dispatch.forward(q, k, v, of_operator(mask, window_left, window_right), softmax_scale, softcap)
+    term = score_of_operator(softcap, score, score_first, score_second)
+    return dispatch.forward(q, k, v, of_operator(mask, window_left, window_right), softmax_scale, term)
 
 
 def _backward_op(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
-    deterministic: bool, mask: str = "band", softcap: float = 0.0,
+    deterministic: bool, mask: str = "band", softcap: float = 0.0, score: str | None = None,
+    score_first: float = NO_VALUE, score_second: float = NO_VALUE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    asked = of_operator(mask, window_left, window_right)
-    return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score_of(softcap))
+    seen = of_operator(mask, window_left, window_right)
+    term = score_of_operator(softcap, score, score_first, score_second)
+    return dispatch.backward(do, dlse, q, k, v, o, lse, seen, softmax_scale, deterministic, term)
 
 
-def _attention_fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
-    deterministic: bool, mask: str = "band", softcap: float = 0.0,
-) -> Pair:  # fmt: skip
+def _attention_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:
     return empty_ordered(q, v.shape[3]), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def _backward_fake(
-    do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    o: torch.Tensor, lse: torch.Tensor, window_left: int, window_right: int, softmax_scale: float,
-    deterministic: bool, mask: str = "band", softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return empty_ordered(q, q.shape[3]), empty_ordered(k, k.shape[3]), empty_ordered(v, v.shape[3])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, few_tiles, suited
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Variant
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
@@ -32,12 +33,23 @@ L2_BYTES = 32 << 20
 START = {1: 2.0, 2: 1.0}
 #: Microseconds of a launch, and of one more where RESCALE is "never": fwd_norms then reads K, so many bytes a microsecond.
 LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
-#: Share of the rate of two programs on a multiprocessor that one alone has: fitted to
-#: benchmarks/calls/launch_choices_small.json, as is that a config of ``few_tiles`` takes as long for as many pairs of a query
-#: and a key as a row's config.
-ALONE = 1 / 1.4
-#: Tiles for each multiprocessor up to which ``few_tiles`` was measured, and the head dim of Q, K and V.
-FEW_TILES, FEW_TILES_DIM = 7, 128
+#: Share of a block's time that grows with the columns of K and V; the rest is exponentials, and waits between its steps.
+#: Fitted to the forwards of seed 53c19ef in benchmarks/calls/random_calls.json.gz that rows of other columns served.
+COLUMN_SHARE = 0.7
+#: Share of the rate of two programs on a multiprocessor that one alone has.
+ALONE = 1 / 1.5
+#: The config of ``few_tiles`` on an H200: microseconds of a launch, key blocks that a tile's start and end are worth, and
+#: microseconds a block of two programs on a multiprocessor, with at most 256 columns of K and V. Fitted, as is ALONE, to the
+#: 30 times of that config in benchmarks/calls/: launch_choices_small.json.gz, few_queries.json, few_queries_hopper.json. More
+#: columns are taken to cost what they cost tiles of 128 rows.
+FEW_LAUNCH_US, FEW_START, FEW_BLOCK_US = 2.4, 3.0, 0.4
+#: Tiles for each multiprocessor up to which ``few_tiles`` was measured.
+FEW_TILES = 7
+#: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
+FEW_TILES_ABOVE = 64
+#: It must be predicted to be faster than a row's config by this share; by the second one where the head dims have parts, as one
+#: such call was timed (docs/experiments/head-dims.md: 160, 0.78 of the time of tiles of 128 rows).
+FEW_MARGIN, FEW_MARGIN_IN_PARTS = 0.04, 0.1
 #: Another order, and another row, must be predicted to be faster by this share: a measured choice stands against a guess, and
 #: times of rows were taken at clocks that differ.
 MARGIN, ROW_MARGIN = 0.02, 0.03
@@ -107,21 +119,27 @@ def _busiest(
     return float(max(together.max(), work.max() / ALONE)) / shared * heads / played
 
 
+def widest(problem: Problem) -> int:
+    """Columns of the wider of Q and V, padded, at least the 64 of a tile."""
+    return max(64, padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+
+
 @cache
-def _wide(spec: Specialization, in_parts: str) -> int:
+def columns_of_parts(spec: Specialization, in_parts: str) -> int:
     """Columns of K and V together, of all parts."""
     return sum(columns(spec, {"IN_PARTS": in_parts}))
 
 
-def busiest(problem: Problem, config: Config, sm_count: int) -> float:
-    """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward."""
+def busiest(problem: Problem, config: Config, sm_count: int, start: float | None = None) -> float:
+    """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward. ``start``: of a tile, None
+    for START."""
     heads, band = problem.batch * problem.heads_q, 1
     if problem.mask == CAUSAL:
-        wide = _wide(problem.specialization, SPACE.completed(config)["IN_PARTS"])
+        wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
         band = min(heads, _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name))
     return _busiest(
         heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
-        PROGRAMS[config["maxnreg"]], START[config["Q_STAGES"]],
+        PROGRAMS[config["maxnreg"]], START[config["Q_STAGES"]] if start is None else start,
     )  # fmt: skip
 
 
@@ -149,10 +167,19 @@ def block_us(row: Row) -> float | None:
     return _BLOCK_US[known]
 
 
+def _of_columns(now: int, measured: int) -> float:
+    """Time of a block over that of one of as many columns as were measured."""
+    return 1 + COLUMN_SHARE * (now / measured - 1)
+
+
 def predicted_us(problem: Problem, row: Row, config: Mapping[str, Any], sm_count: int) -> float | None:
     """Microseconds that ``config``, the row's or one that differs in the tile order alone, is expected to take."""
     block = block_us(row)
-    return None if block is None else _fixed_us(problem, config) + block * busiest(problem, config, sm_count)
+    if block is None:
+        return None
+    in_parts, tuned = SPACE.completed(config)["IN_PARTS"], row.key.workload().specialization
+    block *= _of_columns(columns_of_parts(problem.specialization, in_parts), columns_of_parts(tuned, in_parts))
+    return _fixed_us(problem, config) + block * busiest(problem, config, sm_count)
 
 
 def _tuned_on(row: Row, problem: Problem) -> bool:
@@ -198,8 +225,11 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
             if time is not None and time < most:
                 faster.append((time, row, ordered))
     least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
-    few = few_tiles_us(problem, row, config, sm_count)
-    return row, config if few is None or few[0] >= least else few[1]
+    few = for_few_tiles(problem.specialization, row.key.arch)
+    if few is None or (time := few_tiles_us(problem, few, sm_count)) is None:
+        return row, config
+    margin = FEW_MARGIN if few["IN_PARTS"] == "none" else FEW_MARGIN_IN_PARTS
+    return row, few if time < (1 - margin) * least else config
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:
@@ -208,10 +238,11 @@ def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Co
     return min((one for one in found if one[0] <= most), key=lambda one: (one[2]["HEADS_PER_WAVE"] != 0, one[0]))
 
 
+@lru_cache(maxsize=1024)
 def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
-    """The config for calls of few tiles; None: these head dims have none, or it was not measured with them."""
-    few, measured = few_tiles(spec), spec.head_dim == spec.head_dim_v == FEW_TILES_DIM
-    return few if measured and SPACE.broken(few, spec, arch) is None else None
+    """The config for calls of few tiles; None: these head dims have none, or are too narrow (FEW_TILES_ABOVE)."""
+    few, wide = few_tiles(spec), min(spec.head_dim, spec.head_dim_v) > FEW_TILES_ABOVE
+    return few if wide and SPACE.broken(few, spec, arch) is None else None
 
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
@@ -219,11 +250,20 @@ def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> b
     return config == for_few_tiles(problem.specialization, arch) != suited(problem, row.config)
 
 
-def few_tiles_us(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float, Config] | None:
-    """Microseconds that the config for calls of few tiles is expected to take, and it itself; None: there is none. ``row``,
-    ``config``: that would serve otherwise, whose measured time a block gives that of the other."""
-    few, block = for_few_tiles(problem.specialization, row.key.arch), block_us(row)
-    if few is None or block is None or problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
+def few_tiles_us(problem: Problem, few: Config, sm_count: int) -> float | None:
+    """Microseconds that the config for calls of few tiles is expected to take; None: there are too many tiles."""
+    if problem.query_tiles(few["BLOCK_M"]) * problem.heads_q > FEW_TILES * sm_count:
         return None
-    size = few["BLOCK_M"] * few["BLOCK_N"] * PROGRAMS[few["maxnreg"]] / (config["BLOCK_M"] * config["BLOCK_N"])
-    return _fixed_us(problem, few) + block * size * busiest(problem, few, sm_count), few
+    wide = columns_of_parts(problem.specialization, few["IN_PARTS"])
+    block = FEW_BLOCK_US * PROGRAMS[few["maxnreg"]] * (2 * _of_columns(wide, 512) if wide > 256 else 1.0)
+    return FEW_LAUNCH_US + block * busiest(problem, few, sm_count, FEW_START)
+
+
+def expected_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
+    """Microseconds that a choice of ``best`` is expected to take; None: nothing is predicted of it."""
+    if not problem.mask.measured:
+        return None
+    if is_for_few_tiles(problem, config, row, row.key.arch):
+        return few_tiles_us(problem, config, sm_count)
+    fitted = {**config, "HEADS_PER_WAVE": row.config["HEADS_PER_WAVE"]}  # as ``block_us`` has to know it
+    return predicted_us(problem, replace(row, config=fitted), config, sm_count)

@@ -17,8 +17,10 @@ from fa2tune.calling import (
     dense,
     dispatch,
     forward_plans,
+    fused_schedule,
     group_schedule,
     ops,
+    unseen,
     varlen,
 )
 from fa2tune.calling.arguments import MISSING
@@ -33,7 +35,7 @@ from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
 from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
-from fa2tune.spec.score import score_of
+from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
 
 #: What ``attention_varlen`` has and ``attention`` has not.
@@ -47,14 +49,16 @@ def explain_problem(
     """How a problem is served on a GPU. ``which``: "fwd", "bwd" or both; ``among``: None for the layers of this process;
     ``strided``: the tensors that TMA cannot address, where ``problem.tma`` says that there are any."""
     kernels: list[Served] = []
-    plain = Chooser(problem, gpu, among)
+    whole = Chooser(problem, gpu, among)
     for pass_ in ("fwd", BACKWARD):
         if pass_ in which:
+            rows = unseen.filled_in(problem, gpu, pass_)
+            plain = whole.of(unseen.behind(problem, rows))
             ours = dispatch.with_copies(plain, strided, pass_, deterministic)
             chooser, copied = ours or plain, tuple(strided) if ours else ()
             found = [_served(chooser, "fwd")] if pass_ == "fwd" else _served_backward(chooser, deterministic)
-            kernels += [replace(one, copied=copied) for one in found]
-    return Explanation(problem, gpu, plain.node.triton, tuple(kernels), present)
+            kernels += [replace(one, copied=copied, filled_in=rows) for one in found]
+    return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 
 def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
@@ -90,17 +94,20 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
     found, unsplit = _Runs(needed, gpu, choice.measured), ""
-    split, otherwise = None, in_row if choice.few_tiles else None
+    split, otherwise = None, in_row if choice.estimated else None
     if kernel == "fwd":
-        split, unsplit = forward_plans.split_of(problem, choice.config, gpu)
+        split, unsplit = forward_plans.split_of(problem, choice, gpu)
         if split is not None:
             parted = _Runs(key_splits.kernels(problem, split, gpu.arch), gpu)
             unsplit = unsplit or parted.lacking
             split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
+    if found.lacking and split is None and choice.otherwise is not None:
+        return _served(chooser, kernel, kind, choice.of_row)
     return Served(
         choosing.key_of(problem, kernel, gpu), split or choice.config, answer, refused, changed, found.binaries,
         _nearest(chooser, kernel), scheduled, problem.mask, problem.unmeasured, parts, split=split, unsplit=unsplit,
         few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs, lacking=found.lacking,
+        form=fused_schedule.about(choice),
     )  # fmt: skip
 
 
@@ -137,6 +144,7 @@ def explain(
     window: Window | None = None,
     mask: str | Mask | None = None,
     softcap: float | None = None,
+    score: str | Score | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: Any = None,
@@ -153,7 +161,8 @@ def explain(
     command; ``.status``, ``.kernels`` and ``.as_dict()`` are for programs.
 
     Args:
-        q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap: as ``attention`` takes them.
+        q, k, v, causal, softmax_scale, layout, return_lse, deterministic, window, mask, softcap, score: as ``attention`` takes
+            them.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as ``attention_varlen`` does, whose q, k
             and v come with them.
         backward: whether the backward is explained, too. None: if q, k or v requires a gradient.
@@ -164,12 +173,14 @@ def explain(
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     gradients = any(isinstance(t, torch.Tensor) and t.requires_grad for t in (q, k, v))
-    q, k, v, extent = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+    q, k, v, extent = _checked(
+        q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap, score
+    )
     exact = torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
     if backward is None:
         backward = gradients
     problem = passes.describe(
-        q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap), extent
+        q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap, score), extent
     )
     which = ("fwd", BACKWARD) if backward else ("fwd",)
     index, strided = q.get_device(), dense.unaddressable({"q": q, "k": k, "v": v})
@@ -185,12 +196,12 @@ def _foreign(q: Any, packing: tuple[Any, ...]) -> dict[str, Any]:
 
 def _checked(
     q: Any, k: Any, v: Any, packing: tuple[Any, Any, Any, Any, Any, Any], causal: Any, softmax_scale: Any, layout: Any,
-    deterministic: Any, window: Any, mask: Any, softcap: Any,
+    deterministic: Any, window: Any, mask: Any, softcap: Any, score: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """As ``ops.checked`` or, where ``packing`` begins with cu_seqlens_q, ``varlen.checked``."""
     if all(each is None for each in packing):
-        return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap), WHOLE
-    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap)
+        return *ops.checked(q, k, v, causal, softmax_scale, layout, deterministic, window, mask, softcap, score), WHOLE
+    return varlen.checked(q, k, v, *packing, causal, softmax_scale, deterministic, window, mask, softcap, score)
 
 
 def _check_names(q: Any, k: Any, v: Any, layout: Any, extra: tuple[Any, ...], unknown: Mapping[str, Any]) -> None:
@@ -212,6 +223,7 @@ def is_supported(
     window: Any = None,
     mask: Any = None,
     softcap: Any = None,
+    score: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: Any = None,
@@ -231,7 +243,9 @@ def is_supported(
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     _check_names(q, k, v, layout, extra, {**unknown, **_foreign(q, packing)})
     try:
-        q, k, v, _ = _checked(q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap)
+        q, k, v, _ = _checked(
+            q, k, v, packing, causal, softmax_scale, layout, deterministic, window, mask, softcap, score
+        )
         dispatch.gpu_of(q.get_device())
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         return False
@@ -241,6 +255,7 @@ def is_supported(
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
     forward whose keys are split among programs, the kernels that run in its place."""
+    problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
     found = {
@@ -248,7 +263,7 @@ def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
         for kernel, choice in chosen.items()
     }
     if not backward:
-        split, refused = forward_plans.split_of(problem, chosen["fwd"].config, gpu)
+        split, refused = forward_plans.split_of(problem, chosen["fwd"], gpu)
         if split is not None and not refused:
             found["fwd"] = " + ".join(
                 variant.short_name for variant, _, _ in key_splits.kernels(problem, split, gpu.arch)

@@ -3,46 +3,81 @@ call's own batch, heads and lengths.
 
 The tuned kernels have a program for each tile of queries of each query head. A call of few queries has few such tiles: most
 multiprocessors are idle, each tile has more rows than queries, and the query heads of a group read the same keys one by one.
-``launching/key_splits.py`` has a program for each part of the keys, and the queries of a whole group as rows of its tile. Both
-are estimated here in the same way, with constants fitted to benchmarks/calls/few_queries.json.
+``launching/key_splits.py`` has a program for each part of the keys, and either the queries of a whole group as rows of its tile
+(portable), or those of one head (warp-specialised: for calls of few tiles, each of which is full). All are estimated here in
+the same way, with constants fitted to records in benchmarks/calls/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from fa2tune.calling import schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
+from fa2tune.launching.key_splits import hopper_tiles, splitting
+from fa2tune.rows.row import Row
+from fa2tune.search_spaces.lib.hopper import columns as hopper_columns
 from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.search_spaces.sm90 import fwd
+from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS
+from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
-from fa2tune.spec.variant import WARP_SPECIALIZED
+from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
-#: Warp-specialised, portable: share of the peak rate that kernels reach inside a key block, and bytes a microsecond that one
-#: multiprocessor loads.
-HOPPER_RATES, PORTABLE_RATES = (0.73, 70e3), (0.5, 46e3)
 #: Share of the bandwidth of memory that all multiprocessors together reach, L2 included.
 MEMORY_RATE = 1.0
-#: Microseconds: of a launch, of the launch that puts parts together, and of a program's start and end.
-LAUNCH_US, COMBINE_US, START_US = 1.9, 1.6, 1.6
-#: Microseconds that a block of 64 keys takes at the least at head dim 128, since its steps wait for one another: of the tuned
-#: kernel, and by the rows of a tile of the one that splits keys; programs of the latter that registers leave room for.
-TUNED_BLOCK_US = 0.57
-BLOCK_US = {16: 0.94, 32: 1.03, 64: 1.2, 128: 1.1}
-HELD = {16: 4, 32: 3, 64: 3, 128: 1}
-#: Of a turn, where there are several: programs do not end together, and the last ones are alone.
-UNEVEN = 0.1
+#: Microseconds of a launch.
+LAUNCH_US = 1.9
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of a kernel with tiles of one kind. Microseconds of an H200, a block being one of 64 keys at head dim 128."""
+
+    rate: float  #: share of the peak rate that is reached inside a key block
+    loaded: float  #: bytes a microsecond that one multiprocessor loads
+    block_us: float  #: that a block takes at the least, since its steps wait for one another
+    start_us: float  #: start and end of a program
+    uneven: float  #: of a turn, where there are several: programs do not end together, and the last ones are alone
+    held: int = 1  #: programs of a multiprocessor that registers leave room for
+    combine_us: float = 0.0  #: the launch that puts parts together
+
+
+#: The portable kernel that splits keys, by the rows of a tile. 16: fitted to few_queries.json. More: to few_queries_tiles.json,
+#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz that it served.
+PORTABLE_PACES = {
+    16: Pace(0.5, 46e3, 0.94, 1.6, 0.1, 4, 1.6),
+    32: Pace(0.35, 48e3, 1.05, 2.7, 0.15, 3, 4.6),
+    64: Pace(0.45, 48e3, 1.36, 2.7, 0.15, 3, 4.6),
+    128: Pace(0.45, 48e3, 1.1, 2.7, 0.15, 1, 4.6),
+}
+#: The warp-specialised one, by the wider padded head dim: fitted to few_queries_hopper.json, at 256 to one call of
+#: random_calls.json.gz (0 unequal of seed 723622b).
+HOPPER_PACES = {
+    wide: Pace(rate, 70e3, 0.57, 3.2, 0.1, combine_us=4.6) for wide, rate in ((64, 0.78), (128, 0.78), (256, 0.5))
+}
+#: The tuned kernels, where there is no row's time: warp-specialised, portable.
+TUNED_PACES = Pace(0.73, 70e3, 0.57, 3.2, 0.1), Pace(0.5, 46e3, 0.57, 3.2, 0.1)
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
 #: least the one of the fewest parts is taken.
 MARGIN, AS_NEAR = 0.15, 0.01
+#: The same of the warp-specialised kernel that splits keys, against whatever would serve otherwise: its four measured calls are
+#: estimated within 4 %.
+HOPPER_MARGIN = 0.08
 #: Compute capabilities that the kernels and the constants were measured on.
 MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
 #: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
 FEW_ROWS, IDLE_SHARE, FULL_TILE = 256, 0.5, 128
+#: The warp-specialised kernel: up to so many such tiles a multiprocessor, since of more the last turn counts for little, and
+#: from so many queries on, since fewer leave most of a tile empty. And tiles have to be alike, as the estimate counts turns of
+#: equal ones: under no mask, in a window, or with so many times as many keys as queries.
+HOPPER_TURNS, HOPPER_QUERIES, HOPPER_KEYS = 2.0, 32, 4
 
 
 @dataclass(frozen=True)
@@ -55,17 +90,18 @@ class TileWork:
     keys: int  #: of a block
     held: int  #: programs that a multiprocessor holds at once
     sharing: int  #: programs that read the same keys at the same time
-    rates: tuple[float, float]  #: HOPPER_RATES or PORTABLE_RATES
-    least_us: float  #: a block
-    start_us: float  #: a program
+    columns: int  #: of K and V, as they are computed
+    pace: Pace
 
 
-def keys_of_tile(problem: Problem, queries: int) -> int:
-    """Keys that a tile of so many queries visits, on average."""
+def keys_of_tile(problem: Problem, queries: int, longest: bool = False) -> int:
+    """Keys that a tile of so many queries visits: on average, or the tile of the most."""
+    if longest and problem.mask == CAUSAL:
+        return problem.seqlen_k
     return min(problem.seqlen_k, int(problem.keys_seen) + queries)
 
 
-def _columns(problem: Problem) -> int:
+def _padded(problem: Problem) -> int:
     return padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
 
 
@@ -73,85 +109,119 @@ def _busy_us(problem: Problem, work: TileWork, gpu: Gpu) -> float:
     """Programs take turns, as many at once as all multiprocessors hold. A block takes what is longest: the wait of its steps
     for one another, what the busiest multiprocessor computes or loads, or what all of them take from memory."""
     loaded = work.keys * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]  # bytes a block
-    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * work.rates[0] / gpu.sm_count  # operations a microsecond
-    computed = 2 * work.rows * work.keys * _columns(problem) / peak
+    pace = work.pace
+    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * pace.rate / gpu.sm_count  # operations a microsecond
+    computed = 2 * work.rows * work.keys * work.columns / peak
+    least = pace.block_us * work.keys * work.columns / (64 * 256)
     shared = loaded / work.sharing / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
 
     def turn(programs: int) -> float:
         most = -(-programs // gpu.sm_count)  # of one multiprocessor
-        block = max(work.least_us, most * computed, most * loaded / work.rates[1], programs * shared)
-        return work.start_us + work.blocks * block
+        block = max(least, most * computed, most * loaded / pace.loaded, programs * shared)
+        return pace.start_us + work.blocks * block
 
     whole, rest = divmod(work.programs, gpu.sm_count * work.held)
     full = turn(gpu.sm_count * work.held) if whole else 0.0
-    late = UNEVEN * full if work.programs > gpu.sm_count * work.held else 0.0
+    late = pace.uneven * full if work.programs > gpu.sm_count * work.held else 0.0
     return whole * full + (turn(rest) if rest else 0.0) + late
 
 
-def ordinary_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Microseconds of a tuned forward, estimated."""
-    hopper = WARP_SPECIALIZED in variant_of("fwd", config).implementations
+def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> float:
+    """Microseconds of a tuned forward, estimated. ``row``: the config is its, or of the schedule model in its place; what that
+    model says by the row's measured time counts where it is less, so the kernel that was measured serves unless both say
+    otherwise."""
+    variant, spec = variant_of("fwd", config), problem.specialization
+    hopper = WARP_SPECIALIZED in variant.implementations
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     work = TileWork(
         problem.query_tiles(rows) * problem.heads_q, -(-keys_of_tile(problem, rows) // keys), rows, keys,
         PROGRAMS[config["maxnreg"]] if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
-        HOPPER_RATES if hopper else PORTABLE_RATES, TUNED_BLOCK_US * _part(problem, keys), 2 * START_US,
+        schedule.columns_of_parts(spec, fwd.SPACE.completed(config)["IN_PARTS"]) if hopper else _padded(problem),
+        TUNED_PACES[not hopper],
     )  # fmt: skip
-    return LAUNCH_US + _busy_us(problem, work, gpu)
+    time = LAUNCH_US + _busy_us(problem, work, gpu)
+    known = schedule.expected_us(problem, row, config, gpu.sm_count) if row and schedule.covers(variant) else None
+    return time if known is None else min(time, known)
 
 
 def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
-    """Microseconds with keys split as a config of the kernel for that says, estimated."""
+    """Microseconds with keys split as a config of a kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
-    work = TileWork(
-        fwd_split.programs(problem, config), -(-_blocks(problem, rows, keys) // splits), rows, keys,
-        _held(problem.specialization, rows, gpu), -(-problem.seqlen_q * problem.group // rows), PORTABLE_RATES,
-        BLOCK_US[rows] * _part(problem, keys), START_US,
-    )  # fmt: skip
-    time = LAUNCH_US + _busy_us(problem, work, gpu)
+    if _is_hopper(config):
+        pace, held = HOPPER_PACES[schedule.widest(problem)], hopper_split.HELD[rows][0]
+        columns = sum(hopper_columns(problem.specialization, config))
+        programs, sharing = hopper_split.programs(problem, config), -(-problem.seqlen_q // rows) * problem.group
+        rows_of_group = rows * problem.group
+    else:
+        pace, held, columns = PORTABLE_PACES[rows], _held(problem.specialization, rows, gpu), _padded(problem)
+        programs, sharing = fwd_split.programs(problem, config), -(-problem.seqlen_q * problem.group // rows)
+        rows_of_group = rows
+    # of one turn the longest program decides
+    blocks = -(-_blocks(problem, rows_of_group, keys, programs <= gpu.sm_count * held) // splits)
+    time = LAUNCH_US + _busy_us(problem, TileWork(programs, blocks, rows, keys, held, sharing, columns, pace), gpu)
     if splits == 1:
         return time
     summed = 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v + 2)
-    return time + COMBINE_US + 2 * summed / (gpu.hbm_gbs * 1e3)
+    return time + pace.combine_us + 2 * summed / (gpu.hbm_gbs * 1e3)
 
 
-def _part(problem: Problem, keys: int) -> float:
-    """Of a block of 64 keys at head dim 128."""
-    return keys * _columns(problem) / (64 * 256)
+def _is_hopper(config: Config) -> bool:
+    return implementation_of(config) == WARP_SPECIALIZED
 
 
 @lru_cache(maxsize=1024)
 def _held(spec: Specialization, rows: int, gpu: Gpu) -> int:
     """Programs of so many rows a tile that a multiprocessor holds at once; the system takes 1 KiB of shared memory for each."""
     config = fwd_split.config_of(spec, gpu.arch, spec.aligned, rows, 1)
-    return max(1, min(HELD[rows], gpu.shared_per_sm // (fwd_split.shared_bytes(spec, config) + 1024)))
+    return max(1, min(PORTABLE_PACES[rows].held, gpu.shared_per_sm // (fwd_split.shared_bytes(spec, config) + 1024)))
 
 
 @lru_cache(maxsize=1024)
-def _blocks(problem: Problem, rows: int, keys: int) -> int:
+def _blocks(problem: Problem, rows: int, keys: int, longest: bool = False) -> int:
     """Key blocks that a tile visits."""
-    return max(1, -(-keys_of_tile(problem, -(-rows // problem.group)) // keys))
+    return max(1, -(-keys_of_tile(problem, -(-rows // problem.group), longest) // keys))
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
-    """Configs that are worth an estimate: no tile of twice the rows that there are, and of the numbers of parts that leave the
-    longest part as long the least."""
+    """Configs of the portable kernel that are worth an estimate: no tile of twice the rows that there are."""
     spec, all_rows = problem.specialization, problem.seqlen_q * problem.group
     for rows in fwd_split.tiles(spec, arch):
-        if rows > fwd_split.ROWS[0] and rows >= 2 * all_rows:
-            continue
-        one = fwd_split.config_of(spec, arch, problem.tma, rows, 1)
-        blocks, longest = _blocks(problem, rows, one["BLOCK_N"]), 0
-        for splits in range(1, min(blocks, fwd_split.MOST_SPLITS) + 1):
-            if -(-blocks // splits) != longest:
-                longest = -(-blocks // splits)
-                yield fwd_split.config_of(spec, arch, problem.tma, rows, splits)
+        if rows == fwd_split.ROWS[0] or rows < 2 * all_rows:
+            yield from _splits(problem, rows, 1, partial(fwd_split.config_of, spec, arch, problem.tma, rows))
+
+
+def hopper_candidates(problem: Problem, arch: int) -> Iterator[Config]:
+    """The same of the warp-specialised one."""
+    spec = problem.specialization
+    for rows in hopper_tiles(problem, arch):
+        yield from _splits(problem, rows * problem.group, 2, partial(hopper_split.config_of, spec, rows))
+
+
+def _splits(problem: Problem, rows: int, fewest: int, config: Callable[[int], Config]) -> Iterator[Config]:
+    """Of the numbers of parts that leave the longest part as long the least. ``rows``: of a tile, those of a group counted."""
+    blocks, longest = _blocks(problem, rows, config(fewest)["BLOCK_N"]), 0
+    of_several = config(2)
+    for splits in range(fewest, min(blocks, fwd_split.MOST_SPLITS) + 1):
+        if -(-blocks // splits) != longest:
+            longest = -(-blocks // splits)
+            yield config(splits) if splits == 1 else {**of_several, "SPLITS": splits}
 
 
 @lru_cache(maxsize=1024)
 def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
-    """(estimated microseconds, config) of the fastest split; fewer parts where two are as fast."""
-    found = [(split_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
+    """(estimated microseconds, config) of the fastest split by the portable kernel; fewer parts where two are as fast."""
+    return _fastest(problem, gpu, candidates(problem, gpu.arch))
+
+
+@lru_cache(maxsize=1024)
+def hopper_best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
+    """The same by the warp-specialised kernel; None: it cannot compute this call, or there are not two key blocks."""
+    found = list(hopper_candidates(problem, gpu.arch))
+    return _fastest(problem, gpu, found) if found else None
+
+
+def _fastest(problem: Problem, gpu: Gpu, configs: Iterable[Config]) -> tuple[float, Config]:
+    found = [(split_us(problem, config, gpu), config) for config in configs]
     least = min(time for time, _ in found)
     near = (one for one in found if one[0] <= (1 + AS_NEAR) * least)
     return min(near, key=lambda one: (one[1]["SPLITS"], one[0]))
@@ -162,22 +232,38 @@ def _few(problem: Problem, gpu: Gpu) -> bool:
     return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= IDLE_SHARE * gpu.sm_count
 
 
-def config_of(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
-    """How the keys of a forward are split that ``config`` would serve otherwise; None: they are not. Of tensors that are not
-    aligned nothing was measured."""
+def _few_and_alike(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the warp-specialised kernel is asked: HOPPER_TURNS."""
+    tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
+    alike = problem.mask == FULL or problem.mask.name == "band" or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q
+    return alike and problem.seqlen_q >= HOPPER_QUERIES and tiles <= HOPPER_TURNS * gpu.sm_count
+
+
+def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
+    """How the keys of a forward are split that ``config``, by ``row``, would serve otherwise; None: they are not. Of tensors
+    that are not aligned nothing was measured."""
     if gpu.arch not in MEASURED_ON or not problem.aligned or is_empty(problem) or problem.extent.ragged:
         return None
-    if not _few(problem, gpu):
+    few, few_and_alike = _few(problem, gpu), _few_and_alike(problem, gpu)
+    if not few and not few_and_alike:
         return None
-    time, split = best(problem, gpu)
-    return split if time < (1 - MARGIN) * ordinary_us(problem, config, gpu) else None
+    otherwise, split = ordinary_us(problem, config, gpu, row), None
+    if few:
+        time, found = best(problem, gpu)
+        if time < (1 - MARGIN) * otherwise:
+            otherwise, split = time, found
+    if few_and_alike and (other := hopper_best(problem, gpu)) and other[0] < (1 - HOPPER_MARGIN) * otherwise:
+        split = other[1]
+    return split
 
 
 def about(problem: Problem, split: Config) -> str:
     """In one sentence, what runs in place of a forward's row."""
     heads = f"the {problem.group} query heads of a key head" if problem.group > 1 else "a query head"
-    why = "fwd: few tiles, so fwd_split runs instead, which is expected to be faster and has no row"
-    rows = f"{why}: tiles have {heads} as rows"
+    name = splitting(split).short_name
+    said = f"fwd: few tiles, so {name} runs instead, which is expected to be faster and has no row"
+    said += "" if _is_hopper(split) else f": tiles have {heads} as rows"
     if split["SPLITS"] == 1:
-        return f"{rows}."
-    return f"{rows}, and keys are split into {split['SPLITS']} parts, which are put together after."
+        return f"{said}."
+    joint = ":" if _is_hopper(split) else ", and"
+    return f"{said}{joint} keys are split into {split['SPLITS']} parts, which are put together after."

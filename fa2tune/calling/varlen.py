@@ -19,7 +19,8 @@ from fa2tune.launching.passes import empty_ordered, in_one_batch, lse_of, lse_sh
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of, of_operator
 from fa2tune.spec.problem import bucket_of
-from fa2tune.spec.score import score_of
+from fa2tune.spec.score import NO_VALUE, Score, score_of
+from fa2tune.spec.score import of_operator as score_of_operator
 
 #: Of a call, for a plan's key and for what is looked up: int, a tensor (not read), or None.
 MaxSeqlen = int | torch.Tensor | None
@@ -32,7 +33,8 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[False] = ...,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+    softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -40,7 +42,8 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: Literal[True],
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+    softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
 ) -> Pair: ...  # fmt: skip
 @overload
 def attention_varlen(
@@ -48,7 +51,8 @@ def attention_varlen(
     cu_seqlens_k: torch.Tensor | None = ..., max_seqlen_q: MaxSeqlen = ..., max_seqlen_k: MaxSeqlen = ..., *,
     causal: bool = ..., softmax_scale: float | None = ..., return_lse: bool,
     deterministic: bool | None = ..., window: Window | None = ..., mask: str | Mask | None = ...,
-    softcap: float | None = ..., seqused_q: torch.Tensor | None = ..., seqused_k: torch.Tensor | None = ...,
+    softcap: float | None = ..., score: str | Score | None = ..., seqused_q: torch.Tensor | None = ...,
+    seqused_k: torch.Tensor | None = ...,
 ) -> torch.Tensor | Pair: ...  # fmt: skip
 def attention_varlen(
     q: torch.Tensor = MISSING,
@@ -66,6 +70,7 @@ def attention_varlen(
     window: Window | None = None,
     mask: str | Mask | None = None,
     softcap: float | None = None,
+    score: str | Score | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     **unknown: Any,
@@ -86,7 +91,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: rows of the longest sequence. A number chooses among tuned configs and changes no result;
             of a tensor nothing is read; None: the mean length chooses.
         causal, window, mask: of each sequence, aligned at its bottom right.
-        softmax_scale, return_lse, deterministic, softcap: as ``attention`` has them.
+        softmax_scale, return_lse, deterministic, softcap, score: as ``attention`` has them.
         seqused_q, seqused_k: (sequences,) int32, on the device of q: how many rows of each sequence are there, from its first
             one; None: all. The mask is aligned at the last used ones. Unused queries see no key; unused keys are seen by none,
             and their gradients are 0.
@@ -100,19 +105,19 @@ def attention_varlen(
             int32 tensors of one dimension on the device of q, of the same size. Their values are not checked. Whatever they
             are, no memory outside the tensors is read or written.
 
-    On compute capability 9.0 the warp-specialised kernels serve it, of bf16 and fp16 that TMA can address; otherwise, and in a
-    deterministic backward, the portable ones. Configs were tuned without packing. Differentiable once, through output and lse.
+    On compute capability 9.0 the warp-specialised kernels serve it, of bf16 and fp16 that TMA can address, also a deterministic
+    backward; otherwise the portable ones. Configs were tuned without packing. Differentiable once, through output and lse.
     """
     if unknown or extra or q is MISSING or k is MISSING or v is MISSING or cu_seqlens_q is MISSING:
         _refuse(unknown, extra, {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q})
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    call = (causal, softmax_scale, deterministic, window, mask, softcap)
+    call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
     if ops.compiling() or not ops.plain(q, k, v):
         return _general(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse, *call)
     longest = _longest(max_seqlen_q, max_seqlen_k)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     try:
-        dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap)
+        dense = dispatch.forward_key(q, k, v, causal, softmax_scale, NAME, window, mask, softcap, score)
         key = (*dense, *_of(cu_seqlens_q), *_of(keys), longest, parts)
         plan = dispatch.FORWARD_PLANS.get(key)
     # sparse and nested tensors, what is no tensor, a list as a window
@@ -126,7 +131,7 @@ def attention_varlen(
         views = _views(q, k, v)
         extent = _extent(cu_seqlens_q, longest, parts)
         asked, scale = mask_of(bool(causal), window, mask), ops.scale_of(views[0], softmax_scale)
-        plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap), extent)
+        plan = dispatch.forward_plan(key, *views, asked, scale, score_of(softcap, score), extent)
     offsets = cu_seqlens_q.contiguous(), keys.contiguous()
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         o, lse = _recorded(q, k, v, *offsets, plan, deterministic, return_lse)
@@ -180,7 +185,7 @@ def _views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors3:
 
 def _check(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, causal: Any, softmax_scale: Any, deterministic: Any,
-    window: Any, mask: Any, softcap: Any,
+    window: Any, mask: Any, softcap: Any, score: Any,
 ) -> None:  # fmt: skip
     """As ``ops.check``."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -203,19 +208,19 @@ def _check(
     if not ops.compiling() and cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(f"cu_seqlens_k: got {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {cu_seqlens_q.shape[0]}")
     q, k, v = dense
-    ops.check(q, k, v, causal, softmax_scale, "bshd", deterministic, window, mask, softcap)
+    ops.check(q, k, v, causal, softmax_scale, "bshd", deterministic, window, mask, softcap, score)
 
 
 def checked(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any, seqused_q: Any,
-    seqused_k: Any, causal: Any, softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any,
+    seqused_k: Any, causal: Any, softmax_scale: Any, deterministic: Any, window: Any, mask: Any, softcap: Any, score: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Extent]:  # fmt: skip
     """(1, heads, total, dim) views and the extent as a call would pass them on, or the error that it would raise."""
     cu_seqlens_q, cu_seqlens_k, parts = used_lengths.divided(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     keys = cu_seqlens_q if cu_seqlens_k is None else distributed.whole("cu_seqlens_k", cu_seqlens_k)
     q, k, v = ops.as_cast(*distributed.local_parts(q, k, v, "packed"))
-    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
+    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap, score)
     return *_views(q, k, v), _extent(cu_seqlens_q, _longest(max_seqlen_q, max_seqlen_k), parts)
 
 
@@ -223,24 +228,25 @@ def _general(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: MaxSeqlen, max_seqlen_k: MaxSeqlen, parts: int, return_lse: bool, causal: bool,
     softmax_scale: float | None, deterministic: bool | None, window: Window | None, mask: str | Mask | None,
-    softcap: float | None,
+    softcap: float | None, score: str | Score | None,
 ) -> torch.Tensor | Pair:  # fmt: skip
     """The path through the operators."""
     cu_seqlens_q = distributed.whole("cu_seqlens_q", cu_seqlens_q)
     cu_seqlens_k = distributed.whole("cu_seqlens_k", cu_seqlens_k)
     if distributed.given(q, k, v):
         sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, parts, return_lse)
-        call = (causal, softmax_scale, deterministic, window, mask, softcap)
+        call = (causal, softmax_scale, deterministic, window, mask, softcap, score)
         return distributed.by_parts(_general, q, k, v, "packed", sides + call)
     if not ops.compiling():
         ops.refuse_transforms(q, k, v)
     q, k, v = ops.autocast(q, k, v)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap)
+    _check(q, k, v, cu_seqlens_q, keys, causal, softmax_scale, deterministic, window, mask, softcap, score)
     longest = _longest(max_seqlen_q, max_seqlen_k)
     views = _views(q, k, v)
-    rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap)
-    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest, longest, parts)
+    rest = ops.for_operators(views[0], causal, softmax_scale, deterministic, window, mask, softcap, score)
+    # the score term is the operator's last argument, so that older calls of it mean what they meant
+    o, lse = torch.ops.fa2tune.attention_varlen(*views, cu_seqlens_q, keys, *rest[:6], longest, parts, *rest[6:])
     return (without_batch(o), lse_of(lse)[0]) if return_lse else without_batch(o)
 
 
@@ -294,7 +300,7 @@ class _VarlenGradients(torch.autograd.Function):
 _LIBRARY = torch.library.Library("fa2tune", "FRAGMENT")
 _CALL = (
     "SymInt window_left, SymInt window_right, float softmax_scale, bool deterministic, str mask, float softcap, "
-    "SymInt longest, int parts=1"
+    f"SymInt longest, int parts=1, {ops.TERM}"
 )
 _LIBRARY.define(
     f"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, {_CALL}) -> (Tensor, Tensor)",
@@ -319,13 +325,14 @@ def _check_offsets(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> No
 def _op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     window_left: int, window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float,
-    longest: int, parts: int = 1,
+    longest: int, parts: int = 1, score: str | None = None, score_first: float = NO_VALUE, score_second: float = NO_VALUE,
 ) -> Pair:  # fmt: skip
     _check_offsets(cu_seqlens_q, cu_seqlens_k)
     asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
-    key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, softcap), extent)
+    term = score_of_operator(softcap, score, score_first, score_second)
+    key = (*dispatch.forward_key(q, k, v, False, softmax_scale, "bhsd", None, asked, None, term), extent)
     plan = dispatch.FORWARD_PLANS.get(key)
-    plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, score_of(softcap), extent)
+    plan = plan or dispatch.forward_plan(key, q, k, v, asked, softmax_scale, term, extent)
     o, lse = plan(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous())
     return in_one_batch(o), lse
 
@@ -334,12 +341,12 @@ def _backward_op(
     do: torch.Tensor | None, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, lse: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window_left: int,
     window_right: int, softmax_scale: float, deterministic: bool, mask: str, softcap: float, longest: int,
-    parts: int = 1,
+    parts: int = 1, score: str | None = None, score_first: float = NO_VALUE, score_second: float = NO_VALUE,
 ) -> Tensors3:  # fmt: skip
     asked, extent = of_operator(mask, window_left, window_right), _extent(cu_seqlens_q, longest, parts)
     offsets = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    score = score_of(softcap)
-    return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, score, extent, offsets)
+    term = score_of_operator(softcap, score, score_first, score_second)
+    return dispatch.backward(do, dlse, q, k, v, o, lse, asked, softmax_scale, deterministic, term, extent, offsets)
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:

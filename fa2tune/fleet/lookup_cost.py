@@ -15,6 +15,7 @@ from fa2tune.measuring.samples import quantile
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.lookup import differences
 from fa2tune.spec.key import TuningKey
+from fa2tune.spec.problem import padded_head_dim
 
 SHORTER, LONGER = "bucket: next shorter", "bucket: next longer"
 FAR, FARTHER = "bucket: 4 times off", "bucket: 8 times off and more"
@@ -30,7 +31,8 @@ def step_between(asked: TuningKey, has: TuningKey) -> str | None:
     if what == {"dtype"}:
         return DTYPE
     if what and what <= {"head_dim", "head_dim_v"}:
-        return HEAD_DIM
+        pairs = ((asked.head_dim, has.head_dim), (asked.head_dim_v, has.head_dim_v))
+        return HEAD_DIM if all(padded_head_dim(mine) == padded_head_dim(theirs) for mine, theirs in pairs) else None
     if what != {"bucket"}:
         return None
     times = max(asked.bucket / has.bucket, has.bucket / asked.bucket)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing, schedule, split_schedule
+from fa2tune.calling import choosing, fused_schedule, packed_schedule, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
@@ -80,13 +80,12 @@ def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
     # of a size that takes this bucket's row (schedule.of_like_work): all buckets together name every row
     windows = [band(key.bucket // 2, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
     for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
-        yield problem
         yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better
-        if wanted.packed:
-            yield _packed(problem)
-        if wanted.views:
-            yield replace(problem, tma=False)
-            yield replace(problem, tma=False, aligned=False)
+        for one in [problem, _packed(problem)] if wanted.packed else [problem]:
+            yield one
+            if wanted.views:
+                yield replace(one, tma=False)
+                yield replace(one, tma=False, aligned=False)
 
 
 def _packed(problem: Problem) -> Problem:
@@ -122,17 +121,21 @@ def _choices(
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
 
-def _by_shape(kernel: str, problem: Problem, variant: Variant, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
-    """What calls that a variant of a kernel serves may run beside it or in its place: their batch, heads and lengths decide."""
-    if problem.extent.ragged:
-        return
+def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Variant, Config, Problem]]:
+    """What calls that a choice serves may run beside it or in its place: their batch, heads and lengths decide."""
+    variant, spec, own = choice.variant, problem.specialization, choice.of_row
+    if own is not choice:
+        yield from ((*one, problem) for one in runs(kernel, spec, own, arch))
+    others = [*packed_schedule.forms(problem, own), *(form for form, _ in fused_schedule.forms(problem, own, arch))]
+    for other in others:
+        yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.SPLIT_KERNELS:
         yield from group_parts.helpers(problem, arch)
-    if kernel == "fwd" and arch in split_schedule.MEASURED_ON:
+    if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
-    few = schedule.for_few_tiles(problem.specialization, arch) if problem.mask.measured else None
+    few = schedule.for_few_tiles(spec, arch) if problem.mask.measured else None
     if few is not None and schedule.covers(variant):
-        yield from ((*one, problem) for one in runs(kernel, problem.specialization, few, arch))
+        yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:
@@ -143,7 +146,7 @@ def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[Binary
         for problem, node in product(_problems(key, wanted), nodes):
             for kernel, choice in _choices(problem, gpu, layers, node):
                 needed = [(*one, problem) for one in runs(kernel, problem.specialization, choice, gpu.arch)]
-                needed += _by_shape(kernel, problem, choice.variant, gpu.arch)
+                needed += _by_shape(kernel, problem, choice, gpu.arch)
                 for variant, its_config, posed in needed:
                     binary = compiler.binary_config(variant, its_config)
                     found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
@@ -160,7 +163,7 @@ def jobs_of(rows: Iterable[Row]) -> dict[int, list[BinaryJob]]:
         if key.kernel != BACKWARD:
             choice = choice_of(key.kernel, registry.completed(key.kernel, row.config))
             needed = [(*one, problem) for one in runs(key.kernel, problem.specialization, choice, key.arch)]
-            needed += _by_shape(key.kernel, problem, choice.variant, key.arch)
+            needed += _by_shape(key.kernel, problem, choice, key.arch)
             for variant, config, posed in needed:
                 point = tuple(sorted(compiler.binary_config(variant, config).items()))
                 found.setdefault(key.arch, {})[variant, posed.specialization, point] = None

@@ -69,15 +69,15 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The order statistics between which the median lies with at least ``confidence``, whatever the distribution: how many
-    of n samples fall below it is binomial (n, 1/2). With fewer than 6 samples (at 95 %) the extremes, which promise less."""
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The order statistics between which the median lies with a confidence of at least 95 %, whatever the distribution: how
+    many of n samples fall below it is binomial (n, 1/2). With fewer than 6 samples the extremes, which promise less."""
     ordered = sorted(values)
     n = len(ordered)
     tail, rank = 0.0, 0
     while rank < n // 2:  # rank: how many order statistics may be cut off each end
         tail += math.comb(n, rank) / 2.0**n
-        if 2 * tail > 1 - confidence:
+        if 2 * tail > 0.05:
             break
         rank += 1
     cut = max(0, rank - 1)

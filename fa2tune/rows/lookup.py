@@ -1,12 +1,14 @@
 """Which row serves a tuning key, and why: the lookup ladder.
 
-What no row may ever differ in: kernel, family, causal or not, float32 precision, padded head dims, compute capability,
-16-bit or 32-bit element type. Among the rest the first difference decides, in this order:
+What no row may ever differ in: kernel, family, causal or not, float32 precision, compute capability, 16-bit or 32-bit element
+type; and padded head dims, but for the last step of the problem. Among the rest the first difference decides, in this order:
 
 1. **Problem**: exact key; same columns (head dims that are the same sum of powers of two, 88 and 96); same padded head dim;
-   nearest bucket; other 16-bit dtype. Each step allows what those before it allow. Within a step the nearest bucket comes
-   first (the longer of two as near), then the same columns, then rows of the padded head dims themselves (for 80 those of 128
-   before those of 96, whose tiles were chosen for other columns), then the nearest head dims.
+   nearest bucket; other 16-bit dtype; wider head dims (of warp-specialised kernels, rows whose Q and V are both padded to the
+   wider of the key's two, at least to ``NARROWEST``: of 64 for 32, of 128 for a V of 32 beside a Q of 128). Each step allows
+   what those before it allow. Within a step the nearest bucket comes first (the longer of two as near), then the same columns,
+   then rows of the padded head dims themselves (for 80 those of 128 before those of 96, whose tiles were chosen for other
+   columns), then the nearest head dims.
 2. **GPU and evidence**, ``STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
    MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then ported (measured on
    a GPU of another architecture that ran this one's code), then predicted. With one exception: what was measured on this
@@ -46,7 +48,10 @@ from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, SIBLING, Row
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import head_dim_parts, padded_head_dim
 
-PROBLEM_STEPS = ("exact", "same columns", "same padded head dim", "nearest bucket", "other 16-bit dtype")
+WIDER = "wider head dims"
+PROBLEM_STEPS = ("exact", "same columns", "same padded head dim", "nearest bucket", "other 16-bit dtype", WIDER)
+#: Padded head dim of the narrowest rows that are shipped for Hopper.
+NARROWEST = 64
 GPU_STEPS = EXACT, SILICON, ARCHITECTURE = ("exact", "same silicon", "same architecture")
 SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -257,6 +262,18 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
     yield from _sorted(key, gpu_silicon, [(layer, _of_key(layer, key)) for layer in layers], toolchain)
     rest = [(layer, [row for row in _relatives(layer, fixed) if _problem(key, row.key)[0]]) for layer in layers]
     yield from _sorted(key, gpu_silicon, rest, toolchain)
+    if (wider := _widened(key)) is not None:
+        fixed = _fixed(wider)
+        rows = [(layer, [row for row in _relatives(layer, fixed) if row.specialized]) for layer in layers]
+        found = _sorted(wider, gpu_silicon, rows, toolchain)
+        yield from (replace(one, problem_step=WIDER) for one in found)
+
+
+def _widened(key: TuningKey) -> TuningKey | None:
+    """The key with both head dims as wide as the padded wider one, at least ``NARROWEST``; None: padded they are already."""
+    padded = padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)
+    widest = max(*padded, NARROWEST)
+    return None if padded == (widest, widest) else key.with_(head_dim=widest, head_dim_v=widest)
 
 
 def _sorted(
@@ -355,8 +372,8 @@ def driver_decides(rows: Iterable[Row]) -> bool:
     return False
 
 
-def near_misses(key: TuningKey, layers: Sequence[Layer], most: int = 3) -> list[tuple[Differences, Layer]]:
-    """For a key that nothing can serve: the kinds of rows that differ from it in the fewest fields, and in which."""
+def near_misses(key: TuningKey, layers: Sequence[Layer]) -> list[tuple[Differences, Layer]]:
+    """For a key that nothing can serve: the three kinds of rows that differ from it in the fewest fields, and in which."""
     found: dict[tuple[Any, ...], tuple[Differences, Layer]] = {}
     for layer in layers:
         for row in layer.rows:
@@ -366,4 +383,4 @@ def near_misses(key: TuningKey, layers: Sequence[Layer], most: int = 3) -> list[
                 aside = replace(aside, gpu=key.gpu, sm_count=key.sm_count)
             difference = differences(key, aside)
             found.setdefault(tuple(difference.items()), (difference, layer))
-    return sorted(found.values(), key=lambda pair: len(pair[0]))[:most]
+    return sorted(found.values(), key=lambda pair: len(pair[0]))[:3]

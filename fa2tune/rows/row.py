@@ -98,14 +98,19 @@ class Row:
 
     @cached_property
     def filed_as(self) -> str:
-        """For people: the implementation, of a whole backward after its strategy: "pointer", "split warp_specialized"."""
-        return f"{self.strategy} {self.implementation}".lstrip()
+        """For people: the implementation, of a whole backward after its strategy: "pointer", "split warp_specialized"; where
+        kernels of a whole backward name themselves, these names: "fused sm80"."""
+        return f"{self.strategy} {'+'.join(self._named) or self.implementation}".lstrip()
 
     @cached_property
     def source(self) -> str:
         """What fingerprint.kernel_hashes calls the hash of the source that it rests on."""
-        named = self_named(self.config.values()) if self.key.kernel == BACKWARD else ()
-        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy, named)
+        return hashed_as(self.key.kernel, self.implementation, self.key.mask, self.strategy, self._named)
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """Of a whole backward, the implementations that name themselves."""
+        return self_named(self.config.values()) if self.key.kernel == BACKWARD else ()
 
     @cached_property
     def config_hash(self) -> str:

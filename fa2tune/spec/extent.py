@@ -28,9 +28,14 @@ class Extent:
     longest: int = 0  #: rows of its longest sequence, as the caller says: chooses among rows of the cache; 0: not known
     parts: int = 1  #: sequences of the offsets for each of the caller's: more than 1 where used lengths divide them
 
+    @property
+    def given(self) -> int:
+        """Sequences, as the caller counts them."""
+        return self.sequences // self.parts
+
     def __str__(self) -> str:
         """For people."""
-        return self.name if self.name == DENSE else f"{self.sequences // self.parts} packed sequences"
+        return self.name if self.name == DENSE else f"{self.given} packed sequences"
 
     @property
     def ragged(self) -> bool:
@@ -46,7 +51,7 @@ class Extent:
         geometric mean of both, as most of the work lies in longer sequences, and most tiles in shorter ones."""
         if not self.ragged:
             return total
-        mean = -(-total // max(1, self.sequences // self.parts))
+        mean = -(-total // max(1, self.given))
         return round(math.sqrt(mean * self.longest)) if self.longest else mean
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from fa2tune.spec import maskfile
 from fa2tune.spec.maskfile import MOST_VALUES
 from fa2tune.spec.maskfile import ROW_MASKS as ROW_MASKS
+from fa2tune.spec.values import check_limits
 
 #: What a call passes: (left, right), each None or -1 (unbounded) or a number of keys from 0 on.
 Window = tuple[int | None, int | None]
@@ -137,14 +138,7 @@ def checked(given: Any) -> Mask:
     if not isinstance(given, str | Mask):
         raise TypeError(f"mask: got {given!r:.80}, must be a name or a fa2tune.Mask: {', '.join(maskfile.names())}")
     mask = Mask(given) if isinstance(given, str) else given
-    asked = maskfile.mask_named(mask.name).values
-    if len(mask.values) != len(asked):
-        how = ", ".join([repr(mask.name), *asked])
-        count = f"{len(asked)} value{'' if len(asked) == 1 else 's'}"
-        raise ValueError(f"mask: got {given!r:.80}, {mask.name} has {count}: fa2tune.Mask({how})")
-    for (name, (least, most)), value in zip(asked.items(), mask.values, strict=True):
-        if not least <= value <= most:
-            raise ValueError(f"mask: got {given!r:.80}, {name} must be from {least} to {most}")
+    check_limits("mask", given, mask, maskfile.mask_named(mask.name).values)
     return mask
 
 

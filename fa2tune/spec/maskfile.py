@@ -83,13 +83,7 @@ def names() -> list[str]:
 @cache
 def mask_named(name: str) -> MaskHooks:
     """What the file kernels/masks/<name>.py says of its mask. ValueError: there is no such file."""
-    if name not in (known := names()):
-        raise ValueError(f"mask: got {name!r:.40}, allowed are {', '.join(known)}")
-    found = standins.run(f"masks.{name}").get("MASK")
-    if not isinstance(found, MaskHooks) or found.name != name:
-        had = f"MaskHooks({found.name!r}, ...)" if isinstance(found, MaskHooks) else repr(found)
-        raise ValueError(f"kernels/masks/{name}.py: MASK is {had:.80}, must be MaskHooks({name!r}, ...)")
-    return found
+    return standins.described(FOLDER, name, "MASK", MaskHooks)
 
 
 @cache

@@ -37,6 +37,10 @@ class ScoreHooks:
     #: (softmax_scale, values) -> what kernels get as score_first and score_second; the scale is not 0
     arguments: Callable[[float, ScoreValues], ScoreValues] = _as_given
 
+    def __post_init__(self) -> None:
+        if len(self.values) > NUMBERS:
+            raise ValueError(f"values: got {len(self.values)} of score term {self.name}, kernels take up to {NUMBERS}")
+
 
 def names() -> list[str]:
     """Of the files in kernels/scores/."""
@@ -46,7 +50,4 @@ def names() -> list[str]:
 @cache
 def score_named(name: str) -> ScoreHooks:
     """What the file kernels/scores/<name>.py says of its term. ValueError: there is no such file."""
-    if name not in (known := names()):
-        raise ValueError(f"score: got {name!r:.40}, allowed are {', '.join(known)}")
-    found: ScoreHooks = standins.run(f"scores.{name}")["SCORE"]
-    return found
+    return standins.described(FOLDER, name, "SCORE", ScoreHooks)

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.abc import SourceLoader
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 #: What the host's side calls of Triton.
 HELPERS: dict[str, Callable[..., Any]] = {
@@ -46,6 +46,14 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         return self.real()[grid]
+
+
+class _Described(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_Described)
 
 
 class _StandIn:
@@ -93,6 +101,20 @@ def names_in(folder: str) -> list[str]:
     found = importlib.util.find_spec(folder)
     places = found.submodule_search_locations or () if found else ()
     return sorted({file.stem for place in places for file in Path(place).iterdir() if is_module(file)})
+
+
+def described(folder: str, name: str, constant: str, kind: type[Named]) -> Named:
+    """What a file of hooks says of itself. ``folder``: of ``HOOK_FOLDERS``; ``constant``: the name in the file, which is the
+    call's argument in capitals. ValueError: there is no such file, or it says the name of another."""
+    argument, place = constant.lower(), folder.removeprefix("fa2tune.kernels.")
+    if name not in (known := names_in(folder)):
+        raise ValueError(f"{argument}: got {name!r:.40}, allowed are {', '.join(known)}")
+    found = run(f"{place}.{name}").get(constant)
+    if not isinstance(found, kind) or found.name != name:
+        made = f"{kind.__name__}({{!r}}, ...)"
+        had = made.format(found.name) if isinstance(found, kind) else repr(found)
+        raise ValueError(f"kernels/{place}/{name}.py: {constant} is {had:.80}, must be {made.format(name)}")
+    return found
 
 
 @cache

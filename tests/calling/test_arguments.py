@@ -43,7 +43,7 @@ SDPA = str(torch.nn.functional.scaled_dot_product_attention.__doc__).split("(", 
         (
             {"bias": 3},
             "unknown argument bias=, allowed are causal=, softmax_scale=, layout=, return_lse=, deterministic=, "
-            "window=, mask=, softcap=",
+            "window=, mask=, softcap=, score=",
         ),
         ({"scale": 0.1, "alibi_slopes": 1.0}, "use softmax_scale= instead; got alibi_slopes="),
     ],
@@ -63,7 +63,7 @@ def test_an_argument_of_another_library_is_an_error_that_names_ours(given: dict[
 
 ORDER = (
     "the tensors are q, k, v; everything after v is keyword-only: "
-    "causal=, softmax_scale=, layout=, return_lse=, deterministic=, window=, mask=, softcap="
+    "causal=, softmax_scale=, layout=, return_lse=, deterministic=, window=, mask=, softcap=, score="
 )
 
 
@@ -187,6 +187,7 @@ def test_dir_shows_the_public_names_before_and_after_they_are_used() -> None:
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=root)
     assert done.stdout.split() == [
         "Mask",
+        "Score",
         "__version__",
         "attention",
         "attention_varlen",

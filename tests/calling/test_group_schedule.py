@@ -12,6 +12,7 @@ from fa2tune import gpus
 from fa2tune.calling import choosing, group_schedule, serving
 from fa2tune.compiling.registry import variants_of
 from fa2tune.launching import group_parts
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import STRATEGIES, Problem
 
@@ -21,6 +22,11 @@ RECORD = json.loads((BENCHMARKS / "calls/group_parts.json").read_text())
 
 def posed(batch, heads_q, heads_kv, seqlen, dim, mask=CAUSAL):
     return Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim, mask)
+
+
+def packed(sequences, heads_q, heads_kv, total, dim, longest=0, mask=CAUSAL):
+    extent = Extent(RAGGED, sequences, longest)
+    return Problem("bf16", 1, heads_q, heads_kv, total, total, dim, dim, mask, extent=extent)
 
 
 def chosen(problem, deterministic=False):
@@ -79,6 +85,55 @@ def test_few_key_heads_are_split(shape, parts, deterministic):
     assert found and set(found.values()) <= parts
 
 
+@pytest.mark.parametrize("longest", [0, 4096, 16384])
+def test_packed_tiles_are_those_of_all_sequences(longest):
+    """One after the other, of the mean length, or of fewer and longer ones where the longest is known to be longer."""
+    asked = packed(4, 8, 2, 12288, 128, longest)
+    rows = group_schedule.rows_of_call(asked, 128)
+    one = {0: 3072, 4096: 3072, 16384: 6144}[longest]
+    assert rows == group_schedule.rows_of_tiles(one, one, 128, CAUSAL) * (12288 // one)
+    assert sum(rows) > 0 and len(rows) == 12288 // 128
+
+
+def test_one_packed_sequence_is_a_dense_call_of_its_length():
+    kernel, dense = "bwd_fused", posed(1, 8, 2, 8192, 128)
+    for parts in (1, 2, 4):
+        config = chosen(dense)[1][kernel]
+        same = {**config, "BESIDE": False, "FINISH_BESIDE": False}
+        one, other = (
+            group_schedule.predicted_us(asked, kernel, same, H200, parts)
+            for asked in (dense, packed(1, 8, 2, 8192, 128))
+        )
+        assert one == pytest.approx(other, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        ((3, 32, 4, 9233, 64, 4096), {2, 4}),  # the drawn calls of docs/benchmarks.md that lost
+        ((2, 32, 4, 4458, 64, 4096), {2, 4}),
+        ((1, 4, 2, 9209, 128, 16384), {2}),
+        ((1, 4, 1, 9209, 128, 0), {4}),
+    ],
+)
+def test_few_key_heads_of_packed_sequences_are_split(call, parts):
+    found = chosen(packed(*call))[0]
+    assert set(found) == {"bwd_fused"} and set(found.values()) <= parts
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (169, 64, 32, 5585, 128, 512),
+        (137, 8, 4, 28819, 96, 8192),
+        (53, 32, 8, 32768, 128, 4096),
+        (2, 64, 16, 4845, 128, 4096),
+    ],
+)
+def test_of_many_packed_tiles_they_are_not(call):
+    assert chosen(packed(*call))[0] == {}
+
+
 @pytest.mark.parametrize(
     "shape", [(8, 32, 8, 4096, 128), (16, 64, 8, 8192, 128), (2, 16, 16, 8192, 128), (1, 1, 1, 512, 64)]
 )
@@ -102,9 +157,9 @@ def test_of_equal_predictions_the_most_parts_are_chosen(monkeypatch):
     asked = posed(1, 8, 1, 8192, 128)
     times = {1: 100.0, 2: 50.0, 4: 50.4, 8: 51.0}
     monkeypatch.setattr(group_schedule, "predicted_us", lambda *given: times[given[4]])
-    assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 4
+    assert group_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 4
     times |= {1: 51.0}
-    assert group_schedule.parts_of(asked, "bwd_fused", {}, H200) == 1, "faster by less than MARGIN"
+    assert group_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 1, "faster by less than MARGIN"
 
 
 def test_the_measuring_script_times_what_is_recorded():

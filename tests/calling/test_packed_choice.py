@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing
+from fa2tune.calling import choosing, packed_lengths, packed_schedule
 from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import FUSED, SPLIT, Problem
+from fa2tune.spec.problem import FUSED, SPLIT, STRATEGIES, Problem
 from fa2tune.spec.score import score_of
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
@@ -57,14 +57,16 @@ def test_the_length_chooses_the_row() -> None:
 @pytest.mark.parametrize(
     ("problem", "deterministic"),
     [
-        (posed(128), True),
-        (posed(256), False),
         (posed(128, dtype="fp32"), False),
+        (posed(256, dtype="fp32"), True),
+        (posed(256, score=score_of(30.0)), True),
+        (posed(256, aligned=False, tma=False), False),
+        (posed(256, wide=True), False),
         (posed(128, score=score_of(30.0)), False),
         (posed(128, aligned=False, tma=False), False),
         (posed(128, wide=True), False),
     ],
-    ids=["deterministic", "256", "fp32", "soft cap", "unaligned", "4 GiB"],
+    ids=["fp32", "fp32, 256", "soft cap, 256", "unaligned, 256", "4 GiB, 256", "soft cap", "unaligned", "4 GiB"],
 )
 def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bool) -> None:
     strategy, kinds = choosing.strategy_of(problem, H200, deterministic, node=NODE)
@@ -72,6 +74,27 @@ def test_the_portable_kernels_serve_the_rest(problem: Problem, deterministic: bo
     for kernel in kinds:
         config = choosing.choose(problem, kernel, H200, kinds[kernel], node=NODE).config
         assert implementation_of(config) != WARP_SPECIALIZED
+
+
+@pytest.mark.parametrize(
+    ("dim", "deterministic"), [(128, True), (96, True), (192, False), (192, True), (256, False), (256, True)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "mask"),
+    [("bf16", CAUSAL), ("fp16", FULL), ("bf16", band(256, 0)), ("bf16", Mask("chunked", 512))],
+    ids=str,
+)
+def test_the_split_hopper_backward_serves(dim: int, deterministic: bool, mask: Mask, dtype: str) -> None:
+    for longest in (512, 16384):
+        problem = posed(dim, mask, dtype, longest)
+        strategy, choices = choosing.choose_backward(choosing.Chooser(problem, H200, None, NODE), deterministic)
+        assert strategy == SPLIT
+        for kernel in STRATEGIES[SPLIT]:
+            assert choices[kernel].variant.name == f"sm90/{kernel}"
+            refused = limits.before_compile(
+                choices[kernel].variant, problem.specialization, choices[kernel].config, H200
+            )
+            assert refused is None
 
 
 def test_forms_that_packed_sequences_cannot_have_are_refused() -> None:
@@ -100,3 +123,74 @@ def test_a_descriptor_ends_where_a_sequence_ends() -> None:
                 assert address % (1 << 64) == 2 * ((first + row) * strides[2] + 3 * strides[1])
     dense = Problem("bf16", 2, heads, heads, rows, rows, dim, dim, CAUSAL)
     assert _addressed("q", dense, strides, {}) == ([2, heads, rows, dim], [*strides, 1])
+
+
+def sequences(count: int, heads: tuple[int, int], rows: tuple[int, int], dim: int, mask: Mask, longest: int) -> Problem:
+    return Problem("bf16", 1, *heads, *rows, dim, dim, mask, extent=Extent(RAGGED, count, longest))
+
+
+def forward(problem: Problem) -> choosing.Choice:
+    return choosing.choose(problem, "fwd", H200, node=NODE)
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [
+        (sequences(45, (64, 8), (3529, 19136), 128, CAUSAL, 4096), 64),  # 78 queries a sequence
+        (sequences(300, (16, 16), (16300, 16300), 128, CAUSAL, 512), 64),
+        (sequences(16, (16, 16), (16384, 16384), 128, CAUSAL, 1024), 128),
+        (sequences(4, (16, 16), (16384, 16384), 128, CAUSAL, 4096), 128),
+        (sequences(17, (2, 2), (16061, 21041), 128, FULL, 4096), 128),
+    ],
+    ids=str,
+)
+def test_short_sequences_have_small_tiles_in_the_forward(problem: Problem, rows: int) -> None:
+    choice = forward(problem)
+    assert choice.config["BLOCK_M"] == rows and choice.few_tiles == (rows == 64)
+    assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
+
+
+def test_a_sequence_alone_has_its_own_length() -> None:
+    for mask in (CAUSAL, FULL):
+        alone = sequences(1, (4, 2), (9209, 9209), 128, mask, 16384)
+        assert packed_lengths.unlike(alone) == (1.0, ((9209, 9209),))
+        blocks = packed_schedule.busiest(alone, forward(alone).config, 132)
+        pairs = mask.pairs(9209, 9209) * 4 / (128 * 128) / 132
+        assert 1 < blocks / pairs < 1.2
+
+
+@pytest.mark.parametrize("longest", [0, 512, 2048, 16384])
+@pytest.mark.parametrize("rows", [(5000, 5000), (700, 5000), (5000, 900)])
+def test_lengths_that_stand_for_all_have_as_many_rows(rows: tuple[int, int], longest: int) -> None:
+    for count in (1, 2, 7, 200):
+        each, kinds = packed_lengths.unlike(sequences(count, (2, 2), rows, 64, CAUSAL, longest))
+        for side, total in zip(zip(*kinds, strict=True), rows, strict=True):
+            assert each * sum(side) == pytest.approx(total, abs=count) and min(side) >= 0
+
+
+def test_heads_share_a_band_where_few_tiles_would_end_unevenly() -> None:
+    """One sequence of two key heads: with heads one by one the last head's longest tile would start last."""
+    asked = sequences(1, (4, 2), (9209, 9209), 128, CAUSAL, 16384)
+    choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+    assert choice.row is not None and choice.row.config["HEADS_PER_WAVE"] == 1 < choice.config["HEADS_PER_WAVE"]
+    same = {name: value for name, value in choice.config.items() if name != "HEADS_PER_WAVE"}
+    assert all(
+        choice.row.config.get(name, value) == value for name, value in same.items() if name not in bwd_fused.PACKED
+    )
+    many = choosing.choose(posed(128, longest=1024), "bwd_fused", H200, True, node=NODE)
+    assert many.row is not None and many.config["HEADS_PER_WAVE"] == many.row.config["HEADS_PER_WAVE"]
+
+
+def test_of_short_sequences_nothing_runs_overlapped() -> None:
+    """As benchmarks/calls/packed_choices.json has it: 0.55 to 0.86 of the time with up to 399 queries a sequence."""
+    for count, heads, rows, mask in (
+        (19, (2, 2), (7580, 7580), FULL), (45, (64, 8), (3529, 19136), CAUSAL), (169, (64, 32), (5585, 5585), CAUSAL),
+    ):  # fmt: skip
+        few = sequences(count, heads, rows, 128, mask, 1024)
+        choice = choosing.choose(few, "bwd_fused", H200, True, node=NODE)
+        assert choice.row is not None and choice.row.config["BESIDE"]
+        assert not choice.config["BESIDE"] and not choice.config["FINISH_BESIDE"]
+        assert choice.variant.programs(few, choice.config, H200.sm_count) == H200.sm_count
+        assert limits.before_compile(choice.variant, few.specialization, choice.config, H200) is None
+    longer = sequences(2, (64, 16), (4845, 4887), 128, CAUSAL, 4096)
+    assert choosing.choose(longer, "bwd_fused", H200, True, node=NODE).config["BESIDE"]

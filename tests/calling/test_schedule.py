@@ -125,7 +125,7 @@ def test_a_row_without_a_time_stays():
 def among_rows(shape):
     """The config chosen among those of rows, without the one for calls of few tiles, which these races did not have."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(schedule, "few_tiles_us", lambda *asked: None)
+        patched.setattr(schedule, "for_few_tiles", lambda *asked: None)
         return chosen(shape)[1]
 
 
@@ -183,8 +183,8 @@ def small_losses():
 def test_calls_of_few_tiles_have_tiles_of_64_rows_where_that_is_faster():
     served, now = small_losses()
     assert geometric_mean(served) > 1.12 and max(served) > 1.3
-    assert geometric_mean(now) < 1.03 and max(now) < 1.1
-    assert sum(lost <= 1.03 for lost in now) >= 11
+    assert geometric_mean(now) < 1.022 and max(now) < 1.07
+    assert sum(lost <= 1.03 for lost in now) >= 13
 
 
 def test_many_tiles_and_other_head_dims_keep_the_configs_of_rows():
@@ -202,6 +202,7 @@ def test_many_tiles_and_other_head_dims_keep_the_configs_of_rows():
     assert chosen({**shape, "batch": 8})[1] != few
     assert schedule.for_few_tiles(problem({**shape, "head_dim": 64}).specialization, 90) is None
     assert schedule.for_few_tiles(problem({**shape, "head_dim": 256}).specialization, 90) is None
+    assert chosen({**shape, "head_dim": 256})[1]["BLOCK_M"] == 128
 
 
 def test_the_page_states_the_recorded_losses():

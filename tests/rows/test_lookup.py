@@ -19,6 +19,7 @@ from fa2tune.rows.reader import Layer
 from fa2tune.rows.row import MEASURED, OBTAINED, PORTED, PREDICTED, SIBLING, Row
 from fa2tune.rows.store import Store
 from fa2tune.spec.key import TuningKey
+from fa2tune.spec.variant import WARP_SPECIALIZED
 
 NOW = Toolchain(FULL.triton, FULL.driver, {"fwd causal": FULL.kernel_hash})
 H100 = {"gpu": "h100-sxm"}
@@ -78,6 +79,21 @@ def test_a_head_dim_between_powers_of_two_takes_its_own_columns_first() -> None:
         assert find(of[128], of[96], key=KEY.with_(head_dim=dim, head_dim_v=dim)).row is of[128]  # type: ignore[union-attr]
     apart = row({"head_dim": 96, "head_dim_v": 128})
     best_first(of[96], of[128], apart, key=key)
+
+
+@pytest.mark.parametrize(("dims", "wider"), [((32, 32), 64), ((16, 64), 64), ((128, 32), 128), ((72, 256), 256)])
+def test_wider_head_dims_come_last_and_warp_specialised(dims: tuple[int, int], wider: int) -> None:
+    key = KEY.with_(head_dim=dims[0], head_dim_v=dims[1])
+    own = row({"head_dim": dims[0], "head_dim_v": dims[1], "dtype": "fp16", "bucket": 16384})
+    near, far = (
+        row({"head_dim": wider, "head_dim_v": wider, "bucket": bucket}, implementation=WARP_SPECIALIZED)
+        for bucket in (KEY.bucket, 8192)
+    )
+    portable = row({"head_dim": wider, "head_dim_v": wider})
+    best_first(own, near, far, key=key)
+    assert find(far, portable, key=key).problem_step == lookup.WIDER  # type: ignore[union-attr]
+    assert find(portable, key=key) is None
+    assert find(near, key=KEY.with_(head_dim=2 * wider, head_dim_v=dims[1])) is None
 
 
 @pytest.mark.parametrize(

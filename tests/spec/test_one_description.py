@@ -12,8 +12,9 @@ BOOLS = {"causal", "causals", "is_causal", "banded"}
 #: (module, function or class): the public call and its checks, its memo key, the options of the command line.
 ALLOWED = {
     ("calling/ops.py", "attention"), ("calling/ops.py", "checked"), ("calling/ops.py", "_general"),
-    ("calling/ops.py", "_sides"), ("calling/ops.py", "for_operators"), ("calling/ops.py", "check"),
-    ("calling/ops.py", "_check_mask"), ("calling/varlen.py", "attention_varlen"), ("calling/varlen.py", "_check"),
+    ("calling/asked.py", "_sides"), ("calling/ops.py", "for_operators"), ("calling/ops.py", "check"),
+    ("calling/asked.py", "check_mask"), ("calling/asked.py", "mask_for_operator"),
+    ("calling/varlen.py", "attention_varlen"), ("calling/varlen.py", "_check"),
     ("calling/varlen.py", "checked"), ("calling/varlen.py", "_general"), ("calling/serving.py", "_checked"),
     ("calling/dispatch.py", "forward_key"), ("calling/serving.py", "explain"), ("calling/serving.py", "is_supported"),
     ("spec/mask.py", "mask_of"),

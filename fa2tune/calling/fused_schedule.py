@@ -1,0 +1,251 @@
+"""How long the fused Hopper backward of a dense call takes, and in which form it serves: arithmetic on the host, no GPU.
+
+A row is tuned on one workload, where few multiprocessors prepare the rows of queries and finish dQ beside the others (BESIDE,
+FINISH_BESIDE). Of another number of tiles these few can cost a whole round of tiles, or prepare too slowly, and then the kernel
+alone on the GPU is faster. At 64 columns a block of 128 queries is padded by up to half where queries are few, so half blocks
+are. Here a call is played through: rows prepared, key tiles given out to the program that is free first, dQ finished.
+
+Microseconds are of an H200 and fitted to recorded times of whole backwards: docs/experiments/dense-backward.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from fa2tune.calling.empty import is_empty
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
+from fa2tune.spec.variant import Variant
+
+#: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M).
+BLOCK_US = {(64, 64): 1.24, (64, 128): 2.13, (128, 64): 1.87}
+TILE_US = {(64, 64): 1.65, (64, 128): 3.9, (128, 64): 4.6}
+#: More of a tile: where a program has one tile and ends; of each of its query heads, whose rows it waits for, with BESIDE.
+ENDS_US, AWAIT_US = 0.93, 0.87
+#: Of a block in parts (IN_PARTS), how much of the share of columns that are not computed is saved.
+PARTS_SAVE = 0.22
+#: A block takes longer by this share for each doubling of the query heads that a program walks, up to so many heads.
+GROUP_COSTS, MOST_HEADS = 0.035, 16
+#: Of a query row, by columns: of one multiprocessor that prepares it, or finishes its dQ, beside others; and of the whole GPU
+#: where nothing else runs, to prepare it and to finish it.
+BESIDE_US = {64: 0.0089, 128: 0.0164}
+PREPARE_US = {64: 0.000132, 128: 0.000264}
+FINISH_US = {64: 0.000091, 128: 0.000182}
+#: Of a call, of each launch, and at least of what runs before and after the tiles.
+CALL_US, LAUNCH_US, END_US = 0.9, 1.9, 0.8
+#: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
+#: four parts waits for memory, once for dK and once for dV.
+SPREAD_RATE, GATHER_RATE, GATHER_WAITS_US = 0.73, 0.31, 0.8
+#: Another form than the row's must be predicted to be faster by this share, half blocks, which few records have, by that; and
+#: either by the time of a launch, as of the smallest calls little else is left.
+MARGIN, HALF_MARGIN = 0.06, 0.12
+#: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
+PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
+#: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
+MOST_TILES = 4096
+
+
+def covers(variant: Variant, problem: Problem) -> bool:
+    return variant.space is bwd_fused.SPACE and not problem.extent.ragged and problem.mask in (CAUSAL, FULL)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, ...]:
+    """Blocks of so many queries that each key tile of a head meets."""
+    keys = bwd_fused.GROUPS * bwd_fused.KEYS
+    tiles, blocks = -(-seqlen_k // keys), -(-seqlen_q // rows)
+    if mask != CAUSAL:
+        return (blocks,) * tiles
+    hidden = seqlen_q - seqlen_k  # first queries, which see no key
+    return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
+
+
+class Programs(NamedTuple):
+    """That run at once: ``early`` of them from ``begun`` on, the others from ``late`` on."""
+
+    early: int
+    others: int
+    begun: float
+    late: float
+
+
+@lru_cache(maxsize=256)  # a key has a number for each tile of a head
+def _over(costs: tuple[float, ...], heads: int, band: int, programs: Programs, exact: bool) -> float:
+    """When the last tile is done. ``costs``: of a head's tiles; ``heads``: key heads, ``band`` of which are given out together,
+    tile after tile. ``exact``: else no later than it, without giving the tiles out one by one."""
+    early, others, begun, late = programs
+    longest = max(costs)
+    mean = (heads * sum(costs) + early * begun + others * late) / (early + others)
+    if not exact:
+        return max(mean, begun + longest)
+    if len(costs) * heads > MOST_TILES:
+        return max(mean + longest / 2, begun + longest)
+    free = [begun] * early + [late] * others
+    heapq.heapify(free)
+    whole, rest = divmod(heads, band)
+    for together, times in ((band, whole), (rest, 1)):
+        for cost in [cost for cost in costs for _ in range(together)] * times:
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+class FusedForm(NamedTuple):
+    """Of a config, what the times depend on."""
+
+    rows: int
+    beside: bool
+    finish_beside: bool
+    persistent: bool
+    in_parts: bool
+    heads_per_wave: int
+
+
+def _form(config: Config) -> FusedForm:
+    return FusedForm(
+        config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
+        config["HEADS_PER_WAVE"],
+    )  # fmt: skip
+
+
+def split_us(problem: Problem, parts: int, gpu: Gpu) -> float:
+    """Of what runs before and after, where groups are in so many parts."""
+    if parts == 1:
+        return 0.0
+    dims = problem.head_dim + problem.head_dim_v
+    size = problem.batch * problem.heads_kv * parts * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
+    rate = gpu.hbm_gbs * 1e3
+    copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem) else 0.0
+    return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), 2 * -(-parts // 4) * GATHER_WAITS_US)
+
+
+def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tuple[float, ...]:
+    """Of each tile of a key head."""
+    block = BLOCK_US[columns, form.rows] * (1 + GROUP_COSTS * math.log2(min(group, MOST_HEADS)))
+    if form.in_parts:
+        block *= 1 - PARTS_SAVE * (1 - sum(head_dim_parts(problem.head_dim)) / columns)
+    awaited = group * AWAIT_US if form.beside else 0.0
+    ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
+    blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
+    return tuple([group * count * block + ends for count in blocks])
+
+
+@lru_cache(maxsize=4096)
+def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
+    """``predicted_us``."""
+    sm_count, columns = gpu.sm_count, bwd_fused.columns(problem.specialization)
+    group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
+    costs = _tile_us(problem, group, columns, form)
+    band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
+    chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
+    chunks = problem.batch * problem.heads_q * chunks_of_head
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    fixed = CALL_US + LAUNCH_US + END_US + split_us(problem, parts, gpu)
+    others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
+    if not form.beside:
+        prepared = max(END_US, chunks * bwd_fused.CHUNK * PREPARE_US[columns] * others)
+        ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
+        return fixed + LAUNCH_US + prepared + ended + rows * FINISH_US[columns] * others
+    # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
+    if form.finish_beside:
+        ours = group_parts.split(problem, parts)
+        share, whole = bwd_fused.share_of_helpers(ours)
+        count = min(tiles, sm_count - bwd_fused.helpers(ours, {"FINISH_BESIDE": True}, sm_count))
+    else:
+        share, whole, count = bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), min(tiles, sm_count)
+    workers = min(-(-sm_count * share // whole), sm_count)
+    each = bwd_fused.CHUNK * BESIDE_US[columns]
+    bands = -(-sm_count // (len(costs) * form.heads_per_wave))
+    first = min(bands * form.heads_per_wave * group * chunks_of_head, chunks)
+    begun = END_US + -(-first // sm_count) * each
+    late = begun + -(-(chunks - first) // workers) * each
+    early = min(count, sm_count - workers)
+    ended = _over(costs, heads, band, Programs(early, count - early, begun, late), exact)
+    if chunks > first:
+        ended = max(ended, late + max(costs))
+    left = float(rows)
+    if form.finish_beside:
+        finished = (sm_count - count) * max(0.0, ended - late) / BESIDE_US[columns]
+        left -= min(finished, rows * max(0.0, 1 - count / tiles))
+    return fixed + ended + left * FINISH_US[columns] * others
+
+
+def predicted_us(problem: Problem, config: Config, gpu: Gpu, parts: int = 1, exact: bool = True) -> float:
+    """Microseconds of a whole backward, query groups in so many parts. ``exact``: as ``_over`` has it."""
+    return _whole_us(problem, _form(config), gpu, parts, exact)
+
+
+# ---- what serves
+
+
+def apart(config: Config) -> Config:
+    """With rows prepared before and dQ finished after the main kernel, which then has all multiprocessors."""
+    return {**config, "BESIDE": False, "FINISH_BESIDE": False}
+
+
+def halves(config: Config) -> Config:
+    """Of 64 columns: blocks of 64 queries, as rows of short causal lengths have them, the kernel alone on the GPU."""
+    return {
+        **apart(config), "BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "EXPONENTIALS_FIRST": False,
+        "PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False, "num_warps": 8,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _allowed(config: tuple[tuple[str, Any], ...], spec: Specialization, arch: int) -> bool:
+    """Whether the search space has a config, given by its items; the same for all lengths."""
+    return bwd_fused.SPACE.broken(dict(config), spec, arch) is None
+
+
+def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config, float]]:
+    """Configs of other machine code that other batches, heads and lengths may have in place of a row's, each with the share by
+    which it must be predicted to be faster."""
+    config = choice.config
+    if not covers(choice.variant, problem):
+        return
+    found = [(apart(config), MARGIN)] if config["BESIDE"] else []
+    if bwd_fused.columns(problem.specialization) == 64 and config["BLOCK_M"] == 128:
+        found.append((halves(config), HALF_MARGIN))
+    for other, margin in found:
+        if _allowed(tuple(other.items()), problem.specialization, arch):
+            yield other, margin
+
+
+def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
+    """Microseconds with query groups in the number of parts that is expected to be the fastest; more than ``below``: no number
+    of parts takes less than that."""
+    form, counts = _form(config), group_parts.allowed(problem)
+    least = math.inf
+    for bound, parts in sorted([(_whole_us(problem, form, gpu, parts, False), parts) for parts in counts]):
+        if bound < min(least, below):
+            least = min(least, _whole_us(problem, form, gpu, parts, True))
+    return least
+
+
+def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
+    """The form for a dense call: the row's, or one of ``forms``."""
+    if is_empty(problem) or not (others := list(forms(problem, choice, gpu.arch))):
+        return choice
+    now, least = least_us(problem, choice.config, gpu), math.inf
+    best: Config | None = None
+    for other, margin in others:
+        wanted = min((1 - margin) * now, now - LAUNCH_US, least)
+        if (time := least_us(problem, other, gpu, wanted)) < wanted:
+            best, least = other, time
+    return choice if best is None else replace(choice, config=best, otherwise=choice.config)
+
+
+def about(choice: Choice) -> str:
+    """In a few words, the form that runs in place of a row's; "": the row's."""
+    if choice.otherwise is None or choice.variant.space is not bwd_fused.SPACE:
+        return ""
+    rows, own = choice.config["BLOCK_M"], choice.otherwise["BLOCK_M"]
+    return "alone on the GPU" if rows == own else f"in blocks of {rows} queries, alone on the GPU"

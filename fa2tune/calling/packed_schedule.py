@@ -1,0 +1,164 @@
+"""Which tuned config suits a call of packed sequences: arithmetic on the host, which does not know the lengths.
+
+Rows are measured without packing, at lengths that are multiples of every tile. Packed tiles come from a queue, the longest
+first, so the time of a forward is that of all tiles over all programs, or of the longest tile: what a tile is larger than its
+sequence, and how many tiles there are, decide between rows. The backward takes tiles in the order of ``cu_seqlens``, in bands
+of heads, and may leave multiprocessors to what runs overlapped with it.
+
+Against what was measured: docs/experiments/few-heads-packed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from fa2tune.calling import group_schedule, schedule, window_schedule
+from fa2tune.calling.fused_schedule import apart
+from fa2tune.calling.packed_lengths import unlike
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.rows.row import Row
+from fa2tune.search_spaces.sm90 import bwd_fused, fwd
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+#: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
+#: kernel. Fitted to benchmarks/calls/random_packings.json.
+START = {1: 1.2, 2: 1.0}
+LAUNCHES_US = 7.0
+#: Time of a block with RESCALE "lazy" over that with "never", by columns of the wider of Q and V: what packed calls with "lazy"
+#: took beside dense ones with "never" (docs/experiments/varlen.md, benchmarks/calls/random_packings.json).
+NEVER_GAIN = {64: 1.13, 128: 1.06}
+#: The same of tiles of 64 rows, two programs a multiprocessor (``few_tiles``), over tiles of two groups, for as many pairs of a
+#: query and a key: the model without it is better than what was measured (docs/experiments/forward.md) by 1.03 to 1.18.
+FEW_COST = 1.2
+#: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
+MARGIN = 0.06
+#: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
+#: as they keep more of Q, dO and dQ in use at once, which is not counted.
+BAND_MARGIN = 0.15
+#: Queries a sequence has on average below which the backward runs alone on the GPU: what would run overlapped takes a share of
+#: the multiprocessors that such sequences do not give back. 0.55 to 0.86 of the time with up to 399 queries, as long from 2229
+#: on; between them nothing was measured (benchmarks/calls/packed_choices.json).
+SHORT = 512
+
+
+def covers(variant: Variant) -> bool:
+    return variant.space in (fwd.SPACE, bwd_fused.SPACE)
+
+
+def forms(problem: Problem, choice: Choice) -> list[Config]:
+    """Configs of other machine code that other lengths of a packed call may have in place of a choice's; of ``few_tiles``
+    ``schedule`` knows."""
+    if not problem.extent.ragged or not problem.mask.measured or choice.variant.space is not bwd_fused.SPACE:
+        return []
+    return [apart(choice.config)] if choice.config["BESIDE"] else []
+
+
+# ---- the forward
+
+
+@lru_cache(maxsize=4096)
+def _tiles(queries: int, keys: int, mask: Mask, rows: int, columns: int) -> tuple[int, int, int]:
+    """Of one head of one sequence: (tiles, their key blocks, those of the longest)."""
+    most = max(1, -(-keys // columns))
+    tiles = -(-queries // rows)
+    if mask == FULL:
+        return tiles, tiles * most, most
+    ends = (min(max(1, keys - queries + (nth + 1) * rows), max(1, keys)) for nth in range(tiles))
+    blocks = [-(-end // columns) for end in ends]
+    return tiles, sum(blocks), max(blocks, default=0)
+
+
+def busiest(problem: Problem, config: Config, sm_count: int) -> float:
+    """Key blocks that the busiest multiprocessor works through, START included, over the programs that it holds at once."""
+    shared, start = fwd.programs(config), START[config["Q_STAGES"]]
+    each, kinds = unlike(problem)
+    found = [_tiles(*kind, problem.mask, config["BLOCK_M"], config["BLOCK_N"]) for kind in kinds]
+    heads = problem.batch * problem.heads_q
+    tiles = each * heads * sum(one[0] for one in found)
+    work = each * heads * sum(one[1] + start * one[0] for one in found)
+    longest = max(one[2] for one in found) + start
+    programs = min(tiles, sm_count * shared)
+    if programs <= 0:
+        return 0.0
+    # the last tiles are the shortest: what they leave uneven is about half of one, and less of more of them
+    alone = longest / (schedule.ALONE * shared) if shared > 1 else longest
+    return float(max(work / programs + work / tiles * programs / tiles / 2, alone))
+
+
+def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
+    """Microseconds that a row's config for packed calls is expected to take; None: the row has no time."""
+    block = schedule.block_us(row)
+    if block is None:
+        return None
+    if row.config["RESCALE"] == "never":
+        block *= NEVER_GAIN.get(schedule.widest(problem), 1.0)
+    return LAUNCHES_US + block * busiest(problem, config, sm_count)
+
+
+def few_tiles_us(problem: Problem, row: Row, config: Config, gpu: Gpu) -> tuple[float, Config] | None:
+    """As ``schedule.few_tiles_us``, of packed tiles; ``config``: of the row. Of head dims in parts nothing was measured."""
+    few, block = schedule.for_few_tiles(problem.specialization, gpu.arch), schedule.block_us(row)
+    if few is None or few["IN_PARTS"] != "none" or block is None:
+        return None
+    size = few["BLOCK_M"] * few["BLOCK_N"] * fwd.programs(few) / (config["BLOCK_M"] * config["BLOCK_N"])
+    return FEW_COST * block * size * busiest(problem, few, gpu.sm_count) + LAUNCHES_US, few
+
+
+def best(
+    problem: Problem, served: tuple[Row, Config], others: Iterable[tuple[Row, Config]], gpu: Gpu
+) -> tuple[Row, Config]:
+    """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``few_tiles``, are
+    predicted to be faster. Pairs of a row and its config for packed calls."""
+
+    now = predicted_us(problem, *served, gpu.sm_count)
+    if now is None:
+        return served
+    form = window_schedule.form(served[1])
+    found = [
+        (time, row, config) for row, config in others
+        if window_schedule.form(config) != form and (time := predicted_us(problem, row, config, gpu.sm_count)) is not None
+    ]  # fmt: skip
+    if (few := few_tiles_us(problem, *served, gpu)) is not None:
+        found.append((few[0], served[0], few[1]))
+    least = min(found, key=lambda one: one[0], default=None)
+    return least[1:] if least is not None and least[0] < (1 - MARGIN) * now else served
+
+
+# ---- the backward
+
+
+def short(problem: Problem) -> bool:
+    """Whether sequences have few queries on average."""
+    return problem.seqlen_q < SHORT * problem.extent.given
+
+
+def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
+    """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands."""
+    if choice.config["BESIDE"] and short(problem):
+        choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
+    if problem.mask != CAUSAL:
+        return choice
+
+    def time(one: Choice) -> float:
+        parts = group_schedule.parts_of(problem, kernel, one, gpu)
+        return group_schedule.predicted_us(problem, kernel, one, gpu, parts)
+
+    own, now = choice.config["HEADS_PER_WAVE"], time(choice)
+    wanted = (1 - BAND_MARGIN) * now
+    # in whatever bands, the mean of all programs takes as long: most calls are done here
+    counts = group_parts.allowed(problem)
+    if min(group_schedule.predicted_us(problem, kernel, choice, gpu, parts, False) for parts in counts) >= wanted:
+        return choice
+    wider = (heads for heads in choice.variant.space.dimensions["HEADS_PER_WAVE"] if own < heads)
+    found = [replace(choice, config={**choice.config, "HEADS_PER_WAVE": heads}) for heads in wider]
+    times = [(time(one), one) for one in found]
+    least = min((each for each, _ in times), default=now)
+    if least >= wanted:
+        return choice
+    return next(one for each, one in times if each <= (1 + group_schedule.TIE) * least)

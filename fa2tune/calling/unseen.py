@@ -1,0 +1,100 @@
+"""Queries that see no key. Causal masks and windows are aligned at the bottom right, so with more queries than keys the first
+ones see none: their output and gradients are 0, their lse is -inf. Kernels compute them like others, a tile after the other.
+Where it takes less time, they are filled in, and the kernels get the queries behind them.
+
+Estimated by constants of an H200 from drawn calls, docs/experiments/schedule.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fa2tune.calling.empty import is_empty
+from fa2tune.calling.split_schedule import MEASURED_ON
+from fa2tune.gpus import Gpu
+from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import ITEMSIZE, Problem
+
+#: Microseconds that a tile of so many such rows takes in a forward: Q is loaded, and zeros are stored.
+BLIND_TILE, BLIND_TILE_US = 128, 4.5
+#: Elements that a backward reads and writes at least for an element of dq: q, o, do and dq, by the split kernels. The fused one
+#: moves o, do, dq and float32 sums twice, which is more.
+TRAFFIC = 4
+#: Share of the memory's bandwidth that this and fills reach; launches that are added, and microseconds of each.
+RATE, LAUNCHES, LAUNCH_US = 0.7, 4, 2.0
+#: What is saved must be so many times what is added, and more by so many microseconds: the host launches more.
+TIMES, MARGIN_US = 1.2, 15.0
+
+
+def count(problem: Problem) -> int:
+    """How many queries of a head, the first ones, see no key."""
+    right = 0 if problem.mask == CAUSAL else (problem.mask.window or (None, None))[1]
+    if right is None or problem.extent.ragged:
+        return 0
+    return max(0, problem.seqlen_q - problem.seqlen_k - right)
+
+
+def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
+    """How many of them are to be filled in instead of computed; 0: none. ``pass_``: "fwd" or "bwd"."""
+    rows = count(problem)
+    if not rows or gpu.arch not in MEASURED_ON or is_empty(problem):
+        return 0
+    heads, bandwidth = problem.batch * problem.heads_q, gpu.hbm_gbs * 1e3 * RATE  # bytes a microsecond
+    dim = problem.head_dim_v if pass_ == "fwd" else problem.head_dim
+    row = heads * dim * ITEMSIZE[problem.dtype]  # bytes, of all heads
+    computed = BLIND_TILE_US * heads * rows / BLIND_TILE / gpu.sm_count
+    saved = computed if pass_ == "fwd" else TRAFFIC * row * rows / bandwidth
+    added = row * (rows + 2 * (problem.seqlen_q - rows)) / bandwidth + LAUNCHES * LAUNCH_US
+    return rows if saved > max(TIMES * added, added + MARGIN_US) else 0
+
+
+def behind(problem: Problem, rows: int) -> Problem:
+    """The problem of the queries behind the first ``rows``."""
+    return replace(problem, seqlen_q=problem.seqlen_q - rows) if rows else problem
+
+
+class Forward:
+    """The plan of a forward whose first ``rows`` queries are filled in. ``inner``: (q, k, v) of the others -> (o, lse)."""
+
+    by_address = False
+
+    def __init__(self, problem: Problem, rows: int, softmax_scale: float, inner: Callable[..., Any]) -> None:
+        self.rows, self.inner = rows, inner
+        #: what a recorded forward reads of its plan
+        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
+        self.extent = problem.extent
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.rows
+        o = empty_ordered(q, v.shape[-1])
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+        o[:, :, :rows].zero_()
+        lse[..., :rows].zero_()  # of float32 inputs the second plane: what rounding left out
+        lse_of(lse)[..., :rows].fill_(float("-inf"))
+        o[:, :, rows:], lse[..., rows:] = self.inner(q[:, :, rows:], k, v)
+        return o, lse
+
+
+class Backward:
+    """The same of a backward. ``inner``: (do, dlse, q, k, v, o, lse) of the others -> (dq, dk, dv)."""
+
+    def __init__(self, rows: int, inner: Callable[..., Any]) -> None:
+        self.rows, self.inner = rows, inner
+
+    def __call__(
+        self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        rows = self.rows
+        behind_do, behind_q, behind_o = (tensor[:, :, rows:] for tensor in (do, q, o))
+        behind_dlse = None if dlse is None else dlse[..., rows:]
+        found, dk, dv = self.inner(behind_do, behind_dlse, behind_q, k, v, behind_o, lse[..., rows:].contiguous())
+        dq = empty_ordered(q, q.shape[3])
+        dq[:, :, :rows].zero_()
+        dq[:, :, rows:] = found
+        return dq, dk, dv

@@ -1,0 +1,249 @@
+"""Times of the fused Hopper backward by its schedule, and the form that dense calls get by them, against the records."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+from benchmark_scripts import BENCHMARKS
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, packed_schedule, serving
+from fa2tune.compiling.choice import BY_FORM, Choice
+from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
+from fa2tune.fleet import precompile
+from fa2tune.launching import group_parts
+from fa2tune.launching.launch import CaptureMiss
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Config, Problem
+
+H200 = gpus.named("h200")
+RUNS = json.loads(gzip.decompress((BENCHMARKS / "calls/random_calls.json.gz").read_bytes()))["runs"]
+SHAPE = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "mask")
+MASKS = {"full": FULL, "causal": CAUSAL}
+
+
+def posed(*shape: Any, dtype: str = "bf16") -> Problem:
+    """(batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, mask)."""
+    return Problem(dtype, *shape[:7], MASKS.get(shape[7], shape[7]))
+
+
+def square(batch: int, heads: int, seqlen: int, dim: int, mask: Mask = FULL) -> Problem:
+    return Problem("bf16", batch, heads, heads, seqlen, seqlen, dim, dim, mask)
+
+
+@cache
+def chosen(problem: Problem) -> Choice:
+    return choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]["bwd_fused"]
+
+
+def recorded(place: int) -> dict[str, tuple[Problem, Config, int, float]]:
+    """Of a drawing: name -> (call, config and parts that ran, microseconds), of the fused kernel."""
+    ran = {name: (call, call["bwd"].get("served", {})) for name, call in RUNS[place]["calls"].items()}
+    return {
+        name: (posed(*(call[one] for one in SHAPE)), served["config"], served["parts"], call["bwd"]["us"]["fa2tune"])
+        for name, (call, served) in ran.items() if "config" in served
+    }  # fmt: skip
+
+
+def off(calls: Iterable[tuple[Problem, Config, int, float]]) -> list[float]:
+    """Logarithms of predicted over recorded times."""
+    return [math.log(fused_schedule.predicted_us(one, config, H200, parts) / us) for one, config, parts, us in calls]
+
+
+def spread(errors: list[float]) -> float:
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
+
+
+def test_times_of_calls_that_were_not_fitted() -> None:
+    """The constants are fitted to every second call of the first drawing, the first among them, and to none of the second."""
+    first, second = list(recorded(0).values()), list(recorded(1).values())
+    fit, held_out = off(first[::2]), off([*first[1::2], *second])
+    assert (len(fit), len(held_out)) == (25, 30)
+    assert spread(fit) < 0.10 and spread(held_out) < 0.12
+    assert abs(sum(held_out) / len(held_out)) < 0.03
+
+
+def test_times_by_parts_of_query_groups() -> None:
+    record = json.loads((BENCHMARKS / "calls/group_parts.json").read_text("utf-8"))
+    errors = []
+    for case in record["parts"]:
+        batch, heads_q, heads_kv, seqlen, dim = case["shape"]
+        problem = Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim, CAUSAL)
+        if not case["deterministic"]:
+            errors += off((problem, chosen(problem).of_row.config, int(n), us) for n, us in case["us"].items())
+    assert len(errors) == 32 and spread(errors) < 0.08
+
+
+def test_times_in_parts_and_padded() -> None:
+    record = json.loads(gzip.decompress((BENCHMARKS / "calls/head_dims_bwd_tried.json.gz").read_bytes()))
+    errors = []
+    for call in record["calls"]:
+        batch, heads_q, heads_kv, seqlen, dim, dim_v = call["shape"]
+        mask = CAUSAL if call["causal"] else FULL
+        problem = Problem("bf16", batch, heads_q, heads_kv, seqlen, seqlen, dim, dim_v, mask)
+        for one in call["raced"]:
+            config = one["configs"].get("bwd_fused")
+            # of one head a wave and the order "ahead" the model knows nothing
+            if config and config["ORDER"] != "ahead" and config["HEADS_PER_WAVE"] > 1:
+                errors += off([(problem, config, 1, one["us"])])
+    assert len(errors) > 50 and spread(errors) < 0.10
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+def test_tuned_workloads_keep_their_rows_form(seqlen: int, mask: Mask, dim: int) -> None:
+    """Where rows are prepared and dQ is finished beside the rest, it was measured to be faster (docs/experiments)."""
+    problem = square(16384 // seqlen, 2048 // dim, seqlen, dim, mask)
+    choice = chosen(problem)
+    assert choice.otherwise is None and choice.row is not None
+    assert {name: choice.config[name] for name in choice.row.config} == dict(choice.row.config)
+    assert abs(off([(problem, choice.config, 1, choice.row.time_us or 0.0)])[0]) < 0.14
+    if choice.config["BESIDE"] and seqlen <= 2048:
+        alone = fused_schedule.predicted_us(problem, fused_schedule.apart(choice.config), H200)
+        assert 1.0 < alone / fused_schedule.predicted_us(problem, choice.config, H200) < 1.12
+
+
+def served(problem: Problem) -> str:
+    choice = chosen(problem)
+    if choice.otherwise is None:
+        return "row"
+    return "apart" if choice.config == fused_schedule.apart(choice.otherwise) else "halves"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "parts", "predicted"),
+    [
+        ("6 unequal", "halves", 1, 0.75),  # 290 queries: 5 blocks of 64, not 3 of 128
+        ("14 grouped", "row", 13, 0.80),  # 385 tiles of 39 heads for 126 multiprocessors
+        ("44 any", "apart", 1, 0.85),  # 390 tiles: 3 rounds of 132, not 4 of 125
+        ("68 any", "halves", 1, 0.85),
+        ("70 unequal", "halves", 1, 0.85),
+        ("82 V apart", "apart", 1, 0.90),  # 126 tiles: one round of 132, not two of 102
+        ("88 grouped", "halves", 31, 0.85),
+    ],
+)
+def test_calls_that_change(name: str, form: str, parts: int, predicted: float) -> None:
+    problem, config, before, _ = recorded(0)[name]
+    assert served(problem) == form
+    choice = chosen(problem)
+    assert choice.of_row.config == config and choice.of_row.otherwise is None
+    assert group_schedule.parts_of(problem, "bwd_fused", choice, H200) == parts
+    now = fused_schedule.predicted_us(problem, choice.config, H200, parts)
+    assert now < predicted * fused_schedule.predicted_us(problem, config, H200, before)
+
+
+def test_most_calls_keep_what_they_had() -> None:
+    """Where a call keeps its form, another number of parts is expected to be as fast at least."""
+    calls = {(place, name): call for place in (0, 1) for name, call in recorded(place).items()}
+    forms = {key: served(call[0]) for key, call in calls.items()}
+    assert sum(form != "row" for form in forms.values()) == 6
+    for key, (problem, config, before, _) in calls.items():
+        now = group_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
+        if forms[key] == "row" and now != before:
+            times = (fused_schedule.predicted_us(problem, config, H200, parts) for parts in (now, before))
+            assert next(times) < next(times), key
+
+
+@pytest.mark.parametrize("mask", [Mask("chunked", 256), band(256, 0)], ids=lambda mask: mask.name)
+def test_other_masks_and_packed_calls_are_left_alone(mask: Mask) -> None:
+    choice = chosen(square(13, 3, 1211, 64))
+    assert choice.otherwise is not None
+    own = choice.of_row
+    packed = Problem("bf16", 1, 3, 3, 1211, 1211, 64, 64, FULL, extent=Extent(RAGGED, 13, 0))
+    for other in (packed, square(13, 3, 1211, 64, mask)):
+        assert not fused_schedule.covers(own.variant, other)
+        assert fused_schedule.of_dense(other, own, H200) is own
+    assert packed_schedule.apart is fused_schedule.apart
+
+
+def test_the_bound_is_one() -> None:
+    for place in (0, 1):
+        for problem, config, _, _ in recorded(place).values():
+            for parts in group_parts.allowed(problem):
+                exact = fused_schedule.predicted_us(problem, config, H200, parts)
+                assert 0 < fused_schedule.predicted_us(problem, config, H200, parts, exact=False) <= exact * (1 + 1e-9)
+
+
+def test_no_call_with_nothing_to_do() -> None:
+    for shape in ((0, 3, 3, 128, 128), (2, 3, 3, 0, 128), (2, 3, 3, 128, 0)):
+        problem = Problem("bf16", *shape, 64, 64, FULL)
+        assert chosen(problem).otherwise is None
+
+
+def test_more_queries_than_keys_see_nothing() -> None:
+    assert fused_schedule._blocks(300, 100, CAUSAL, 64) == (2,)  # of 5 blocks the first 200 queries see no key
+    assert fused_schedule._blocks(100, 300, CAUSAL, 64) == (2, 2, 2)
+    assert fused_schedule._blocks(100, 300, CAUSAL, 32) == (4, 4, 3)
+    assert fused_schedule._blocks(300, 300, FULL, 128) == (3, 3, 3)
+
+
+def test_binaries_of_all_forms_are_made_ahead() -> None:
+    problem = square(13, 3, 1211, 64)
+    choice = chosen(problem)
+    found = [dict(config) for variant, config, _ in precompile._by_shape("bwd_fused", problem, choice, 90)
+             if variant is choice.variant]  # fmt: skip
+    own = choice.of_row.config
+    assert dict(own) in found and fused_schedule.apart(own) in found and fused_schedule.halves(own) in found
+
+
+@pytest.mark.parametrize("error", [CompileError("x"), NoTritonError("x"), HostTrouble("x"), OSError("x")], ids=repr)
+def test_a_form_that_cannot_be_had_gives_way_to_the_rows_own(error: Exception) -> None:
+    """Of the fused backward and of tiles for few queries: a file of binaries may have the row's config alone."""
+    few = choosing.Chooser(Problem("bf16", 1, 8, 8, 471, 471, 144, 144, CAUSAL), H200)
+    for chooser, choices in (
+        (few, {"fwd": few.choose("fwd")}),
+        (choosing.Chooser(square(13, 3, 1211, 64), H200), {"bwd_fused": chosen(square(13, 3, 1211, 64))}),
+    ):
+        formed = next(iter(choices.values()))
+        assert formed.otherwise is not None and formed.of_row.config != formed.config and not formed.of_row.few_tiles
+
+        def make(asked: Mapping[str, Choice], formed: Choice = formed) -> Choice:
+            found = next(iter(asked.values()))
+            if found.config == formed.config:
+                raise error
+            return found
+
+        assert dispatch._plan(chooser, choices, make) == formed.of_row
+
+
+def test_in_a_capture_the_rows_own_config_serves_where_it_alone_is_loaded() -> None:
+    chooser = choosing.Chooser(square(13, 3, 1211, 64), H200)
+
+    def make(strategy: str, choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
+        if any(choice.otherwise is not None for choice in choices.values()):
+            raise CaptureMiss("bwd_fused")
+        return choices
+
+    with pytest.raises(CaptureMiss):
+        dispatch._backward_plan(chooser, False, make)
+    assert dispatch._backward_plan(chooser, False, make, own=True) == {"bwd_fused": chosen(chooser.problem).of_row}
+
+
+def test_explain_names_the_config_that_serves_where_the_form_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = square(13, 3, 1211, 64)
+    formed = chosen(problem)
+
+    class Runs(serving._Runs):
+        def __init__(self, needed: Iterable[Any], *rest: Any) -> None:
+            needed = list(needed)
+            super().__init__(needed, *rest)
+            self.lacking = "no file" if any(config == formed.config for _, config, _ in needed) else ""
+
+    found = serving.explain_problem(problem, H200)
+    assert found.kernels[-1].config == formed.config
+    assert (found.kernels[-1].status, formed.step) == ("estimated", BY_FORM)
+    assert found.as_dict()["kernels"][-1]["otherwise"]["config"]["BESIDE"]
+    assert "bwd_fused: alone on the GPU, not as the row has it" in str(found)
+    assert "not as the row" not in str(serving.explain_problem(square(8, 32, 2048, 64), H200))
+    assert "bwd_fused: in blocks of 64 queries, alone" in str(serving.explain_problem(recorded(0)["68 any"][0], H200))
+    monkeypatch.setattr(serving, "_Runs", Runs)
+    last = serving.explain_problem(problem, H200).kernels[-1]
+    assert last.config == formed.of_row.config and not last.lacking

@@ -1,0 +1,77 @@
+"""Queries that see no key: how many there are, when they are filled in, and what explain says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fa2tune import gpus
+from fa2tune.calling import serving, unseen
+from fa2tune.spec.extent import Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import BACKWARD, Problem
+
+H200, A100 = gpus.named("h200"), gpus.named("a100")
+LONG = Problem("bf16", 24, 1, 1, 11465, 142, 56, 56, CAUSAL)
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (9, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, FULL, band(2, 0), band(1, 3), band(None, 2), band(3, None), Mask("chunked", 2)], ids=str
+)
+def test_they_are_those_that_the_mask_shows_nothing(lengths, mask):
+    queries, keys = lengths
+    problem = Problem("bf16", 1, 1, 1, queries, keys, 64, 64, mask.fitted(queries, keys))
+    shown = problem.mask.visible(torch.arange(queries)[:, None], torch.arange(keys), queries, keys)
+    blind = (~shown.expand(queries, keys).any(1)).tolist()
+    rows = unseen.count(problem)
+    assert all(blind[:rows])
+    if mask.name in ("causal", "full") or mask.window:
+        assert not any(blind[rows:])
+
+
+def test_what_is_left_is_the_same_problem_of_fewer_queries():
+    rows = unseen.count(LONG)
+    assert unseen.behind(LONG, rows) == replace(LONG, seqlen_q=142) and unseen.count(unseen.behind(LONG, rows)) == 0
+    assert unseen.behind(LONG, 0) is LONG
+
+
+def test_when_they_are_filled_in():
+    """The first three are calls that were timed (random_calls.json.gz): 57.9, 566.5 and 917.6 us forward, 75, 1533, 2947
+    backward."""
+    for problem, forward, backward in (
+        (LONG, True, True),
+        (Problem("bf16", 5, 69, 69, 5102, 772, 184, 184, CAUSAL), True, True),
+        (Problem("bf16", 20, 47, 47, 2120, 969, 144, 144, CAUSAL), False, True),
+        (Problem("bf16", 7, 25, 25, 545, 234, 64, 64, CAUSAL), False, False),
+        (replace(LONG, mask=FULL), False, False), (replace(LONG, seqlen_k=0), False, False),
+        (replace(LONG, extent=Extent("ragged", 4)), False, False),
+    ):  # fmt: skip
+        found = [bool(unseen.filled_in(problem, H200, pass_)) for pass_ in ("fwd", BACKWARD)]
+        assert found == [forward, backward], problem
+        assert not unseen.filled_in(problem, A100, BACKWARD)
+
+
+def test_what_a_backward_saves_is_what_its_record_says():
+    """Of the split kernels' record, 2947 and 1533 us, the rest is what benchmarks/dense_backwards.py --split predicts of the
+    queries that see a key: 2585 and 834 us."""
+    for problem, saved in (
+        (Problem("bf16", 20, 47, 47, 2120, 969, 144, 144, CAUSAL), 2947 - 2585),
+        (Problem("bf16", 5, 69, 69, 5102, 772, 184, 184, CAUSAL), 1533 - 834),
+    ):
+        moved = unseen.TRAFFIC * 2 * problem.batch * problem.heads_q * problem.head_dim * unseen.count(problem)
+        assert 0.8 < moved / (H200.hbm_gbs * 1e3 * unseen.RATE) / saved < 1.1
+
+
+def test_explain_says_so_and_names_what_serves_the_others():
+    found = serving.explain_problem(LONG, H200)
+    assert "The first 11323 queries see no key: filled in by the forward and the backward" in str(found)
+    others = serving.explain_problem(unseen.behind(LONG, 11323), H200)
+    assert [one.config for one in found.kernels] == [one.config for one in others.kernels]
+    assert {one["filled_in"] for one in found.as_dict()["kernels"]} == {11323}
+    bare = serving.explain_problem(LONG, H200, among=())
+    assert f"--seqlen {unseen.behind(LONG, 11323).bucket}" in bare.next, bare.next
+    assert "see no key" not in str(serving.explain_problem(replace(LONG, seqlen_k=11465), H200))
+    assert serving.served_by(LONG, H200, True) == serving.served_by(unseen.behind(LONG, 11323), H200, True)
