@@ -90,6 +90,12 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
+def flat(mask: torch.Tensor) -> torch.Tensor:
+    """(batch, 1, 1, length) as (batch, length), one tensor for all layers of a model."""
+    found: torch.Tensor = _remembered(mask, "flat", lambda: mask[:, 0, 0].clone())  # a view would keep it alive
+    return found
+
+
 def _offsets(call: str, name: str, asked: Any) -> torch.Tensor:
     """int32. TypeError, ValueError: no tensor, or a DTensor that is divided."""
     arguments.check_dense(f"{call}: {name}", asked)

@@ -2,6 +2,8 @@
 
 They still ask the named implementation for a mask, and would read ``mask``'s (batch, length) as one of scores, or None as one
 that hides nothing: their results would be wrong, silently.
+
+And those that choose keys by scores of their own (DeepSeek V3.2, Doge), of which a mask has to have 4 dimensions.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ from typing import Any
 
 import torch
 
+from fa2tune.spec.combinations import LACKING
+
 MODELS = "transformers.models."
 #: What a file of a model imports to look an implementation up.
 LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"
+#: In the configuration of a model that chooses keys: how many.
+CHOSEN = ("index_topk", "keep_window_size")
 
 
 @torch.compiler.assume_constant_result
@@ -30,7 +36,14 @@ def _attends_by_itself(module: str, name: str) -> bool:
 
 
 def refuse(name: str, config: Any) -> None:
-    """NotImplementedError: the model of this configuration attends by itself."""
+    """NotImplementedError: the model of this configuration attends by itself, or chooses keys."""
+    for setting in CHOSEN:
+        if asked := getattr(getattr(config, "text_config", config), setting, None):
+            raise NotImplementedError(
+                f"{name}: {setting}: got {asked!r:.80} in the configuration of a model of type "
+                f"{getattr(config, 'model_type', None)!r}, allowed are models without it: fa2tune does not support "
+                f"{LACKING['indices'].what}"
+            )
     if config is None or not _attends_by_itself(type(config).__module__, type(config).__name__):
         return
     raise NotImplementedError(

@@ -28,18 +28,20 @@ def varlen_attn(
     num_splits: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """query (total_q, heads, head_dim), key and value (total_k, heads, head_dim), cu_seq int32 -> out, like query; with
-    ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. key and value
-    may have fewer heads than query, whatever ``enable_gqa`` says. seqused_k: (sequences,) int32, how many keys of each sequence
+    ``return_aux.lse`` (out, lse). window_size: (left, right), a negative side is unbounded, (-1, 0) is causal. With
+    ``enable_gqa`` key and value may have fewer heads than query. seqused_k: (sequences,) int32, how many keys of each sequence
     are used.
 
     Raises:
         NotImplementedError: block_table or num_splits above 1.
-        TypeError, ValueError: as ``fa2tune.attention_varlen``; cu_seq_k is None, which goes with a block_table.
+        TypeError, ValueError: as ``fa2tune.attention_varlen``; cu_seq_k is None, which goes with a block_table; fewer heads of
+            key and value without enable_gqa.
     """
     call = "varlen_attn"
     terms.refuse_absent(call, block_table=block_table, num_splits=num_splits)
     if cu_seq_k is None:
         raise ValueError(f"{call}: cu_seq_k: got None, must be a tensor, (sequences + 1,) int32")
+    _check_heads(call, query, key, enable_gqa)
     cu_seq_q, cu_seq_k, seqused_k = (
         distributed.whole(f"{call}: {name}", tensor)
         for name, tensor in {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k, "seqused_k": seqused_k}.items()
@@ -59,6 +61,20 @@ def varlen_attn(
         terms.rename(error, _NAMES)
         raise
     return (out, lse) if return_lse else out
+
+
+def _check_heads(call: str, query: Any, key: Any, enable_gqa: Any) -> None:
+    """ValueError: another number of heads of the keys, which torch takes as a mistake without ``enable_gqa``."""
+    if terms.asked_for(call, "enable_gqa", enable_gqa) or not (_is_packed(query) and _is_packed(key)):
+        return  # what is no packed tensor is refused by name later
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"{call}: key: got {key.shape[1]} heads, must be the {query.shape[1]} of query, or fewer with enable_gqa=True"
+        )
+
+
+def _is_packed(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.dim() == 3
 
 
 def varlen_attn_out(

@@ -145,13 +145,40 @@ def mask(
     **rest: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the
-    documents of packed tokens; the last key is that of the last query. ``attention_mask``: (batch, length) bool, True is a
-    token.
+    documents of packed tokens; the last key is that of the last query. For a model that keeps a mask's last queries by itself,
+    (batch, 1, 1, length). ``attention_mask``: (batch, length) bool, True is a token.
 
     Raises:
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
             an attention_mask, or with one as long as the cache, while a graph is made; a model that attends by itself.
     """
+    found = _numbers(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device, **rest
+    )
+    return found[:, None, None] if found is not None and _slices(rest.get("config")) else found
+
+
+def _slices(config: Any) -> bool:
+    """Whether a model indexes its masks as (batch, 1, queries, keys): Gemma 4, whose last layers share keys, does from
+    Transformers 5.24 on, to compute no more than the last query there."""
+    return bool(getattr(getattr(config, "text_config", config), "num_kv_shared_layers", 0))
+
+
+def _flat(attention_mask: Any, module: torch.nn.Module) -> Any:
+    """What ``mask`` gave, (batch, length)."""
+    four = (
+        isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1:3] == (1, 1)
+    )
+    if four and attention_mask.dtype in (torch.bool, torch.int32) and _slices(getattr(module, "config", None)):
+        return documents.flat(attention_mask)
+    return attention_mask
+
+
+def _numbers(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: int,
+    mask_function: Callable[..., Any] | None, attention_mask: torch.Tensor | None, device: Any, **rest: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """``mask``, (batch, length)."""
     own_attention.refuse(NAME, rest.get("config"))
     if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
@@ -244,7 +271,8 @@ def forward(
     attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, cache: Any = None,
-    output_attentions: bool | None = None, deterministic: bool | None = None,
+    output_attentions: bool | None = None, deterministic: bool | None = None, sinks: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None, block_indices: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, max_length_q: Any = None,
     max_length_k: Any = None, **rest: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -262,12 +290,16 @@ def forward(
         position_bias=position_bias,
         cache=cache,
         output_attentions=output_attentions,
+        sinks=sinks,
+        indices=indices,
+        block_indices=block_indices,
     )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = (
         terms.asked_for(NAME, "is_causal", causal)
         and getattr(getattr(module, "config", None), "is_causal", True) is not False
     )
+    attention_mask = _flat(attention_mask, module)
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(

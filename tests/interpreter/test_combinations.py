@@ -12,12 +12,13 @@ import fa2tune
 from fa2tune.measuring import reference
 from fa2tune.spec import combinations
 from fa2tune.spec.mask import Mask, mask_of
-from fa2tune.spec.score import score_of
+from fa2tune.spec.score import Score, score_of
 
 LENGTHS = (7, 11)  #: of queries; keys are 2 more
 OPTIONS = {
     "causal": {"causal": True}, "window": {"window": (4, 2)}, "mask": {"mask": Mask("chunked", 4)},
-    "softcap": {"softcap": 2.0}, "layout": {"layout": "bshd"}, "deterministic": {"deterministic": True},
+    "softcap": {"softcap": 2.0}, "score": {"score": Score("softcap", 2.0)}, "layout": {"layout": "bshd"},
+    "deterministic": {"deterministic": True},
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def found(asked, q, k, v):
     """(o (total, heads, dim), lse (heads, total)) of the public call, of one sequence for each or of packed ones."""
     options = {name: value for one in asked for name, value in OPTIONS.get(one, {}).items()}
     packed = {"packed sequences", "used lengths"} & set(asked)
+    torch._dynamo.reset()  # it keeps a few graphs of a function
     call = fa2tune.attention_varlen if packed else fa2tune.attention
     run = torch.compile(call, fullgraph=True, backend="eager") if "torch.compile" in asked else call
     if packed:
@@ -58,7 +60,7 @@ def wanted(asked, q, k, v):
     given = {name: value for one in asked for name, value in OPTIONS.get(one, {}).items()}
     mask, score = (
         mask_of(given.get("causal", False), given.get("window"), given.get("mask")),
-        score_of(given.get("softcap")),
+        score_of(given.get("softcap"), given.get("score")),
     )
     packed = {"packed sequences", "used lengths"} & set(asked)
     of_q, of_k = (LENGTHS, [length + 2 for length in LENGTHS]) if packed else ([len(q)], [len(k)])
@@ -74,7 +76,7 @@ def wanted(asked, q, k, v):
 
 def results(call, asked, q, k, v):
     o, lse = call(asked, q, k, v)
-    if not {"lse", "deterministic", "softcap"} & set(asked):  # other files have gradients of all
+    if not {"lse", "deterministic", "softcap", "score"} & set(asked):  # other files have gradients of all
         return o, lse
     loss = o.double().square().sum() + (lse[lse.isfinite()].double().sum() if "lse" in asked else 0.0)
     return o, lse, *torch.autograd.grad(loss, (q, k, v))

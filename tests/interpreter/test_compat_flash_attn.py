@@ -108,8 +108,9 @@ def test_varlen_in_all_three_libraries():
     out, lse = flash_attn_4.flash_attn_varlen_func(*common[:3], None, *common[3:], causal=True)
     close(out, right)
     assert (lse == -torch.inf).sum() == 4
-    close(torch_varlen.varlen_attn(*common, 5, 6, window_size=(-1, 0)), right)
-    out, lse = torch_varlen.varlen_attn(*common, 5, 6, return_aux=SimpleNamespace(lse=True), window_size=(-1, 0))
+    causal = {"window_size": (-1, 0), "enable_gqa": True}
+    close(torch_varlen.varlen_attn(*common, 5, 6, **causal), right)
+    out, lse = torch_varlen.varlen_attn(*common, 5, 6, return_aux=SimpleNamespace(lse=True), **causal)
     assert lse.shape == (2, 9) and (lse == -torch.inf).sum() == 4
 
 
@@ -160,7 +161,7 @@ def test_wrong_tensors_are_named():
     starts = torch.tensor([0, 9], dtype=torch.int32)
     for call in (
         flash_attn.flash_attn_func,
-        lambda *t: torch_varlen.varlen_attn(*(x[0] for x in t), starts, starts, 9, 9),
+        lambda *t: torch_varlen.varlen_attn(*(x[0] for x in t), starts, starts, 9, 9, enable_gqa=True),
     ):
         with pytest.raises(ValueError, match=r"k(ey)?: got head dim 14, q(uery)? has 13"):  # both would be padded to 16
             call(q[..., :13], k[..., :14], v)
@@ -178,7 +179,7 @@ def test_deterministic_asks_for_it_and_nothing_follows_torch(monkeypatch):
 
 
 def test_varlen_attn_into_a_tensor_that_is_there():
-    q, k, v = (t[0].requires_grad_() for t in tensors(9, 12))
+    q, k, v = (t[0].requires_grad_() for t in tensors(9, 12, heads=(2, 2)))
     starts = [torch.tensor([0, len(t)], dtype=torch.int32) for t in (q, k)]
     sequences = q, k, v, *starts, 9, 12
     aux, out = SimpleNamespace(lse=True), torch.empty(9, 2, 16, dtype=torch.float16)
@@ -191,6 +192,18 @@ def test_varlen_attn_into_a_tensor_that_is_there():
             torch_varlen.varlen_attn_out(wrong, *sequences)
     with pytest.raises(ValueError, match="varlen_attn: cu_seq_k: got None, must be a tensor"):
         torch_varlen.varlen_attn(q, k, v, starts[0], None, 9, 12)
+
+
+def test_varlen_attn_takes_fewer_heads_of_keys_where_it_is_told_to():
+    q, k, v = (t[0] for t in tensors(9, 12))
+    starts = [torch.tensor([0, len(t)], dtype=torch.int32) for t in (q, k)]
+    out = torch_varlen.varlen_attn(q, k, v, *starts, 9, 12, enable_gqa=True)
+    close(out, expected(q[None], k[None], v[None])[0][0])
+    into = torch.empty_like(q)
+    assert torch.equal(torch_varlen.varlen_attn_out(into, q, k, v, *starts, 9, 12, enable_gqa=True), out)
+    for call in (torch_varlen.varlen_attn, lambda *given: torch_varlen.varlen_attn_out(into, *given)):
+        with pytest.raises(ValueError, match="key: got 1 heads, must be the 2 of query, or fewer with enable_gqa=True"):
+            call(q, k, v, *starts, 9, 12)
 
 
 @pytest.mark.parametrize("dim", [16, 12])
@@ -208,7 +221,7 @@ def test_lse_is_asked_for_where_it_is_returned_and_only_padded_outputs_are_cut(m
 
     for name in ("attention", "attention_varlen"):
         monkeypatch.setattr(terms, name, spied(getattr(terms, name)))
-    q, k, v = tensors(dim=dim)
+    q, k, v = tensors(heads=(2, 2), dim=dim)
     starts = [torch.tensor([0, len(t[0])], dtype=torch.int32) for t in (q, k)]
     sequences = q[0], k[0], v[0], *starts, 9, 12
     aux = SimpleNamespace(lse=True)

@@ -128,6 +128,29 @@ def test_generate_from_padded_prompts(cache):
         assert torch.equal(model("llama", "fa2tune").eval().generate(ids(), **options), right)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_a_model_that_keeps_the_last_query_of_its_masks(cache):
+    """Gemma 4, whose last layers take keys of layers before them."""
+    shared = transformers.Gemma4TextConfig(
+        **{**SMALL, "num_hidden_layers": 3}, num_key_value_heads=1, head_dim=16, global_head_dim=16, sliding_window=4,
+        vocab_size_per_layer_input=61, hidden_size_per_layer_input=8, num_kv_shared_layers=1, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    )  # fmt: skip
+    options = {"attention_mask": padding("left"), "max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    options |= {"cache_implementation": cache, "disable_compile": True} if cache else {}
+    found = []
+    for implementation in ("fa2tune", "eager"):
+        torch.manual_seed(0)
+        one = transformers.AutoModelForCausalLM.from_config(shared, attn_implementation=implementation).eval()
+        found.append(one.generate(ids(), **options))
+    assert torch.equal(*found)
+    keys = compat.mask(2, TOKENS, TOKENS, attention_mask=padding("left").bool(), config=shared)
+    assert keys.shape == (2, 1, 1, TOKENS)
+    q = torch.randn(2, 2, TOKENS, 16)
+    with pytest.raises(NotImplementedError, match=r"attention_mask: got Tensor of shape \(2, 1, 1, 12\)"):
+        compat.forward(torch.nn.Module(), q, q, q, keys)
+
+
 def decoded(implementation, tokens, seen, steps):
     """Logits of a prompt and of a token at a time behind it, in a static cache as long as the mask ``seen``."""
     one = model("llama", implementation).eval()
@@ -256,6 +279,22 @@ def test_models_that_attend_by_themselves_are_refused_by_name():
             torch.compile(one, fullgraph=True, backend="eager")(input_ids=ids(), use_cache=False)
 
 
+def test_models_that_choose_keys_are_refused_by_name():
+    """They index a mask as one of 4 dimensions, also where there is none."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+              "index_n_heads": 2, "index_head_dim": 16}  # fmt: skip
+    for config, setting in (
+        (transformers.DeepseekV32Config(**SMALL, **latent, index_topk=4, first_k_dense_replace=1), "index_topk: got 4"),
+        (transformers.DogeConfig(**SMALL), "keep_window_size: got 2048"),
+    ):
+        one = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="fa2tune")
+        for seen in (None, padding("left")):
+            with pytest.raises(
+                NotImplementedError, match=f"fa2tune: {setting} in the configuration of a model of type"
+            ):
+                one(input_ids=ids(), attention_mask=seen)
+
+
 def test_masks_that_there_are_not_are_refused_by_name():
     left = torch.zeros(1, dtype=torch.long)
     for function, what in (
@@ -272,7 +311,8 @@ def test_masks_that_there_are_not_are_refused_by_name():
 def test_what_a_model_may_ask_for_and_there_is_not_is_refused_by_name():
     q = torch.randn(1, 2, 8, 16)
     for name, value in (("dropout", 0.1), ("s_aux", torch.zeros(2)), ("position_bias", torch.zeros(1, 2, 8, 8)),
-                        ("cache", object()), ("output_attentions", True)):  # fmt: skip
+                        ("cache", object()), ("output_attentions", True), ("sinks", torch.zeros(1, 2, 8, 1)),
+                        ("indices", torch.zeros(1, 8, 2)), ("block_indices", torch.zeros(1, 2, 8, 2))):  # fmt: skip
         with pytest.raises(NotImplementedError, match=f"fa2tune: {name}: got .* allowed is"):
             compat.forward(torch.nn.Module(), q, q, q, None, **{name: value})
     with pytest.raises(NotImplementedError, match=r"attention_mask: got Tensor of shape \(1, 1, 8, 8\)"):

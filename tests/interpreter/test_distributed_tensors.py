@@ -146,7 +146,8 @@ HANDED_ON = {
         )[0],
     ),
     "varlen_attn: cu_seq_q": (
-        int32(*OFFSETS), lambda one, q, k, v: torch_varlen.varlen_attn(q, k, v, one, int32(*OFFSETS), 5, 5),
+        int32(*OFFSETS),
+        lambda one, q, k, v: torch_varlen.varlen_attn(q, k, v, one, int32(*OFFSETS), 5, 5, enable_gqa=True),
     ),
 }  # fmt: skip
 IN_BATCHES = {
@@ -240,4 +241,4 @@ def test_lengths_of_the_longest_and_offsets_of_documents(mesh):
     assert not fa2tune.is_supported(q, k, v, cu_seqlens_q=spread(int32(*OFFSETS), mesh, Shard(0)))
     with pytest.raises(TypeError, match="out: got DTensor, must be a Tensor as query is"):
         out = spread(q, mesh, Replicate())
-        torch_varlen.varlen_attn_out(out, q, k, v, int32(*OFFSETS), int32(*OFFSETS), 5, 5)
+        torch_varlen.varlen_attn_out(out, q, k, v, int32(*OFFSETS), int32(*OFFSETS), 5, 5, enable_gqa=True)

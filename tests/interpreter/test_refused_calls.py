@@ -59,6 +59,15 @@ REFUSED = {
     "varlen_attn: key: got head dim 24, query has 16": lambda: varlen(key=torch.zeros(9, 2, 24)),
     "key: got dtype torch.float16, query has torch.float32": lambda: varlen(key=PACKED.half()),
     "is_causal: got 'causal', allowed": lambda: varlen(is_causal="causal"),
+    "varlen_attn: key: got 1 heads, must be the 2 of query, or fewer with enable_gqa=True": lambda: varlen(
+        key=torch.zeros(9, 1, 16)
+    ),
+    "query: got 2 heads, must be a multiple of the 3 heads": lambda: varlen(key=torch.zeros(9, 3, 16), enable_gqa=True),
+    "varlen_attn: enable_gqa: got 'x', allowed": lambda: varlen(enable_gqa="x"),
+    "flash_attn_varlen_func: cu_seqlens_k: got NoneType, must be": lambda: flash_attn.flash_attn_varlen_func(
+        PACKED, PACKED, PACKED, OFFSETS, None, 5, 5
+    ),
+    "flash_attn_varlen_qkvpacked_func: cu_seqlens: got NoneType, must be": lambda: stacked(cu_seqlens=None),
     "cu_seqlens: got list, must be": lambda: stacked(cu_seqlens=[0, 9]),
     "max_seqlen: got -3, must be": lambda: stacked(max_seqlen=-3),
     "cu_seq_lens_q: got shape (1, 3), must have 1": lambda: layer(cu_seq_lens_q=OFFSETS[None]),
@@ -104,10 +113,11 @@ def test_the_argument_is_named(said):
     assert str(caught.value).startswith(said)
 
 
-def test_a_window_of_other_integers_and_a_switch_of_numpy_are_taken():
+def test_integers_switches_and_scales_of_numpy_are_taken():
     numpy = pytest.importorskip("numpy")
     want = dense(window_size=(3, 0))
     assert torch.equal(dense(window_size=[numpy.int64(3), numpy.int32(0)], deterministic=numpy.bool_(True)), want)
+    assert torch.equal(dense(softmax_scale=numpy.float32(0.5)), dense(softmax_scale=0.5))
     assert torch.equal(dense(window_size=(-1, 99)), dense()) and torch.equal(dense(window_size=(None, None)), dense())
     with pytest.raises(TypeError, match=r"window_size: got \(-1.0, -1.0\)"):
         dense(window_size=(-1.0, -1.0))

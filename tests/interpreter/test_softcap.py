@@ -131,7 +131,7 @@ def test_kernels_without_the_hooks_leave_it_to_the_portable_ones(monkeypatch):
     }  # fmt: skip
     found = serving.explain_problem(asked, h200, present=False)
     assert found.status == explanation.NEAR and "tuned without a soft cap" in found.verdict
-    assert found.as_dict()["problem"]["score"] == "softcap 50" == str(Score("softcap", (50.0,)))
+    assert found.as_dict()["problem"]["score"] == "softcap 50" == str(Score("softcap", 50.0))
 
 
 @pytest.mark.parametrize("flag", [True, False])

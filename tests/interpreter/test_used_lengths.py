@@ -106,8 +106,7 @@ def test_the_drop_ins_take_them(call):
         q, k, v, None, of_q, of_k, seqused_q=used_q, seqused_k=used_k, causal=True
     )
     torch.testing.assert_close(out, want)
-    k, v = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
-    out = torch_varlen.varlen_attn(q.nan_to_num(), k, v, of_q, of_k, 33, 70, seqused_k=used_k)
+    out = torch_varlen.varlen_attn(q.nan_to_num(), k, v, of_q, of_k, 33, 70, seqused_k=used_k, enable_gqa=True)
     want = fa2tune.attention_varlen(q.nan_to_num(), k, v, of_q, of_k, seqused_k=used_k)
     torch.testing.assert_close(out, want)
 
