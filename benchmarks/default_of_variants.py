@@ -1,14 +1,17 @@
 """Times the portable default config against the warp-specialised default config, for calls that no row serves.
 
     python benchmarks/default_of_variants.py [--seconds 600]
+    python benchmarks/default_of_variants.py --wider          # against the rows of head dim 64, for head dims 16 and 32
 
 Head dims 16 to 256, both masks, three lengths at 16k tokens, bf16: the forward, and the deterministic backward (split),
 each with either default, interleaved on a warm GPU with a cold L2. Prints the portable time divided by the other: above 1,
-the warp-specialised default is faster. The choices in fa2tune/calling/defaults.py are based on it. Needs a Hopper GPU.
+the warp-specialised default is faster. The choices in fa2tune/calling/defaults.py are based on it. With --wider the other is
+what a call gets (rows of wider head dims), and the backward may be the fused one. Needs a Hopper GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from typing import Any
 
 import click
 
+from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.defaults import variant_default
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
@@ -26,6 +30,7 @@ from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES
 
 DIMS = ((16, 16), (32, 32), (48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+NARROW = ((16, 16), (32, 32))  #: of --wider
 LENGTHS = (512, 2048, 8192)
 
 
@@ -51,6 +56,19 @@ def pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:
                     yield key.with_(kernel=BACKWARD), portable, other
 
 
+def wider_pairs(gpu: Gpu) -> Iterator[tuple[TuningKey, Any, Any]]:
+    """(key, portable default, what serves a call), as measure.race takes them."""
+    for dims, mask, length in itertools.product(NARROW, ROW_MASKS, LENGTHS):
+        key = TuningKey(gpu.name, gpu.sm_count, gpu.arch, "fwd", "bf16", "ieee", *dims, mask, length)
+        chooser = Chooser(key.workload(), gpu)
+        yield key, chooser.portable_default("fwd").config, chooser.choose("fwd").config
+        strategy, choices = choose_backward(chooser, deterministic=False)
+        portable = {kernel: chooser.portable_default(kernel).config for kernel in STRATEGIES[SPLIT]}
+        served = {kernel: choice.config for kernel, choice in choices.items()}
+        default = {"strategy": SPLIT, "configs": portable}
+        yield key.with_(kernel=BACKWARD), default, {"strategy": strategy, "configs": served}
+
+
 def _compile(key: TuningKey, kernel: str, config: Any) -> None:
     compiler.compile_kernel(registry.variant_of(kernel, config), key.specialization(), config, key.arch)
 
@@ -58,17 +76,18 @@ def _compile(key: TuningKey, kernel: str, config: Any) -> None:
 @click.command(help=__doc__)
 @click.option("--seconds", type=float, default=600.0, show_default=True, help="Start no race after this time.")
 @click.option("--workers", type=int, default=16, show_default=True, help="Compiles at a time.")
-def main(seconds: float, workers: int) -> None:
+@click.option("--wider", is_flag=True, help="Against the rows that serve narrow head dims.")
+def main(seconds: float, workers: int, wider: bool) -> None:
     from fa2tune import gpus
     from fa2tune.measuring import measure
 
     gpu = gpus.present()
     if gpu is None:
         raise click.ClickException("needs a CUDA GPU that torch can use")
-    begun, found = time.monotonic(), list(pairs(gpu))
+    begun, found = time.monotonic(), list((wider_pairs if wider else pairs)(gpu))
     jobs = [
         (key, kernel, config)
-        for key, *both in found if key.bucket == LENGTHS[0]
+        for key, *both in found if wider or key.bucket == LENGTHS[0]
         for one in both for kernel, config in (one["configs"] if "strategy" in one else {"fwd": one}).items()
     ]  # fmt: skip
     with ProcessPoolExecutor(workers) as pool:

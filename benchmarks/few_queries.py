@@ -2,14 +2,17 @@
 
     python benchmarks/few_queries.py --out benchmarks/calls/few_queries.json
     python benchmarks/few_queries.py --tiles --out benchmarks/calls/few_queries_tiles.json
+    python benchmarks/few_queries.py --hopper --out benchmarks/calls/few_queries_hopper.json
 
 Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt, short
 prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers of
 parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers of
-parts. cuDNN and FlashAttention-2 come from torch's SDPA; where the mask is causal and there are several queries, the latter
-aligns it at the bottom right and cuDNN is left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved
-in random order; medians of seven bursts. Every result is first compared with float32 attention; memory that is allocated is
-filled with NaN. Binaries that Triton's cache lacks are compiled first.
+parts. With --hopper: chunks of a prompt, and other calls of few tiles, by the warp-specialised kernel that splits keys
+(kernels/sm90/fwd_split.py), beside the fastest split of the portable one as it is estimated. cuDNN and FlashAttention-2 come
+from torch's SDPA; where the mask is causal and there are several queries, the latter aligns it at the bottom right and cuDNN is
+left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order; medians of seven bursts.
+Every result is first compared with float32 attention; memory that is allocated is filled with NaN. Binaries that Triton's cache
+lacks are compiled first.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa2tune.calling import choosing, dispatch, split_schedule
-from fa2tune.compiling import compiler, registry
+from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference
 from fa2tune.search_spaces.portable import fwd_split
+from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.variant import Variant
 
 #: name -> (batch, query heads, key heads, queries, keys, head dim, mask)
 CALLS = {
@@ -63,6 +68,20 @@ CALLS = {
     "prompt of 512": (1, 32, 8, 512, 512, 128, CAUSAL),
     "prompt of 777": (1, 32, 8, 777, 777, 128, CAUSAL),
 }
+#: Of few tiles: 64 to 1024 queries, 4k to 32k keys, 1 to 38 heads, groups of 1, 4 and 8.
+HOPPER_CALLS = {
+    f"{queries} queries, {b} x {keys // 1024}k, {hq} / {hk} heads, head dim {dim}, {mask}": (
+        b, hq, hk, queries, keys, dim, mask
+    )
+    for b, hq, hk, queries, keys, dim, mask in (
+        (1, 32, 8, 256, 32768, 128, CAUSAL), (1, 32, 8, 128, 32768, 128, CAUSAL), (1, 32, 8, 64, 16384, 128, CAUSAL),
+        (1, 32, 8, 512, 32768, 128, CAUSAL), (1, 32, 8, 1024, 8192, 128, CAUSAL), (1, 32, 8, 256, 8192, 128, CAUSAL),
+        (2, 32, 8, 256, 16384, 128, CAUSAL), (1, 64, 8, 256, 4096, 128, CAUSAL), (1, 8, 1, 512, 16384, 128, FULL),
+        (1, 38, 38, 84, 18106, 200, FULL), (1, 3, 3, 1024, 32768, 64, FULL), (1, 32, 8, 256, 32768, 64, CAUSAL),
+        (1, 1, 1, 1024, 32768, 128, FULL), (1, 16, 2, 256, 16384, 192, CAUSAL), (1, 16, 16, 256, 16384, 256, FULL),
+        (1, 3, 3, 4096, 4096, 128, FULL),
+    )
+}  # fmt: skip
 #: Of these other tiles are tried.
 TILES = (
     "decode 1 x 8k", "decode 8 x 8k", "decode 64 x 2k, 8 / 1 heads", "8 queries, 8 x 8k", "64 queries, 1 x 16k",
@@ -77,11 +96,15 @@ Calls = dict[str, Callable[[], torch.Tensor]]
 
 
 def posed(name: str) -> Problem:
-    batch, heads_q, heads_kv, queries, keys, dim, mask = CALLS[name]
+    batch, heads_q, heads_kv, queries, keys, dim, mask = (CALLS | HOPPER_CALLS)[name]
     return Problem("bf16", batch, heads_q, heads_kv, queries, keys, dim, dim, mask)
 
 
 def label(config: Config) -> str:
+    if key_splits.splitting(config).name == key_splits.HOPPER_KERNEL:
+        forms = ("PINGPONG", "in turn"), ("NUMBERED", "numbered"), ("Q_IN_REGISTERS", "Q kept")
+        found = [f"hopper M{config['BLOCK_M']} N{config['BLOCK_N']}", *(said for name, said in forms if config[name])]
+        return f"{' '.join(found)} s{config['STAGES']} x{config['SPLITS']}"
     return (
         f"M{config['BLOCK_M']} N{config['BLOCK_N']} {config['LOADS'][:4]} w{config['num_warps']} s{config['num_stages']} "
         f"x{config['SPLITS']}"
@@ -123,13 +146,33 @@ def other_tiles(problem: Problem, chosen: Config) -> Iterator[Config]:
             }  # fmt: skip
 
 
+def hopper_splits(problem: Problem, fastest: Config) -> Iterator[Config]:
+    """Of the warp-specialised kernel: other numbers of parts than the estimated fastest, the other tile, other forms."""
+    spec, own = problem.specialization, fastest["SPLITS"]
+    for rows in key_splits.hopper_tiles(problem, 90):
+        near = {own} if rows != fastest["BLOCK_M"] else {own // 2, own - 1, own, own + 1, 3 * own // 2, 2 * own}
+        for splits in sorted(near):
+            config = hopper_split.config_of(spec, rows, max(splits, 2))
+            if splits * config["BLOCK_N"] <= problem.seqlen_k:
+                yield config
+    if fastest["BLOCK_M"] > hopper_split.ROWS[0]:
+        forms = ({**fastest, name: not fastest[name]} for name in ("PINGPONG", "NUMBERED", "Q_IN_REGISTERS"))
+        yield from (form for form in forms if hopper_split.fits(spec, form))
+
+
+def kernels_of(name: str, config: Config) -> list[tuple[Variant, Config, Problem]]:
+    """What runs for a config of a forward whose keys are split or, without SPLITS, of a tuned one."""
+    problem = posed(name)
+    if "SPLITS" in config:
+        return key_splits.kernels(problem, config, 90)
+    return [(*one, problem) for one in passes.runs("fwd", problem.specialization, config, 90)]
+
+
 def compile_one(job: tuple[str, Config]) -> None:
     """Into Triton's cache on disk; a config that does not compile is refused again when it is made a plan."""
-    name, config = job
-    problem = posed(name)
-    for variant, its_config, what in key_splits.kernels(problem, config, 90):
+    for variant, its_config, what in kernels_of(*job):
         try:
-            compiler.compile_kernel(variant, what.specialization, compiler.binary_config(variant, its_config), 90)
+            operandcheck.compile_kernel(variant, what.specialization, compiler.binary_config(variant, its_config), 90)
         except compiler.CompileError:
             continue
 
@@ -139,8 +182,11 @@ def compile_all(wanted: dict[str, list[Config]]) -> int:
     for name, configs in wanted.items():
         for config in configs:
             spec = posed(name).specialization
-            binary = compiler.binary_config(registry.variant_named(key_splits.SPLIT_KERNEL), config)
-            jobs.setdefault(repr((spec, sorted(binary.items()), config["SPLITS"] > 4)), (name, config))
+            variant = key_splits.splitting(config) if "SPLITS" in config else registry.variant_of("fwd", config)
+            binary = compiler.binary_config(variant, config)
+            jobs.setdefault(
+                repr((spec, variant.name, sorted(binary.items()), config.get("SPLITS", 1) > 4)), (name, config)
+            )
     with multiprocessing.get_context("spawn").Pool(min(14, len(jobs))) as pool:
         pool.map(compile_one, jobs.values(), chunksize=2)
     return len(jobs)
@@ -183,16 +229,19 @@ def exact(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stream) -> dict[str, Any]:
     problem = posed(name)
-    b, hq, hk, sq, sk, d, _ = CALLS[name]
+    b, hq, hk, sq, sk, d, _ = (CALLS | HOPPER_CALLS)[name]
     q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = d**-0.5
-    tuned = choosing.choose(problem, "fwd", gpu, True).config
-    chosen = split_schedule.config_of(problem, tuned, gpu)
+    choice = choosing.choose(problem, "fwd", gpu, True)
+    tuned = choice.config
+    chosen = split_schedule.config_of(problem, tuned, gpu, choice.row)
     predicted = {
-        "tuned": split_schedule.ordinary_us(problem, tuned, gpu),
+        "tuned": split_schedule.ordinary_us(problem, tuned, gpu, choice.row),
         "split": split_schedule.best(problem, gpu)[0],
     }
+    if hopper := split_schedule.hopper_best(problem, gpu):
+        predicted["hopper"] = hopper[0]
     plan = passes.ForwardPlan(problem, q, k, v, scale, tuned)
     calls: Calls = {"tuned": lambda: plan(q, k, v)[0]}
     refused = 0
@@ -238,24 +287,34 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     }
 
 
+def candidates(problem: Problem, gpu: Gpu, tiles: bool, hopper: bool) -> list[Config]:
+    """What is timed beside the tuned kernel; ``tiles``, ``hopper``: as the options say."""
+    fastest, found = split_schedule.best(problem, gpu)[1], list[Config]()
+    if not hopper:
+        found = [fastest, *(other_tiles if tiles else other_splits)(problem, fastest)]
+    elif best := split_schedule.hopper_best(problem, gpu):
+        found = [fastest, best[1], *hopper_splits(problem, best[1])]
+    return list({label(one): one for one in found}.values())
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--tiles", is_flag=True, help="Try other tiles, not other numbers of parts.")
+@click.option("--hopper", is_flag=True, help="Calls of few tiles, by the warp-specialised kernel that splits keys.")
 @click.option("--only", default="", help="Calls whose names contain this.")
 @click.option("--seconds", type=float, default=55.0, help="Begin no call after so many.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(tiles: bool, only: str, seconds: float, out: Path) -> None:
+def main(tiles: bool, hopper: bool, only: str, seconds: float, out: Path) -> None:
     started, stream = time.monotonic(), torch.cuda.Stream()
     random.seed(1)
     torch.manual_seed(1)
     gpu = dispatch.gpu_of(0)
     wanted: dict[str, list[Config]] = {}
-    for name in TILES if tiles else CALLS:
+    for name in HOPPER_CALLS if hopper else TILES if tiles else CALLS:
         if only in name:
-            problem = posed(name)
-            chosen = split_schedule.best(problem, gpu)[1]
-            others = other_tiles if tiles else other_splits
-            wanted[name] = list({label(one): one for one in (chosen, *others(problem, chosen))}.values())
-    print(f"{compile_all(wanted)} binaries after {time.monotonic() - started:.0f} s", flush=True)
+            wanted[name] = candidates(posed(name), gpu, tiles, hopper)
+    tuned = {name: [choosing.choose(posed(name), "fwd", gpu, True).config] for name in wanted}
+    count = compile_all({name: [*tuned[name], *configs] for name, configs in wanted.items()})
+    print(f"{count} binaries after {time.monotonic() - started:.0f} s", flush=True)
     cases = []
     for name, configs in wanted.items():
         if time.monotonic() - started > seconds:

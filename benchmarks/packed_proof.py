@@ -6,8 +6,9 @@
 Every case prints PASS, WRONG, STRAY, FAULT, HANG or ERROR, and the next one runs whatever became of it. The first case, the
 smallest with grouped heads, runs alone. A case calls kernels by explicit config, once for each
 way in which its tensors can lie (benchmarks/guarded_memory.py). Results are held against float64 by the error rule of
-fa2tune/measuring/verify.py, large ones against the portable kernels. A case that faults runs again with
-CUDA_LAUNCH_BLOCKING=1, which names the kernel.
+fa2tune/measuring/verify.py, large ones against what serves a call that is not deterministic. Gradients of the split
+backward are computed twice and have to be the same bits. A case that faults runs again with CUDA_LAUNCH_BLOCKING=1, which names
+the kernel.
 
 Binaries are compiled before, by as many processes as there are cores, and the operands of each are checked
 (fa2tune/compiling/operandcheck.py). --compile does only that, without a GPU; --rows for what shipped rows serve packed calls
@@ -43,7 +44,7 @@ from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import FUSED, Problem, Specialization
+from fa2tune.spec.problem import FUSED, SPLIT, STRATEGIES, Problem, Specialization
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant
 
 #: Rows of q and of k.
@@ -73,6 +74,10 @@ ONE_GROUP = {
 Binary = tuple[str, Specialization, dict[str, Any]]
 
 
+def _hopper(kernel: str) -> Variant:
+    return registry.variant_named(f"sm90/{kernel}")
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -84,28 +89,38 @@ class Case:
     packings: tuple[str, ...] = ("unequal", "equal", "many")
 
     @property
-    def kernel(self) -> str:
-        return "fwd" if self.name.startswith("forward") else "bwd_fused"
+    def forward(self) -> bool:
+        return self.name.startswith("forward")
 
     @property
-    def variant(self) -> Variant:
-        return registry.variant_named("sm90/fwd" if self.kernel == "fwd" else "sm90/bwd_fused")
+    def strategy(self) -> str:
+        """Of a backward."""
+        return SPLIT if self.name.startswith("split") else FUSED
 
-    def config(self, spec: Specialization) -> dict[str, Any]:
-        """ValueError: no such form."""
-        packed = {} if self.kernel == "fwd" else bwd_fused.PACKED
-        config = {**self.variant.space.default(spec, 90), **packed, **self.settings}
-        if broken := self.variant.space.broken(config, spec, 90):
-            raise ValueError(f"{self.name}: {broken.why}")
-        return config
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return ("fwd",) if self.forward else STRATEGIES[self.strategy]
+
+    def configs(self, spec: Specialization) -> dict[str, dict[str, Any]]:
+        """By kernel. ValueError: no such form."""
+        found = {}
+        for kernel in self.kernels:
+            variant = _hopper(kernel)
+            own = {name: value for name, value in self.settings.items() if name in variant.space.dimensions}
+            packed = bwd_fused.PACKED if kernel == "bwd_fused" else {}
+            found[kernel] = {**variant.space.default(spec, 90), **packed, **own}
+            if broken := variant.space.broken(found[kernel], spec, 90):
+                raise ValueError(f"{self.name}: {broken.why}")
+        return found
 
     def binaries(self) -> Iterator[Binary]:
         """Those of each mask, and of what runs around them."""
         for mask in self.masks:
             spec = Specialization(self.dtype, *self.dims, MASKS[mask].name, extent=RAGGED)
-            config = self.config(spec)
-            before, after = compiler.around(self.variant, spec, config, 90)
-            yield from ((one.name, spec, its_config) for one, its_config in ((self.variant, config), *before, *after))
+            for kernel, config in self.configs(spec).items():
+                variant = _hopper(kernel)
+                before, after = compiler.around(variant, spec, config, 90)
+                yield from ((one.name, spec, its_config) for one, its_config in ((variant, config), *before, *after))
 
 
 SECOND_Q, SMALLER = {"Q_STAGES": 2}, {"BLOCK_M": 128, "Q_STAGES": 2}
@@ -142,6 +157,16 @@ CASES = (
     Case("backward, and finished", (8, 2), settings={**TOGETHER, **FINISHED, **BY_TMA}),
     Case("backward, joined, and finished", (4, 2), settings={**JOINED, **FINISHED, **FROM_REGISTERS}),
     Case("backward, large", (32, 8), packings=DOCUMENTS),
+    Case("split, grouped", (8, 1), packings=("unequal",)),
+    Case("split, 256", (4, 2), (256, 256), masks=BOTH),
+    Case("split, 256, windows", (2, 1), (256, 256), masks=WINDOWS),
+    Case("split, not grouped", (4, 4), masks=BOTH),
+    Case("split, windows", (4, 2), masks=WINDOWS),
+    Case("split, fp16, 64", (6, 2), (64, 64), "fp16", masks=BOTH),
+    Case("split, 192 in two parts", (4, 2), (192, 192)),
+    Case("split, 192 and 128", (2, 1), (192, 128), masks=("full",)),
+    Case("split, fp16, 256, one head a wave", (8, 2), (256, 256), "fp16", settings={"HEADS_PER_WAVE": 1}),
+    Case("split, large", (32, 8), packings=DOCUMENTS),
     Case("backward, large, and finished", (32, 8), settings={**TOGETHER, **FINISHED, **BY_TMA}, packings=DOCUMENTS),
 )
 
@@ -187,7 +212,7 @@ class Call:
             settings = {"mask": self.mask, "softmax_scale": SCALE, "return_lse": True}
             o, lse = fa2tune.attention_varlen(*rows, *self.starts, **settings)  # type: ignore[call-overload]
             found = {"o": o.detach().transpose(0, 1)[None], "lse": lse.detach()[None]}
-            if self.case.kernel != "fwd":
+            if not self.case.forward:
                 gradients = torch.autograd.grad(o, rows, self.inputs["do"][0].transpose(0, 1))
                 found |= {f"d{n}": g.transpose(0, 1)[None] for n, g in zip("qkv", gradients, strict=True)}
             return found, found
@@ -197,7 +222,7 @@ class Call:
             one = reference.Inputs(**{name: tensor[:, :, side[name]] for name, tensor in self.inputs.items()})
             parts.append(
                 reference.oracle_and_reference(
-                    one, mask=self.mask, softmax_scale=SCALE, gradients=self.case.kernel != "fwd"
+                    one, mask=self.mask, softmax_scale=SCALE, gradients=not self.case.forward
                 )
             )
         oracle, same = ({name: torch.cat([part[n][name] for part in parts], 2) for name in parts[0][n]} for n in (0, 1))
@@ -208,7 +233,7 @@ class Call:
         memory = Memory(stage, self.device)
         given = {name: memory.like(name, tensor) for name, tensor in self.inputs.items()}
         starts = [memory.like(f"cu_seqlens_{side}", tensor) for side, tensor in zip("qk", self.starts, strict=True)]
-        run = self._forward if self.case.kernel == "fwd" else self._backward
+        run = self._forward if self.case.forward else self._backward
         found = run(given, starts, memory)
         for name, tensor in found.items():
             tail = tensor[:, :, self.used[name] :]
@@ -240,7 +265,7 @@ class Call:
 
     def _forward(self, given: Any, starts: Any, memory: Memory) -> dict[str, torch.Tensor]:
         problem = self._described(given)
-        config = self.case.config(problem.specialization)
+        config = self.case.configs(problem.specialization)["fwd"]
         tensors = [given[name] for name in "qkv"]
         plan = passes.ForwardPlan(problem, *tensors, SCALE, config)
         o, lse, *block = self._placed(memory, ("o", "lse"), plan.fresh)
@@ -256,13 +281,20 @@ class Call:
         lse[:, :, : self.used["o"]] = self.right["lse"][:, :, : self.used["o"]].float()
         given = {**given, "o": memory.like("o", o), "lse": memory.like("lse", lse)}
         problem = self._described(given, o=given["o"], do=given["do"])
-        config = self.case.config(problem.specialization)
+        configs = self.case.configs(problem.specialization)
         q, k, v, o, do = (given[name] for name in ("q", "k", "v", "o", "do"))
-        plan = passes.BackwardPlan(problem, do, None, q, k, v, o, SCALE, FUSED, {"bwd_fused": config})
+        plan = passes.BackwardPlan(problem, do, None, q, k, v, o, SCALE, self.case.strategy, configs)
         dq, dk, dv, *block = self._placed(memory, ("dq", "dk", "dv"), plan.fresh)
+        found = {"dq": dq, "dk": dk, "dv": dv}
         plan.kernels((q, k, v, o, do, given["lse"], dq, dk, dv, *starts, *block))
         _synchronize(self.device)
-        return {"dq": dq, "dk": dk, "dv": dv}
+        if self.case.strategy == SPLIT:
+            once = {name: tensor.clone() for name, tensor in found.items()}
+            plan.kernels((q, k, v, o, do, given["lse"], dq, dk, dv, *starts, *block))
+            _synchronize(self.device)
+            if other := [name for name, tensor in found.items() if not torch.equal(tensor, once[name])]:
+                raise AssertionError(f"{', '.join(other)} differ from one run to the next")
+        return found
 
 
 def _synchronize(device: str) -> None:
@@ -339,7 +371,7 @@ def of_rows() -> Iterator[Binary]:
     gpu = gpus.named("h200")
     served = {"causal": ("causal", "window", "left", "chunked"), "full": ("full", "window")}
     for row in (row for name in ROWS for row in reader.read(CACHE / name)):
-        if row.key.kernel not in ("fwd", "bwd_fused") or row.implementation != WARP_SPECIALIZED:
+        if row.key.kernel not in ("fwd", "bwd_fused", "bwd_dq", "bwd_dkdv") or row.implementation != WARP_SPECIALIZED:
             continue
         variant, config = registry.fitting(row.key.kernel, row.implementation, row.config)
         for mask in served[row.key.mask]:

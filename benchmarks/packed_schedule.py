@@ -6,7 +6,8 @@ Causal. A tile takes as long as the blocks that it multiplies, and OVERHEAD of t
 program. The least is the mean of all programs, or the longest tile. Memory and caches are left out. Forward: tiles in the
 order of kernels/portable/packed_order.py, by how many tiles take turns. Backward: key tiles in the order of cu_seqlens, by
 HEADS_PER_WAVE; documents lie in no order, so the mean and the worst of 12 shuffles are shown, and the longest sequence first.
-Needs no GPU.
+Split: dQ with 4 heads a wave, in the forward's order, by how many tiles take turns. Its dK and dV are as the backward's. Needs
+no GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from packed import PACKINGS, Packing
 from fa2tune.search_spaces.portable.packed_order import ALL
 
 MULTIPROCESSORS = 132
-OVERHEAD = {"forward": 1.0, "backward": 3.0}  #: blocks, of 128 keys and of 64 or 128 queries
+OVERHEAD = {"forward": 1.0, "backward": 3.0, "dq": 2.0}  #: blocks, of 128 keys, of 64 or 128 queries, of 128 keys
 L2_BYTES = 32 << 20  #: as kernels/lib/hopper_forward.py has it
 SHUFFLES = 12
 
@@ -71,12 +72,22 @@ def backward(packing: Packing, lengths: Sequence[int], wave: int) -> float:
     return over_least(costs, MULTIPROCESSORS, False)
 
 
+def dq(packing: Packing, in_turns: int, wave: int = 4) -> float:
+    """128 query rows a tile, blocks of 128 keys."""
+    tiles = [-(-min(row + 128, keys) // 128) for keys, row in in_order(packing.lengths, 128, in_turns)]
+    heads = [min(wave, packing.heads_q - first) for first in range(0, packing.heads_q, wave)]
+    costs = [blocks + OVERHEAD["dq"] for width in heads for blocks in tiles for _ in range(width)]
+    return over_least(costs, MULTIPROCESSORS, False)
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 def main() -> None:
     for name, packing in PACKINGS.items():
         turns = {"none": 1, "32": 32, "64": 64, "all": ALL}
         found = ", ".join(f"{label} {forward(packing, count):.3f}" for label, count in turns.items())
         click.echo(f"{name}: forward, tiles in turns: {found}")
+        found = ", ".join(f"{label} {dq(packing, count):.3f}" for label, count in turns.items())
+        click.echo(f"  dQ, tiles in turns: {found}")
         for wave in (1, 4, 8, 16):
             draw, times = random.Random(0), []
             for _ in range(SHUFFLES):

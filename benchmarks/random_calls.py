@@ -20,22 +20,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ahead
 import click
 import marked
 import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import group_schedule, split_schedule
+from fa2tune.calling import group_schedule, split_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.compiling import compiler
-from fa2tune.fleet import precompile
+from fa2tune.compiling.choice import Choice
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, key_splits, passes
 from fa2tune.launching import precompiled as shipped
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
@@ -149,6 +150,30 @@ def measure(
     return found
 
 
+def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
+    """By pass, what serves: the config and parts of groups of each kernel that is chosen, and the queries that are filled in.
+    A model of times is fitted to what ran."""
+    found: dict[str, dict[str, Any]] = {}
+    for pass_, rows, chooser, choices in _chosen(problem, gpu):
+        kernels = {}
+        for kernel, choice in choices.items():
+            split = _split_of(chooser, kernel, choice)
+            variant = key_splits.splitting(split) if split else choice.variant
+            parts = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
+            kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts}
+        found[pass_] = {"kernels": kernels, "filled in": rows}
+    return found
+
+
+def measured_and_served(problem: Problem, peers: Mapping[str, side_by_side.Peer]) -> dict[str, Any]:
+    """``measure``, and ``served`` by pass."""
+    found = measure(problem, peers)
+    for pass_, what in served(problem, gpus.device(0)).items():
+        if pass_ in found:
+            found[pass_]["served"] = what
+    return found
+
+
 # ---- compiling ahead
 
 
@@ -159,10 +184,35 @@ def may_be_alone(problem: Problem) -> bool:
 
 def _runs(problem: Problem, gpu: Gpu) -> Iterator[tuple[Variant, Config, Problem, str]]:
     """Each kernel of a call, forward and backward, its config, the problem it is compiled for, and ``Choice.measured``."""
-    chooser = Chooser(problem, gpu)
-    choices = {"fwd": chooser.choose("fwd"), **choose_backward(chooser, False)[1]}
+    for _, _, chooser, choices in _chosen(problem, gpu):
+        yield from _runs_of(chooser, choices)
+    if may_be_alone(problem):
+        for kernel, config in portable_configs(Chooser(problem, gpu)).items():
+            yield from ((*one, problem, "") for one in passes.runs(kernel, problem.specialization, config, gpu.arch))
+
+
+def _chosen(problem: Problem, gpu: Gpu) -> Iterator[tuple[str, int, Chooser, Mapping[str, Choice]]]:
+    """By pass: the queries that are filled in, what chooses for the others, and its choices by kernel."""
+    whole = Chooser(problem, gpu)
+    for pass_ in ("fwd", BACKWARD):
+        rows = unseen.filled_in(problem, gpu, pass_)
+        chooser = whole.of(unseen.behind(problem, rows))
+        choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
+        yield pass_, rows, chooser, choices
+
+
+def _split_of(chooser: Chooser, kernel: str, choice: Choice) -> Config | None:
+    """How keys are split, of a forward."""
+    if kernel != "fwd":
+        return None
+    return split_schedule.config_of(chooser.problem, choice.config, chooser.gpu, choice.row)
+
+
+def _runs_of(chooser: Chooser, choices: Mapping[str, Choice]) -> Iterator[tuple[Variant, Config, Problem, str]]:
+    """``_runs`` of one pass."""
+    problem, gpu = chooser.problem, chooser.gpu
     for kernel, choice in choices.items():
-        split = split_schedule.config_of(problem, choice.config, gpu) if kernel == "fwd" else None
+        split = _split_of(chooser, kernel, choice)
         if split is not None:
             yield from ((*one, "") for one in key_splits.kernels(problem, split, gpu.arch))
             continue
@@ -170,9 +220,6 @@ def _runs(problem: Problem, gpu: Gpu) -> Iterator[tuple[Variant, Config, Problem
         yield from ((*one, problem, choice.measured) for one in found)
         if group_schedule.parts_of(problem, kernel, choice, gpu) > 1:
             yield from ((*one, choice.measured) for one in group_parts.needed(problem, gpu.arch))
-    if may_be_alone(problem):
-        for kernel, config in portable_configs(chooser).items():
-            yield from ((*one, problem, "") for one in passes.runs(kernel, problem.specialization, config, gpu.arch))
 
 
 def jobs(problems: Iterable[Problem], gpu: Gpu) -> list[BinaryJob]:
@@ -182,19 +229,14 @@ def jobs(problems: Iterable[Problem], gpu: Gpu) -> list[BinaryJob]:
     for problem in problems:
         for variant, config, posed, measured in _runs(problem, gpu):
             binary = compiler.binary_config(variant, config)
-            image, _ = shipped.find(variant, posed.specialization, binary, gpu.arch, measured)
-            if image is None:
-                found[variant, posed.specialization, tuple(sorted(binary.items()))] = None
+            if shipped.find(variant, posed.specialization, binary, gpu.arch, measured)[0] is None:
+                found[ahead.job(variant, config, posed)] = None
     return list(found)
 
 
 def prepare(problems: Iterable[Problem], gpu: Gpu) -> None:
     """Compile them, into Triton's own cache."""
-    todo = jobs(problems, gpu)
-    done = precompile.compile_all(todo, gpu.arch)
-    click.echo(f"{len(todo)} binaries for {gpu.name}, {len(done.failures)} of which do not compile")
-    for (variant, spec, _), why in done.failures:
-        click.echo(f"{variant.short_name}, head dim {spec.head_dim}/{spec.head_dim_v}, {spec.mask}: {why}")
+    ahead.compile_all(jobs(problems, gpu), gpu)
 
 
 # ---- the record and the table
@@ -253,7 +295,7 @@ def main(seed: str, compiled: bool, name: str, listed: bool, peers: str | None, 
         return
     here = side_by_side.asked(peers, workloads.PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": seed})
-    side_by_side.fill(record, problems, functools.partial(workloads.recorded, measure, here), seconds, out)
+    side_by_side.fill(record, problems, functools.partial(workloads.recorded, measured_and_served, here), seconds, out)
     click.echo("\n".join(summary(record["calls"])))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,13 @@ from benchmark_scripts import script
 from click.testing import CliRunner
 
 import fa2tune
+import fa2tune.kernels
+import fa2tune.search_spaces
 from fa2tune.calling import dispatch
 
 host_path = script("host_path")
-PACKAGE = str(Path(fa2tune.__file__).parent)
+#: Folders of the package: a wheel has the last two below the first, a checkout beside it.
+PACKAGE = tuple(path for module in (fa2tune, fa2tune.kernels, fa2tune.search_spaces) for path in module.__path__)
 
 
 @pytest.fixture(autouse=True)

@@ -74,11 +74,13 @@ def test_a_record_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(random_calls.workloads, "PEERS", peers)
     monkeypatch.setattr(random_calls, "drawn", lambda seed: {"0 any": SMALL, "1 any": SMALL})
     monkeypatch.setattr(random_calls, "measure", functools.partial(random_calls.measure, device="cpu"))
+    monkeypatch.setattr(random_calls.gpus, "device", lambda index: gpus.named("h200"))
     path = tmp_path / "r.json"
     run = lambda *more: CliRunner().invoke(random_calls.main, ["--seed", "abc", *more])  # noqa: E731
     assert run("--out", str(path)).exit_code == 0
     record = json.loads(path.read_text())
     assert [*record["calls"]] == ["0 any", "1 any"] and record["calls"]["0 any"]["bwd"]["ratio"] == 2.0
+    assert record["calls"]["0 any"]["fwd"]["served"] == random_calls.served(SMALL, gpus.named("h200"))["fwd"]
     del record["calls"]["1 any"]
     record["calls"]["0 any"]["fwd"]["ratio"] = 0.5
     path.write_text(json.dumps(record))
@@ -96,7 +98,7 @@ def test_what_is_compiled_ahead_is_what_the_calls_take() -> None:
     grouped = Problem("bf16", 1, 16, 2, 2048, 2048, 104, 104, CAUSAL)
     jobs = random_calls.jobs([few, grouped], h200)
     names = {variant.short_name for variant, _, _ in jobs}
-    assert {"bwd_spread", "bwd_gather", "fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
+    assert {"bwd_spread", "bwd_gather", "sm90/fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
     assert len(jobs) == len(set(jobs)) and all(spec.dtype == "bf16" for _, spec, _ in jobs)
     assert {spec.head_dim for _, spec, _ in jobs} == {104, 128}
 
@@ -112,3 +114,13 @@ def test_what_stands_in_for_a_peer_is_compiled_ahead_where_there_may_be_none() -
         "portable/bwd_dq",
         "portable/bwd_dkdv",
     }
+
+
+def test_what_served_is_recorded() -> None:
+    h200 = gpus.named("h200")
+    few = random_calls.served(Problem("bf16", 1, 32, 8, 64, 16384, 128, 128, FULL), h200)
+    assert few["fwd"]["kernels"]["sm90/fwd_split"]["config"]["SPLITS"] > 1 and few["fwd"]["filled in"] == 0
+    grouped = random_calls.served(Problem("bf16", 1, 16, 2, 2048, 2048, 104, 104, CAUSAL), h200)
+    assert [*grouped["fwd"]["kernels"]] == ["sm90/fwd"] and grouped["bwd"]["kernels"]["sm90/bwd_fused"]["parts"] > 1
+    long = random_calls.served(Problem("bf16", 24, 1, 1, 11465, 142, 56, 56, CAUSAL), h200)
+    assert [long[pass_]["filled in"] for pass_ in ("fwd", "bwd")] == [11323, 11323]

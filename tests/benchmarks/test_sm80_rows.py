@@ -102,7 +102,7 @@ def test_rows_say_that_they_are_ported_and_keep_the_limits(racing: Any, tmp_path
         (PORTED, "sibling", "NVIDIA H200", gpu.arch)
     }
     assert {(row.key.kernel, row.filed_as) for row in rows} == {
-        ("fwd", "sm80"), ("bwd_fused", "sm80"), (BACKWARD, "fused portable")
+        ("fwd", "sm80"), ("bwd_fused", "sm80"), (BACKWARD, "fused sm80")
     }  # fmt: skip
     assert {row.key.bucket for row in rows} == {512, 4096} and len(rows) == 6
     for row in rows:

@@ -1,0 +1,224 @@
+"""Times what may serve a packed call: parts of query groups, bands of heads, forms of the backward, tiles of the forward.
+
+    python benchmarks/packed_choices.py --compile                                      # first: every binary, on all cores
+    python benchmarks/packed_choices.py --out benchmarks/calls/packed_choices.json     # about a minute
+    python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
+
+The calls: those of benchmarks/calls/random_packings.json that CALLS names by their number, which had few key heads or few
+tokens, and some that the choices should leave as they were. Forward: the row's config as packed calls had it before
+(``packed_schedule``), the other forms, and the choice. Backward: the row's config with groups in 1, 2, 4 and 8 parts, heads in
+its own bands and in one, with the prologue or the epilogue apart, and the choice. Each result is compared with float32
+arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
+interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
+Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ahead
+import click
+import random_packings
+import side_by_side
+import torch
+from launch_choices import race
+from random_packings import Packing
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, dispatch, group_schedule, packed_schedule, schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.fleet.precompile import BinaryJob
+from fa2tune.launching import group_parts, passes
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import FUSED, Problem, bucket_of
+
+DRAWN = Path(__file__).parent / "calls/random_packings.json"
+#: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
+CALLS = (8, 3, 9, 5, 6, 1, 16, 13)
+MOST_PARTS = 8
+ONE_BAND = 32
+BURST_MS = 4.0
+KERNEL = "bwd_fused"
+
+#: Name of a candidate -> its choice and the parts of its groups.
+Candidates = Mapping[str, tuple[Choice, int]]
+
+
+def masks(said: str) -> Mask:
+    """Of the record's text."""
+    window = re.fullmatch(r"window (\d+), (\d+)", said)
+    return Mask("band", *map(int, window.groups())) if window else {"causal": CAUSAL, "full": FULL}[said]
+
+
+def packings() -> dict[str, tuple[Packing, Mapping[str, Any]]]:
+    """Name -> (packing, what was recorded when it was drawn)."""
+    found = {}
+    for name, call in json.loads(DRAWN.read_text("utf-8"))["calls"].items():
+        if int(name.split()[0]) in CALLS:
+            heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
+            found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
+    return dict(sorted(found.items(), key=lambda one: CALLS.index(int(one[0].split()[0]))))
+
+
+def posed(packing: Packing) -> Problem:
+    extent = Extent(RAGGED, len(packing.of_q), bucket_of(max(packing.of_q), max(packing.of_k)))
+    return Problem(
+        "bf16", 1, packing.heads_q, packing.heads_kv, sum(packing.of_q), sum(packing.of_k), packing.head_dim,
+        packing.head_dim, packing.mask, extent=extent,
+    )  # fmt: skip
+
+
+def _distinct(found: Iterator[tuple[str, Choice, int]]) -> Candidates:
+    """The first of equal ones; the choice, which comes last, names the one that it is."""
+    kept: dict[str, tuple[Choice, int]] = {}
+    for name, choice, parts in found:
+        same = next((n for n, (one, p) in kept.items() if (dict(one.config), p) == (dict(choice.config), parts)), None)
+        if name == "chosen" and same is not None:
+            kept[f"{same}, chosen"] = kept.pop(same)
+        elif same is None:
+            kept[name] = choice, parts
+    return kept
+
+
+def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    chosen, problem = chooser.choose("fwd"), chooser.problem
+    answer = chosen.answer
+    assert answer is not None
+    own = chooser.fitted(answer.row)
+    row = replace(chosen, config=own.row.config, row=own.given, few_tiles=False)
+    yield "row", row, 1
+    for other in chooser._of_other_lengths(answer):
+        if other.refused is None:
+            yield f"row of {other.given.key.bucket}", replace(row, config=other.row.config, row=other.given), 1
+    few = schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
+    if few is not None:
+        yield "small tiles", replace(row, config=few), 1
+    yield "chosen", chosen, 1
+
+
+def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    problem = chooser.problem
+    strategy, kinds = chooser.strategy(False)
+    if strategy != FUSED:
+        return
+    chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    answer = chosen.answer
+    assert answer is not None
+    row = replace(chosen, config=chooser.fitted(answer.row).row.config)
+    own = row.config["HEADS_PER_WAVE"]
+    for parts in (n for n in group_parts.allowed(problem) if n <= MOST_PARTS):
+        for heads in sorted({own, ONE_BAND}):
+            bands = "" if heads == own else ", one band"
+            yield f"parts {parts}{bands}", replace(row, config={**row.config, "HEADS_PER_WAVE": heads}), parts
+    if row.config["FINISH_BESIDE"]:
+        yield "dQ finished after", replace(row, config={**row.config, "FINISH_BESIDE": False}), 1
+    if row.config["BESIDE"]:
+        yield "nothing overlapped", replace(row, config=packed_schedule.apart(row.config)), 1
+    yield "chosen", chosen, group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+
+
+def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Candidates]:
+    chooser = choosing.Chooser(problem, gpu)
+    return {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(backwards(chooser))}
+
+
+def compile_ahead(gpu: gpus.Gpu) -> None:
+    """Into Triton's own cache."""
+    found: list[BinaryJob] = []
+    for packing, _ in packings().values():
+        problem = posed(packing)
+        for pass_, named in candidates(problem, gpu).items():
+            kernel = "fwd" if pass_ == "fwd" else KERNEL
+            needed = [(*one, problem) for choice, _ in named.values()
+                      for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]  # fmt: skip
+            needed += group_parts.helpers(problem, gpu.arch)
+            found += [ahead.job(*one) for one in needed]
+    ahead.compile_all(found, gpu)
+
+
+def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
+    """Microseconds by pass and candidate."""
+
+    def new(total: int, heads: int) -> torch.Tensor:
+        return torch.randn(total, heads, packing.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    q, do = (new(sum(packing.of_q), packing.heads_q) for _ in range(2))
+    k, v = (new(sum(packing.of_k), packing.heads_kv) for _ in range(2))
+    want = random_packings.expected(packing, q, k, v, do)
+    views, gradient = [passes.in_one_batch(one) for one in (q, k, v)], passes.in_one_batch(do)
+    starts = [torch.tensor([0, *side]).cumsum(0).to("cuda", torch.int32) for side in (packing.of_q, packing.of_k)]
+    gpu, problem, scale = dispatch.gpu_of(0), posed(packing), packing.head_dim**-0.5
+    named = candidates(problem, gpu)
+    ragged = passes.describe(*views, packing.mask, scale, extent=problem.extent)
+    calls: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
+    first = next(iter(named["fwd"].values()))[0]
+    o, lse = passes.ForwardPlan(ragged, *views, scale, first)(*views, *starts)
+
+    def check(name: str, results: Mapping[str, torch.Tensor]) -> None:
+        problem_with_it = random_packings.wrong(results, want, packing.group)
+        if problem_with_it is not None:
+            raise click.ClickException(f"{packing}, {name}: {problem_with_it}")
+
+    for name, (choice, _) in named["fwd"].items():
+        plan = passes.ForwardPlan(ragged, *views, scale, choice)
+        check(name, {"o": plan(*views, *starts)[0]})
+        calls["fwd"][name] = lambda plan=plan: plan(*views, *starts)
+    whole = passes.in_one_batch(o)
+    posed_back = passes.describe(*views, packing.mask, scale, extent=problem.extent, o=whole, do=gradient)
+    for name, (choice, parts) in named["bwd"].items():
+        back = passes.BackwardPlan(
+            posed_back, gradient, None, *views, whole, scale, FUSED, {KERNEL: choice}, {KERNEL: parts}
+        )
+        found = back(gradient, None, *views, whole, lse, *starts)
+        check(name, dict(zip(("dq", "dk", "dv"), map(passes.without_batch, found), strict=True)))
+        calls["bwd"][name] = lambda back=back: back(gradient, None, *views, whole, lse, *starts)
+    return {
+        pass_: dict(zip(these, (round(us, 1) for us in race(list(these.values()), stream, BURST_MS)), strict=True))
+        for pass_, these in calls.items()
+        if these
+    }
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--compile", "ahead", is_flag=True, help="Only compile what the GPU here would run.")
+@click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
+@click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
+def main(ahead: bool, listed: bool, only: tuple[int, ...], out: Path | None) -> None:
+    if listed:
+        for name, (packing, _) in packings().items():
+            click.echo(name)
+            for pass_, named in candidates(posed(packing), gpus.named("h200")).items():
+                click.echo(f"  {pass_}: {'; '.join(named)}")
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
+    if ahead:
+        compile_ahead(dispatch.gpu_of(0))
+        return
+    side_by_side.warm()
+    record: dict[str, Any] = {"environment": side_by_side.environment(), "date": time.strftime("%Y-%m-%d"), "calls": {}}
+    stream = torch.cuda.Stream()
+    for name, (packing, before) in packings().items():
+        if only and int(name.split()[0]) not in only:
+            continue
+        found = measured(packing, stream)
+        drawn = {pass_: before[pass_]["us"] for pass_ in found}
+        record["calls"][name] = {"us": found, "when drawn": drawn}
+        for pass_, us in found.items():
+            click.echo(f"{name}, {pass_}: {us}, when drawn {drawn[pass_]}")
+        torch.cuda.empty_cache()
+    if out is not None:
+        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""benchmarks/dense_backwards.py without a GPU: which calls and candidates it times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmark_scripts import script
+from click.testing import CliRunner
+from gpu_in_python import PythonGpu
+
+from fa2tune import gpus
+from fa2tune.compiling import limits
+from fa2tune.launching import group_parts, passes
+from fa2tune.spec.problem import STRATEGIES
+
+backwards = script("dense_backwards")
+H200 = gpus.named("h200")
+TODO = backwards.todo(H200)
+
+
+def test_the_calls_are_those_behind_those_that_changed_and_some_others() -> None:
+    calls = backwards.recorded()
+    assert {name for name, (_, call) in calls.items() if call["ratio"] < 0.9} < set(TODO) < set(calls)
+    changed = [name for name, (problem, _) in TODO.items()
+               if any(choice.otherwise is not None for choice, _ in backwards.chosen(problem, H200).values())]  # fmt: skip
+    assert len(changed) == 6 and 20 < len(TODO) < 50
+    assert any(call["ratio"] > 1.3 for name, (_, call) in TODO.items() if name not in changed)
+
+
+def test_every_candidate_can_run_and_the_choice_is_one_of_them() -> None:
+    for problem, _ in TODO.values():
+        named = backwards.candidates(problem, H200)
+        assert len([name for name in named if name.endswith("chosen")]) == 1
+        for candidate in named.values():
+            for kernel, (choice, parts) in candidate.items():
+                assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
+                assert parts == 1 or (kernel != "bwd_dq" and parts in group_parts.allowed(problem))
+
+
+def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors, workspaces, descriptors and arguments of every launch, next to no GPU."""
+    PythonGpu(monkeypatch)
+    for name in ("a 88 grouped", "a 82 V apart", "b 0 unequal", "b 9 grouped"):
+        problem = TODO[name][0]
+        queries, keys = ((problem.batch, heads, rows) for heads, rows in
+                         ((problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)))  # fmt: skip
+        shapes = {
+            "q": (*queries, problem.head_dim), "k": (*keys, problem.head_dim), "v": (*keys, problem.head_dim_v),
+            "o": (*queries, problem.head_dim_v), "do": (*queries, problem.head_dim_v), "lse": queries,
+        }  # fmt: skip
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+        gradients = {f"d{one}": tensors[one] for one in "qkv"}
+        for which, candidate in backwards.candidates(problem, H200).items():
+            if which.startswith(backwards.BESIDE):
+                made, results = backwards.beside(problem, tensors, candidate, 0.1, 0, 90)
+                assert len(made) == 3 and [one.shape for one in results] == [one.shape for one in gradients.values()]
+                (_, delta), (_, dq), (_, dkdv) = made
+                assert delta["delta"] is dkdv["delta"] is not dq["delta"] and delta["dq"] is dq["dq"]
+                continue
+            configs = {kernel: choice for kernel, (choice, _) in candidate.items()}
+            parts = {kernel: count for kernel, (_, count) in candidate.items()}
+            assert tuple(configs) in STRATEGIES.values()
+            shared = {"delta": (queries, "fp32")}
+            passes.Kernels(configs, problem, {**tensors, **gradients}, 0.1, 0, shared, parts)
+
+
+def test_it_lists_what_it_would_time() -> None:
+    done = CliRunner().invoke(backwards.main, ["--list"], catch_exceptions=False)
+    assert len(done.output.splitlines()) == len(TODO)
+    assert "half blocks, chosen" in done.output and backwards.BESIDE in done.output

@@ -1,0 +1,66 @@
+"""benchmarks/packed_choices.py without a GPU: which calls and candidates it times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmark_scripts import script
+from gpu_in_python import PythonGpu
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, group_schedule
+from fa2tune.compiling import limits
+from fa2tune.launching import group_parts, passes
+from fa2tune.spec.mask import CAUSAL, Mask
+
+choices = script("packed_choices")
+H200 = gpus.named("h200")
+
+
+def test_the_calls_are_those_that_were_drawn() -> None:
+    found = choices.packings()
+    assert [int(name.split()[0]) for name in found] == list(choices.CALLS)
+    for name, (packing, call) in found.items():
+        assert name.endswith(str(packing)) and {"fwd", "bwd"} <= set(call)
+    assert choices.masks("causal") == CAUSAL and choices.masks("window 7, 0") == Mask("band", 7, 0)
+
+
+def test_every_candidate_can_run_and_the_choice_is_one_of_them() -> None:
+    for packing, _ in choices.packings().values():
+        problem = choices.posed(packing)
+        for pass_, named in choices.candidates(problem, H200).items():
+            assert [name for name in named if name.endswith("chosen")] == list(named)[-1:] and len(named) > 1
+            for choice, parts in named.values():
+                assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
+                assert parts == 1 or (pass_ == "bwd" and parts in group_parts.allowed(problem))
+
+
+def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors, workspaces, descriptors and arguments of every launch, next to no GPU."""
+    PythonGpu(monkeypatch)
+    for packing, _ in choices.packings().values():
+        problem = choices.posed(packing)
+        queries, keys = ((1, heads, rows, packing.head_dim) for heads, rows in
+                         ((packing.heads_q, problem.seqlen_q), (packing.heads_kv, problem.seqlen_k)))  # fmt: skip
+        shapes = {"q": queries, "k": keys, "v": keys, "o": queries, "lse": queries[:3]}
+        back = {**shapes, "do": queries, "dq": queries, "dk": keys, "dv": keys}
+        for pass_, named in choices.candidates(problem, H200).items():
+            tensors = {
+                name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                for name, shape in (shapes if pass_ == "fwd" else back).items()
+            } | passes._offsets(problem.extent)
+            shared = {"delta": (queries[:3], "fp32")} if pass_ == "bwd" else {}
+            for choice, parts in named.values():
+                kernel = "fwd" if pass_ == "fwd" else choices.KERNEL
+                made = passes.Kernels({kernel: choice}, problem, tensors, 0.1, 0, shared, {kernel: parts})
+                assert made.size > 0
+
+
+def test_the_choice_is_what_a_call_gets() -> None:
+    packing, _ = next(iter(choices.packings().values()))
+    problem = choices.posed(packing)
+    *_, (choice, parts) = choices.candidates(problem, H200)["bwd"].values()
+    kernel = choices.KERNEL
+    _, chosen = choosing.choose_backward(choosing.Chooser(problem, H200), False)
+    assert choice.config == chosen[kernel].config
+    assert parts == group_schedule.parts(problem, chosen, H200)[kernel] > 1
