@@ -3,7 +3,7 @@
 ``fa2tune.attention(q, k, v)`` computes attention, ``fa2tune.attention_varlen`` that of packed sequences, whose offsets
 ``fa2tune.cu_seqlens`` makes of position ids or document ids. ``fa2tune.explain`` says which cache row serves such a call and
 ``fa2tune.is_supported`` whether it is taken here. ``fa2tune.manifest()`` describes what is loaded; ``fa2tune.Mask`` names a
-mask with its values. These names load on first use, so that ``import fa2tune`` costs nothing.
+mask with its values, ``fa2tune.Score`` a score term. These names load on first use, so that ``import fa2tune`` costs nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from fa2tune.calling.varlen import attention_varlen as attention_varlen
     from fa2tune.fleet.manifests import manifest as manifest
     from fa2tune.spec.mask import Mask as Mask
+    from fa2tune.spec.score import Score as Score
 
 __version__ = "0.2.0"
-__all__ = ["Mask", "attention", "attention_varlen", "cu_seqlens", "explain", "is_supported", "manifest"]
+__all__ = ["Mask", "Score", "attention", "attention_varlen", "cu_seqlens", "explain", "is_supported", "manifest"]
 
 #: name -> module, never of the same name: the module would hide what it holds
 _LAZY = {
     "Mask": "fa2tune.spec.mask",
+    "Score": "fa2tune.spec.score",
     "attention": "fa2tune.calling.ops",
     "attention_varlen": "fa2tune.calling.varlen",
     "cu_seqlens": "fa2tune.calling.packing",

@@ -23,6 +23,6 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def plain_lines(value: object, most: int | None = 10 * MOST_CHARACTERS) -> str:
-    """As ``plain``, for a text of several lines, which stay apart."""
-    return "\n".join(plain(line, None) for line in str(value)[:most].split("\n"))
+def plain_lines(value: object) -> str:
+    """As ``plain``, for a text of several lines, which stay apart; ten times as long at most."""
+    return "\n".join(plain(line, None) for line in str(value)[: 10 * MOST_CHARACTERS].split("\n"))

@@ -51,6 +51,7 @@ COMPILING = tuple(
         "backward_parts",
         "hopper_forward",
         "hopper_masks",
+        "hopper_split",
         "hostside",
         "sm80",
         "hopper",

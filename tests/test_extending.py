@@ -270,7 +270,7 @@ from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import KERNELS, STRATEGIES, Problem
 from fa2tune.spec.score import Score
-score = Score("softsign", (2.0,))
+score = Score("softsign", 2.0)
 problem = replace(Problem("fp16", 1, 4, 2, 70, 90, 32, 32, CAUSAL), score=score)
 inputs = reference.make_inputs(problem, "cpu")
 q, k, v, options = inputs.q, inputs.k, inputs.v, {"mask": CAUSAL, "softmax_scale": 32**-0.5, "score": score}
@@ -284,11 +284,46 @@ for strategy in STRATEGIES:
     verify.compare(dict(zip(("dq", "dk", "dv"), found)), oracle, same)
 print(float((oracle["o"] - plain["o"]).abs().max()))
 """
+#: The public calls, eager and as a graph: of one sequence, and of the same packed.
+SCORED_CALLS = """
+import json, torch, fa2tune
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Problem
+score = fa2tune.Score("softsign", 2.0)
+inputs = reference.make_inputs(Problem("fp16", 1, 4, 2, 70, 70, 32, 32, CAUSAL), "cpu", with_dlse=True)
+oracle, same = reference.oracle_and_reference(inputs, mask=CAUSAL, score=score)
+starts = torch.tensor([0, 70], dtype=torch.int32)
+def packed(q, k, v, **options):
+    o, lse = fa2tune.attention_varlen(*(t[0].transpose(0, 1) for t in (q, k, v)), starts, **options)
+    return o.transpose(0, 1)[None], lse[None]
+for call in (fa2tune.attention, packed):
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        q, k, v = (t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        o, lse = run(q, k, v, causal=True, return_lse=True, score=score)
+        gradients = torch.autograd.grad((o, lse), (q, k, v), (inputs.do, inputs.dlse))
+        found = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients))}
+        verify.compare(found, oracle, same)  # raises
+said = []
+for wrong in ("softsign", "softsine", fa2tune.Score("softsign", 0)):
+    try:
+        fa2tune.attention(q, k, v, score=wrong)
+    except ValueError as error:
+        said.append(str(error))
+print(json.dumps([*said, fa2tune.explain(q, k, v, score=score).verdict]))
+"""
 
 
-def test_a_score_term_is_one_file_for_kernels_and_oracle(tree: Path, run: Callable[..., str]) -> None:
+def test_a_score_term_is_one_file(tree: Path, run: Callable[..., str]) -> None:
     (tree / "kernels" / "scores" / "softsign.py").write_text(SOFTSIGN, encoding="utf-8")
     assert float(run("-c", SCORED, TRITON_INTERPRET="1").splitlines()[-1]) > 0.05, "it does change the result"
+    number, name, value, verdict = json.loads(run("-c", SCORED_CALLS, TRITON_INTERPRET="1").splitlines()[-1])
+    assert number == "score: got 'softsign', softsign has 1 value: fa2tune.Score('softsign', cap)"
+    assert name == "score: got 'softsine', allowed are none, softcap, softsign"
+    assert value.startswith("score: got Score('softsign', 0.0), cap must be from 0.001")
+    assert verdict.startswith("Not tuned")  # the copy has no rows
+    explained = run("-m", "fa2tune", "explain", "--gpu", "a100", "--score", "softsign,2", "--json")
+    assert json.loads(explained)["problem"]["score"] == "softsign 2"
 
 
 def test_a_gpu_is_one_row(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:

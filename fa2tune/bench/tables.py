@@ -210,13 +210,12 @@ def objections(data: Mapping[str, Any]) -> list[str]:
     return [f"{name} {status} in {n} cell{'s' * (n > 1)}: {why}" for (name, status, why), n in counts.items()]
 
 
-def markdown(data: Mapping[str, Any], dtype: str, pass_: str, kind: str, seqlens: Sequence[int] | None = None) -> str:
-    """A Markdown table of one section, TFLOP/s, the fastest of each row in bold. ``seqlens`` None: every length."""
+def markdown(data: Mapping[str, Any], dtype: str, pass_: str, kind: str) -> str:
+    """A Markdown table of one section, TFLOP/s, the fastest of each row in bold."""
     cells = records(data, kind, dtype=dtype, **{"pass": pass_})
-    shown = [cell for cell in cells if seqlens is None or cell["seqlen"] in seqlens]
-    names = peers_of(shown)
+    names = peers_of(cells)
     header = _header(names, {name: PEERS[name].label for name in names})
     lines = ["| " + " | ".join(header) + " |", "|" + "--:|" * len(header)]
-    for row, fastest in _rows(shown, names):
+    for row, fastest in _rows(cells, names):
         lines.append("| " + " | ".join(f"**{t}**" if column == fastest else t for column, t in enumerate(row)) + " |")
     return "\n".join(lines) + "\n"

@@ -13,8 +13,11 @@ import click
 from fa2tune.spec.mask import Mask, sides_of
 from fa2tune.spec.mask import checked as checked_mask
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
+from fa2tune.spec.score import NONE, Score
+from fa2tune.spec.score import checked as checked_score
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Term = TypeVar("Term")
 
 #: Exit code of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
 CALLED_WRONGLY = 2
@@ -87,19 +90,30 @@ def window(context: click.Context, option: click.Parameter, given: Any) -> Any:
     return left, right
 
 
-def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:
-    """A callback: ``NAME[,VALUE...]`` -> the mask, as ``attention(mask=...)`` takes it; None where nothing came."""
+def _named(given: str | None, argument: str, number: Callable[[str], Any], made: Callable[..., Term]) -> Term | None:
+    """``NAME[,VALUE...]`` -> what ``attention`` takes as ``argument``; None where nothing came."""
     if given is None:
         return None
     name, *values = given.split(",")
     try:
-        numbers = [int(value) for value in values]
+        numbers = [number(value) for value in values]
     except ValueError:
-        raise click.BadParameter(f"got {given!r:.80}, expected NAME or NAME,VALUE,...: integers") from None
+        what = "integers" if number is int else "numbers"
+        raise click.BadParameter(f"got {given!r:.80}, expected NAME or NAME,VALUE,...: {what}") from None
     try:
-        return checked_mask(Mask(name, *numbers))
+        return made(name, *numbers)
     except ValueError as error:
-        raise click.BadParameter(str(error).removeprefix("mask: ")) from None
+        raise click.BadParameter(str(error).removeprefix(f"{argument}: ")) from None
+
+
+def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:
+    """A callback: ``NAME[,VALUE...]`` -> the mask, as ``attention(mask=...)`` takes it; None where nothing came."""
+    return _named(given, "mask", int, lambda *named: checked_mask(Mask(*named)))
+
+
+def named_score(context: click.Context, option: click.Parameter, given: str | None) -> Score:
+    """A callback: ``NAME[,VALUE...]`` -> the score term, as ``attention(score=...)`` takes it; none where nothing came."""
+    return _named(given, "score", float, lambda *named: checked_score(Score(*named))) or NONE
 
 
 def comma_separated(convert: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], list[Any] | None]:

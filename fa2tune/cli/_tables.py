@@ -116,12 +116,11 @@ def width() -> int | None:
 
 
 def show(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Collection[str] = (),
-    spare: Collection[str] = (),
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = (), below: Collection[str] = ()
 ) -> None:  # fmt: skip
     """Print a table, see ``lines``, at the width of the terminal. Cells may hold text from elsewhere."""
     cells = [[plain(cell, None) for cell in row] for row in rows]
-    for line in lines(titles, cells, width(), right=right, below=below, spare=spare):
+    for line in lines(titles, cells, width(), right=right, below=below):
         echo(line)
 
 

@@ -21,30 +21,37 @@ def _text(values: tuple[Any, ...]) -> str:
 
 
 @click.command()
-@click.option("--peers", callback=comma_separated(str),
-              help=f"Comma-separated, of {', '.join(n for n in PEERS if n != SUBJECT)}. "
+@click.option("--peers", multiple=True, metavar="NAME,...", callback=comma_separated(str),
+              help=f"Of {', '.join(n for n in PEERS if n != SUBJECT)}. "
               "fa2tune is always measured.  [default: all that are installed]")  # fmt: skip
 @click.option(
     "--headdim",
+    multiple=True,
+    metavar="N,...",
     callback=comma_separated(int),
-    default=_text(comparison.HEAD_DIMS),
+    default=[_text(comparison.HEAD_DIMS)],
     show_default=True,
     help="Head dims.",
 )
 @click.option(
-    "--seqlen", callback=comma_separated(int), default=_text(BUCKETS), show_default=True, help="Sequence lengths."
-)
+    "--seqlen", multiple=True, metavar="N,...", callback=comma_separated(int), default=[_text(BUCKETS)], show_default=True,
+    help="Sequence lengths.",
+)  # fmt: skip
 @masks("both masks")
 @click.option("--window", "windows", multiple=True, metavar="LEFT,RIGHT", callback=window,
               help="A sliding window in place of the masks: keys to the left and to the right of the diagonal that a query "
                    "sees, -1 for all. May be repeated, and combined with --causal or --full.")  # fmt: skip
-@click.option("--pass", "passes", callback=comma_separated(str), default=_text(comparison.BENCHED), show_default=True,
+@click.option("--pass", "passes", multiple=True, metavar="NAME,...", callback=comma_separated(str),
+              default=[_text(comparison.BENCHED)], show_default=True,
               help="fwd: forward without gradients; bwd: backward alone; both: one after the other.")  # fmt: skip
-@click.option("--timing", "timings", callback=comma_separated(str), default="interleaved", show_default=True,
+@click.option("--timing", "timings", multiple=True, metavar="NAME,...", callback=comma_separated(str),
+              default=["interleaved"], show_default=True,
               help="interleaved: launches of all peers take turns, each with a cold L2; sustained: each peer runs alone, at "
                    "the clock that its own power draw allows (1.5 s per peer and cell).")  # fmt: skip
-@click.option("--dtype", callback=comma_separated(str), default="bf16", show_default=True, help="bf16, fp16.")
-@click.option("--memory-seqlen", callback=comma_separated(int), default=_text(comparison.MEMORY_SEQLENS), show_default=True,
+@click.option("--dtype", multiple=True, metavar="NAME,...", callback=comma_separated(str), default=["bf16"], show_default=True,
+              help="Of bf16, fp16.")  # fmt: skip
+@click.option("--memory-seqlen", multiple=True, metavar="N,...", callback=comma_separated(int),
+              default=[_text(comparison.MEMORY_SEQLENS)], show_default=True,
               help="Lengths at which peak memory is measured.")  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Leave peak memory out.")
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=0.15, show_default=True,

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from fa2tune.cli import _tables
-from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, shown_errors, window
+from fa2tune.cli._options import NO_MASK, head_dim, masks, named_mask, named_score, shown_errors, window
 from fa2tune.cli._output import echo
 from fa2tune.cli.cache.common import EVIDENCE_INDENT, console, describe_row, gpu_asked, is_here
 from fa2tune.fleet import lookup_cost
 from fa2tune.rows import reader
 from fa2tune.spec.mask import Mask, mask_of
 from fa2tune.spec.problem import BACKWARD, DTYPES, FUSED, SPLIT, STRATEGIES, Problem
+from fa2tune.spec.score import Score
 
 if TYPE_CHECKING:
     from fa2tune.calling.explanation import Explanation, Served
@@ -42,6 +43,8 @@ PRECISIONS = ("ieee", "tf32")
                    "--causal none to the right.")  # fmt: skip
 @click.option("--mask", "other", metavar="NAME[,VALUE...]", callback=named_mask,
               help="In place of these a mask by name, with its values: chunked,8192.")  # fmt: skip
+@click.option("--score", metavar="NAME[,VALUE...]", callback=named_score,
+              help="A score term by name, with its values: softcap,50.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--precision", type=click.Choice(PRECISIONS), default="ieee", show_default=True, help="Of fp32 products.")
 @click.option("--gpu", help="Name as `fa2tune gpus` has it.  [default: the GPU present]")
@@ -55,7 +58,8 @@ PRECISIONS = ("ieee", "tf32")
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def explain(
     headdim: int, headdim_v: int | None, seqlen: int, seqlen_k: int | None, batch: int, heads: int,
-    heads_kv: int | None, mask: str | None, window: tuple[int, int] | None, other: Mask | None, dtype: str,
+    heads_kv: int | None, mask: str | None, window: tuple[int, int] | None, other: Mask | None, score: Score,
+    dtype: str,
     precision: str, gpu: str | None, pass_: str | None, deterministic: bool, unaligned: bool, named: Sequence[Path],
     verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -78,7 +82,7 @@ def explain(
     problem = Problem(
         dtype, batch, heads, heads_kv, seqlen, seqlen_k or seqlen, headdim, headdim_v or headdim,
         mask_of(mask == "causal", window, other).fitted(seqlen, seqlen_k or seqlen), precision,
-        aligned=not unaligned, tma=not unaligned,
+        aligned=not unaligned, tma=not unaligned, score=score,
     )  # fmt: skip
     from fa2tune.calling import choosing, serving
 
@@ -141,12 +145,13 @@ def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str
 def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
     """How one kernel's row was found, and all that is known of it. ``here``: of this machine."""
     from fa2tune.calling import forward_plans
-    from fa2tune.compiling.choice import BY_FEW_TILES
+    from fa2tune.compiling.choice import BY_FEW_TILES, BY_FORM
 
     answer = served.answer
     step = answer.step if answer else "no row serves"
     if served.estimated:
-        yield f"{served.kernel}: {forward_plans.KEYS_SPLIT if served.split is not None else BY_FEW_TILES}"
+        by = forward_plans.KEYS_SPLIT if served.split is not None else BY_FORM if served.form else BY_FEW_TILES
+        yield f"{served.kernel}: {by}"
         for kernel, config in (served.runs or {}).items():
             yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"
         yield from _loads(served)

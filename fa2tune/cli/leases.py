@@ -16,6 +16,7 @@ from fa2tune.cli._output import echo
     "--storage",
     required=True,
     envvar="FA2TUNE_STORAGE",
+    show_envvar=True,
     help="URL of the database, as `fa2tune tune --storage` has it.",
 )
 def leases(storage: str) -> None:

@@ -116,9 +116,9 @@ def tip(name: str, title: str, shown: str = "") -> alt.Tooltip:
     return alt.Tooltip(name, title=title, format=shown) if shown else alt.Tooltip(name, title=title)
 
 
-def lengths_axis(title: str | None = "sequence length") -> alt.X:
+def lengths_axis() -> alt.X:
     order = [tables.length_name(length) for length in BUCKETS]
-    return alt.X("length:N", sort=order, title=title, axis=alt.Axis(labelAngle=0))
+    return alt.X("length:N", sort=order, title="sequence length", axis=alt.Axis(labelAngle=0))
 
 
 def coloured(name: str, domain: Sequence[str], title: str | None) -> alt.Color:

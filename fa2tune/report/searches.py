@@ -24,6 +24,8 @@ LEAST_TRIALS = 10
 GOOD = 0.25
 #: A pause between two trials that is longer than this was between two runs.
 PAUSE = timedelta(minutes=10)
+#: Reasons that the page lists.
+MOST_REASONS = 120
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ class FailureLine:
     tokens: str
 
 
-def failures(searches: Iterable[StoredSearch], most: int = 120) -> list[FailureLine]:
-    """Why candidates have no time, equal reasons counted together, the most frequent outcome first."""
+def failures(searches: Iterable[StoredSearch]) -> list[FailureLine]:
+    """Why candidates have no time, equal reasons counted together, the most frequent outcome first; at most MOST_REASONS."""
     from fa2tune.rows.describe import describe
 
     met: dict[tuple[str, str], tuple[int, str, str]] = {}
@@ -244,5 +246,5 @@ def failures(searches: Iterable[StoredSearch], most: int = 120) -> list[FailureL
     ordered = sorted(met.items(), key=lambda item: (-common[item[0][0]], item[0][0], -item[1][0], item[0][1]))
     return [
         FailureLine(pruned.words(status), why, times, example, about)
-        for (status, why), (times, example, about) in ordered[:most]
+        for (status, why), (times, example, about) in ordered[:MOST_REASONS]
     ]

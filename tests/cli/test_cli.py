@@ -224,9 +224,19 @@ def test_a_call_with_a_mask_by_name_is_explained() -> None:
     assert explained("--mask", "causal") == explained("--causal")
 
 
+def test_a_call_with_a_score_term_is_explained() -> None:
+    found = explained("--score", "softcap,30")
+    assert found["problem"]["score"] == "softcap 30" and "without a soft cap" in found["verdict"]
+    assert explained("--score", "none") == explained()
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        (("--score", "softcap"), "got Score('softcap'), softcap has 1 value: fa2tune.Score('softcap', cap)"),
+        (("--score", "softcap,0"), "got Score('softcap', 0.0), cap must be from 0.001"),
+        (("--score", "softcap,x"), "got 'softcap,x', expected NAME or NAME,VALUE,...: numbers"),
+        (("--score", "soft"), "got 'soft', allowed are none, softcap"),
         (("--mask", "chunked"), "got Mask('chunked'), chunked has 1 value: fa2tune.Mask('chunked', chunk)"),
         (("--mask", "chunked,0"), "got Mask('chunked', 0), chunk must be from 1"),
         (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
@@ -235,7 +245,7 @@ def test_a_call_with_a_mask_by_name_is_explained() -> None:
         (("--mask", "full", "--window", "8,0"), "--mask: got it beside --causal, --full or --window"),
     ],
 )
-def test_a_mask_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:
+def test_a_mask_or_a_score_term_by_name_that_is_none_is_refused(arguments: tuple[str, ...], why: str) -> None:
     result = CliRunner().invoke(main, ["explain", "--gpu", "h200", *arguments])
     assert result.exit_code == 2 and why in " ".join(result.stderr.split())
 

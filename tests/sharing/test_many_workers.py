@@ -197,6 +197,8 @@ def test_workers_that_join_late_and_are_killed_at_any_moment(fleet: Fleet, url: 
     for number in range(2, 7):  # five deaths; each is replaced by one that joins late
         more = len(fleet.did("screen")) + chance.randint(1, 3)
         until(lambda more=more: len(fleet.did("screen")) >= more or any(map(fleet.ended, fleet.pids)))
+        if number == 6:  # on a busy host those before it may have died before their first trial was stored
+            until(lambda: any(trials(url).values()))
         time.sleep(chance.uniform(0.0, 0.1))  # anywhere in a race, or between two
         victim = chance.choice([name for name in names[-2:] if not fleet.ended(name)] or names[-1:])
         fleet.kill(victim)
@@ -217,7 +219,7 @@ def test_workers_that_join_late_and_are_killed_at_any_moment(fleet: Fleet, url: 
     twice = {text for study in studies.values() for text, count in study.items() if count > 1}
     who = [(name, key) for name, key, configs in fleet.did("screen") for c in configs if dumped(c) in twice]
     assert not twice, f"filed twice: {twice}, raced by {who}"
-    assert sum(map(len, before.values())) > 0
+    assert any(before.values())
 
 
 def test_two_hosts_share_the_work_and_each_shows_the_whole_table(fleet: Fleet, url: str) -> None:

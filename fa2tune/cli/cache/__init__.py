@@ -13,7 +13,15 @@ from fa2tune.cli.cache.precompile import precompile as _precompile
 from fa2tune.cli.cache.verify import verify as _verify
 
 
-@click.group()
+class _Cache(click.Group):
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            shown = (name for name, command in sorted(self.commands.items()) if not command.hidden)
+            ctx.fail(f"no such command {cmd_name!r}; there are {', '.join(shown)}")
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Cache)
 def cache() -> None:
     """List, compare, merge, lock and verify cache files."""
 
