@@ -21,7 +21,8 @@ def _sum(
     """Rows of all parts of head (b, h), which is the head-th over the batch, summed in float32."""
     first = source + head.to(tl.int64) * parts * seqlen_k * DIM
     total = tl.zeros([BLOCK_N, BLOCK_DIM], tl.float32)
-    for part in tl.range(0, parts, num_stages=STAGES):
+    # float32 halves them: at 256 columns 8 stages are 112 KiB, and there are GPUs that have 99
+    for part in tl.range(0, parts, num_stages=STAGES // 2 if source.dtype.element_ty == tl.float32 else STAGES):
         own = first + tl.cast(part, tl.int64) * seqlen_k * DIM
         total += load_tile(own, b, h, start_n, DIM, seqlen_k, BLOCK_N, DIM, BLOCK_DIM, True, "pointer").to(tl.float32)
     target = head_base(target, b, h, stride_b, stride_h, "pointer")
@@ -50,15 +51,17 @@ def bwd_gather_kernel(
         _sum(
             source, target, b, h, head, parts, start_n, stride_b, stride_h, stride_n, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
         )  # fmt: skip
-    elif is_dv:
-        _sum(
-            dv_parts, dv, b, h, head, parts, start_n, stride_dvb, stride_dvh, stride_dvn, seqlen_k, HEAD_DIM_V, BLOCK_DV,
-            BLOCK_N,
-        )  # fmt: skip
-    else:
-        _sum(
-            dk_parts, dk, b, h, head, parts, start_n, stride_dkb, stride_dkh, stride_dkn, seqlen_k, HEAD_DIM, BLOCK_D, BLOCK_N,
-        )  # fmt: skip
+    else:  # two ifs: of one with an else Triton 3.6 may add up the shared memory of both
+        if is_dv:
+            _sum(
+                dv_parts, dv, b, h, head, parts, start_n, stride_dvb, stride_dvh, stride_dvn, seqlen_k, HEAD_DIM_V, BLOCK_DV,
+                BLOCK_N,
+            )  # fmt: skip
+        if not is_dv:
+            _sum(
+                dk_parts, dk, b, h, head, parts, start_n, stride_dkb, stride_dkh, stride_dkn, seqlen_k, HEAD_DIM, BLOCK_D,
+                BLOCK_N,
+            )  # fmt: skip
 
 
 VARIANT = Variant(

@@ -126,6 +126,15 @@ def test_the_pre_pass_compiles(arch: int) -> None:
     assert model.predict(binary, problem, gpu) > 2 * 16 * 16384 * 128 * 2 / (gpu.hbm_gbs * 1e9)
 
 
+@pytest.mark.parametrize("spec", [Specialization("fp32", 256, 256, "full"), bf16(256, 136, "full")], ids=str)
+def test_sums_of_parts_fit_the_least_shared_memory(spec: Specialization) -> None:
+    """A call whose query groups are split cannot be had without the kernel that sums the parts."""
+    variant = registry.variant_named("portable/bwd_gather")
+    binary = compiler.build(variant, spec, variant.space.default(spec, 89), 89)
+    assert binary.shared_bytes <= min(gpu.shared_per_block for gpu in gpus.catalogue()), binary
+    assert limits.after_compile(binary, gpus.named("l4")) is None
+
+
 @pytest.mark.parametrize(
     ("edited", "stale"),
     [

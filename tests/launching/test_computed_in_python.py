@@ -296,7 +296,7 @@ def test_packed_split_backward(
     gpu: PythonGpu, dims: tuple[int, int], mask: Mask, heads: tuple[int, int], through_lse: bool
 ) -> None:
     call = Call(PACKING, heads, dims, mask, packed=True)
-    check_backward(gpu, call, {}, "sm90/bwd_dq,sm90/bwd_dkdv", through_lse)
+    check_backward(gpu, call, {}, "sm90/bwd_dq,sm90/bwd_dkdv", through_lse=through_lse)
 
 
 THROUGH_REGISTERS = {"P_THROUGH": "registers", "SCORE_WARPS": 1, "KEY_WARPS": 4, "num_warps": 4, "QUERY_WARPS": 2}
