@@ -96,10 +96,12 @@ def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
 
 def helpers(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs before, and what runs after, each with its config and a problem whose specialization it is compiled for: one
-    binary serves all masks and score terms, and packed sequences, whose rows are those of one."""
+    binary serves all masks and score terms, and packed sequences, whose rows are those of one. What runs after reads the parts
+    and writes dK and dV, which are aligned whatever K and V are: loads of less than 4 bytes would wait for one another."""
     plain = replace(problem, mask=FULL, score=NONE, negate=False, precision="ieee", extent=WHOLE)
-    found = (variant_named(name) for name in ("portable/bwd_spread", "portable/bwd_gather"))
-    return [(one, one.space.default(plain.specialization, arch), plain) for one in found]
+    found = {"portable/bwd_spread": plain, "portable/bwd_gather": replace(plain, aligned=True)}
+    variants = ((variant_named(name), posed) for name, posed in found.items())
+    return [(one, one.space.default(posed.specialization, arch), posed) for one, posed in variants]
 
 
 def needed(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:

@@ -115,6 +115,13 @@ def test_the_hopper_kernels_find_one_key_head_so_too(launched):
     assert main.strides["v"] == (500 * 128, 0, 128) and main.problem.heads_kv == 4
 
 
+def test_sums_of_parts_are_aligned_where_keys_are_not(launched):
+    kernels(fused(BESIDE=False, FINISH_BESIDE=False), 3, asked=replace(ASKED, aligned=False))
+    assert [launched[place][0].problem.aligned for place in (0, 2, -1)] == [False, False, True]
+    steps = launched[-1][0].strides
+    assert all(step % 8 == 0 for name in ("dk", "dv") for step in steps[name])
+
+
 @pytest.mark.parametrize("parts", [0, 4, 12])
 def test_a_number_that_does_not_divide_the_group_is_refused(launched, parts):
     with pytest.raises(ValueError, match=rf"parts: got {parts} for bwd_fused, allowed are 1, 2, 3, 6"):
