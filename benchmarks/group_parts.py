@@ -63,7 +63,7 @@ def backward_configs(problem: Problem, gpu: Any, deterministic: bool = False) ->
 
 def split_kernel(configs: Mapping[str, Config]) -> str:
     """The one whose groups are split."""
-    return next(kernel for kernel in configs if kernel in group_parts.SPLIT_KERNELS)
+    return next(kernel for kernel in configs if kernel in group_parts.MAKE_DK_DV)
 
 
 def randoms(*shape: int) -> torch.Tensor:
