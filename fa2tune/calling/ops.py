@@ -341,7 +341,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        call = (do, dlse, q, k, v, o, lse, ctx.plan.mask, ctx.plan.softmax_scale, ctx.deterministic, ctx.plan.score)
+        plan, posed = ctx.plan, ctx.plan.problem
+        call = (do, dlse, q, k, v, o, lse, posed.mask, plan.softmax_scale, ctx.deterministic, posed.score)
         try:
             if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
                 return (*_Gradients.apply(*call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
