@@ -173,7 +173,7 @@ def split_us(problem: Problem, candidate: Candidate, gpu: Gpu) -> tuple[float, f
     heads = problem.batch * problem.heads_q, own.batch * own.heads_kv
     times = _done(of_dq, heads[0], gpu.sm_count), _done(of_dkdv, heads[1], gpu.sm_count)
     delta = problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim_v * 4 / BYTES_PER_US
-    rest = SPLIT_CALL_US + delta + fused_schedule.split_us(problem, parts, gpu)
+    rest = SPLIT_CALL_US + delta + fused_schedule.parts_us(problem, parts, gpu)
     busy = (heads[0] * sum(of_dq) + heads[1] * sum(of_dkdv)) / gpu.sm_count
     return rest + sum(times), *times, rest + max(busy, *of_dq, *of_dkdv)
 

@@ -24,7 +24,7 @@ import click
 import torch
 from launch_choices import race
 
-from fa2tune.calling import choosing, dense, dispatch, group_schedule
+from fa2tune.calling import choosing, copies, dispatch, group_schedule
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
@@ -63,7 +63,7 @@ def backward_configs(problem: Problem, gpu: Any, deterministic: bool = False) ->
 
 def split_kernel(configs: Mapping[str, Config]) -> str:
     """The one whose groups are split."""
-    return next(kernel for kernel in configs if kernel in group_parts.SPLIT_KERNELS)
+    return next(kernel for kernel in configs if kernel in group_parts.MAKE_DK_DV)
 
 
 def randoms(*shape: int) -> torch.Tensor:
@@ -142,12 +142,12 @@ def copies_of(seqlen: int, kind: str, stream: torch.cuda.Stream) -> dict[str, An
     q, k, v = (make(t) for make, t in zip(KINDS[kind], (q, k, v), strict=True))
     names = ("k", "v") if kind == "expanded" else ("q", "k", "v")
     given = {"q": q, "k": k, "v": v}
-    dense_ones = {name: dense.like(t).copy_(t) if name in names else t for name, t in given.items()}
+    dense_ones = {name: copies.like(t).copy_(t) if name in names else t for name, t in given.items()}
     problem = replace(passes.describe(q, k, v, CAUSAL, scale), tma=False)
-    ours = dense.addressable(problem)
+    ours = copies.addressable(problem)
     forwards = {
         "as they are": forward_plan(problem, q, k, v),
-        "copied": dense.copying(forward_plan(ours, **dense_ones), ("q", "k", "v"), names),
+        "copied": copies.copying(forward_plan(ours, **dense_ones), ("q", "k", "v"), names),
     }
     o, lse = forwards["as they are"](q, k, v)
 
@@ -161,7 +161,7 @@ def copies_of(seqlen: int, kind: str, stream: torch.cuda.Stream) -> dict[str, An
     arguments = ("do", "dlse", "q", "k", "v", "o", "lse")
     backwards = {
         "as they are": backward(problem, given),
-        "copied": dense.copying(backward(ours, dense_ones), arguments, names),
+        "copied": copies.copying(backward(ours, dense_ones), arguments, names),
     }
     return {
         "seqlen": seqlen, "kind": kind, "names": names,

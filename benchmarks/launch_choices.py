@@ -1,8 +1,8 @@
 """Race the shipped Hopper configs of a head dim and mask, in several tile orders, on calls they were not tuned on.
 
-    python benchmarks/launch_choices.py --seed 1 --shapes 72 --seconds 240 --out docs/bench/launch_choices_fwd.json
-    python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out docs/bench/launch_choices_bwd.json
-    python benchmarks/launch_choices.py --small --shapes 12 --out docs/bench/launch_choices_small.json
+    python benchmarks/launch_choices.py --seed 1 --shapes 72 --seconds 240 --out launch_choices_fwd.json
+    python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out launch_choices_bwd.json
+    python benchmarks/launch_choices.py --small --shapes 12 --out launch_choices_small.json
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and

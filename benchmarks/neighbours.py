@@ -74,7 +74,7 @@ def configs(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """Pass -> the config whose tiles count: of the forward, and of the backward's kernel that makes dK and dV."""
     chooser = Chooser(problem, gpu)
     backward = choose_backward(chooser, False)[1]
-    kernel = next(name for name in backward if name in group_parts.SPLIT_KERNELS)
+    kernel = next(name for name in backward if name in group_parts.MAKE_DK_DV)
     return {"fwd": chooser.choose("fwd").config, "bwd": backward[kernel].config}
 
 

@@ -94,6 +94,12 @@ LIMITS = {
     121: Limits(99 * KIB, 100 * KIB, 48, 24),
 }
 
+#: The same, of those that have an entry below: the name of its generation.
+GENERATIONS = {
+    80: "Ampere, data center", 86: "Ampere", 87: "Ampere, Jetson Orin", 89: "Ada", 90: "Hopper", 100: "Blackwell, data center",
+    103: "Blackwell Ultra", 110: "Blackwell, Jetson Thor", 120: "Blackwell, RTX", 121: "Blackwell, DGX Spark",
+}  # fmt: skip
+
 #: The entries whose rates per SM stand in for an unlisted GPU of a compute capability: for professional GPUs, for GeForce.
 REFERENCES = {
     80: ("a100-sxm-80gb", "a100-sxm-80gb"), 86: ("a10", "rtx-3090"), 87: ("orin-agx-64gb", "orin-agx-64gb"),

@@ -12,22 +12,22 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
-from fa2tune import uncollected
-from fa2tune.calling import arguments, choosing, dense, forward_plans, group_schedule, unseen
+from fa2tune import gpus, uncollected
+from fa2tune.calling import arguments, choosing, copies, forward_plans, group_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
-from fa2tune.calling.device import gpu_of as gpu_of
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
 from fa2tune.compiling import binaries
 from fa2tune.compiling.choice import Choice
-from fa2tune.launching import passes
+from fa2tune.gpus import Gpu
+from fa2tune.launching import passes, ported
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
@@ -57,6 +57,25 @@ PLANS_KEPT = 4096
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@cache
+def gpu_of(device_index: int) -> Gpu:
+    """The GPU at a CUDA index; -1 (the interpreter) gives one of the lowest architecture; in a process that runs ported code,
+    the one whose code that is. RuntimeError: too old for every kernel."""
+    if device_index < 0:
+        return gpus.named("a100")
+    if (other := ported.running_for()) is not None:
+        return other
+    properties = torch.cuda.get_device_properties(device_index)
+    arch = 10 * properties.major + properties.minor
+    gpu = gpus.identify(properties.name, arch, properties.multi_processor_count)
+    if arch < gpus.MIN_ARCH:
+        raise RuntimeError(
+            f"attention: cuda:{device_index} ({properties.name}) has compute capability {gpu.capability}, "
+            f"{gpus.MIN_ARCH / 10} or higher is needed"
+        )
+    return gpu
+
+
 def reload() -> None:
     """Forget every plan, every layer and every file of binaries, so that the next call reads the files anew. Kernels that are
     loaded stay loaded."""
@@ -75,9 +94,9 @@ def with_copies(
     they are not. All are, if that is expected to be faster and every kernel is then warp-specialised. ``chooser``: of the call
     without copies."""
     problem = chooser.problem
-    if problem.tma or problem.extent.ragged or not names or not dense.pays(problem, chooser.gpu, pass_, names):
+    if problem.tma or problem.extent.ragged or not names or not copies.pays(problem, chooser.gpu, pass_, names):
         return None
-    ours = chooser.of(dense.addressable(problem))
+    ours = chooser.of(copies.addressable(problem))
     choices = choose_backward(ours, deterministic)[1] if pass_ == BACKWARD else {"fwd": ours.choose("fwd")}
     return ours if all(implementation_of(one.config) == WARP_SPECIALIZED for one in choices.values()) else None
 
@@ -217,14 +236,14 @@ def forward_plan(
         _remember(FORWARD_PLANS, key, plan)
         return plan
     chooser = Chooser(problem, gpu)
-    if not problem.tma and (ours := with_copies(chooser, found := dense.unaddressable(given), "fwd")):
+    if not problem.tma and (ours := with_copies(chooser, found := copies.unaddressable(given), "fwd")):
         names = found
-        q, k, v = (dense.like(one) if name in names else one for name, one in given.items())
+        q, k, v = (copies.like(one) if name in names else one for name, one in given.items())
         chooser = ours.of(passes.describe(q, k, v, mask, softmax_scale, score))
 
     def make(choices: Mapping[str, Choice], may_split: bool = True) -> Any:
         plan = forward_plans.forward_plan(chooser.problem, q, k, v, softmax_scale, choices["fwd"], gpu, may_split)
-        return dense.copying(plan, tuple(given), names)
+        return copies.copying(plan, tuple(given), names)
 
     first = {"fwd": chooser.choose("fwd")}
     try:
@@ -301,10 +320,10 @@ def backward(
             _remember(BACKWARD_PLANS, key, around)
             return around(do, dlse, q, k, v, o, lse)
         chooser = Chooser(problem, gpu)
-        found = () if problem.tma else dense.unaddressable(tensors)
+        found = () if problem.tma else copies.unaddressable(tensors)
         if found and (ours := with_copies(chooser, found, BACKWARD, deterministic)):
             names = found
-            tensors = {name: dense.like(one) if name in names else one for name, one in tensors.items()}
+            tensors = {name: copies.like(one) if name in names else one for name, one in tensors.items()}
             new_q, new_k, new_v, new_o, new_do = (tensors[name] for name in ("q", "k", "v", "o", "do"))
             chooser = ours.of(
                 passes.describe(new_q, new_k, new_v, mask, softmax_scale, score, extent, o=new_o, do=new_do)
@@ -316,7 +335,7 @@ def backward(
                 chooser.problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=choices, parts=parts,
                 **tensors,
             )  # fmt: skip
-            return dense.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
+            return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
 
         try:
             with uncollected():

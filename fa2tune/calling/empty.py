@@ -14,18 +14,18 @@ class NoKeys:
     by_address = False
 
     def __init__(self, problem: Problem, softmax_scale: float) -> None:
-        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
-        self.extent = problem.extent
+        self.problem, self.softmax_scale = problem, softmax_scale
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.extent.ragged and q.dim() == 3:  # as passes.ForwardPlan has it
+        ragged = self.problem.extent.ragged
+        if ragged and q.dim() == 3:  # as passes.ForwardPlan has it
             q = in_one_batch(q)
         lse = q.new_zeros(lse_shape(q), dtype=torch.float32)
         lse_of(lse).fill_(float("-inf"))
         o = empty_ordered(q, v.shape[-1]).zero_()
-        return without_batch(o) if self.extent.ragged else o, lse
+        return without_batch(o) if ragged else o, lse
 
 
 def is_empty(problem: Problem) -> bool:

@@ -348,7 +348,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         ],
         "runs": {name: dict(config) for name, config in (served.runs or {}).items()},
         "binaries": dict(served.binaries or {}),
-        "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.name == "band",
+        "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
         "split": dict(served.split) if served.split is not None else None, "unsplit": served.unsplit or None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "form": served.form or None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling import dense, split_schedule
+from fa2tune.calling import copies, split_schedule
 from fa2tune.calling.choosing import log_once
 from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.compiling.choice import Choice
@@ -56,7 +56,7 @@ def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None,
 
 def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
     """How each kernel of a plan is served, for counting. ``choices``: that the plan was asked for."""
-    made = plan.plan if isinstance(plan, dense.Copying) else plan
+    made = plan.plan if isinstance(plan, copies.Copying) else plan
     return [KEYS_SPLIT] if isinstance(made, SplitPlan) else [choice.step for choice in choices.values()]
 
 

@@ -69,6 +69,16 @@ def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, .
     return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
 
 
+def last_done(free: list[float], costs: tuple[float, ...], heads: int, band: int) -> float:
+    """When the last program is done. ``free``: a heap of when each is free, which changes; ``costs``: of a head's tiles;
+    ``heads``: key heads, ``band`` of which are given out together, tile after tile, to the program that is free first."""
+    whole, rest = divmod(heads, band)
+    for together, times in ((band, whole), (rest, 1)):
+        for cost in [cost for cost in costs for _ in range(together)] * times:
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
 class Programs(NamedTuple):
     """That run at once: ``early`` of them from ``begun`` on, the others from ``late`` on."""
 
@@ -80,8 +90,7 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=256)  # a key has a number for each tile of a head
 def _over(costs: tuple[float, ...], heads: int, band: int, programs: Programs, exact: bool) -> float:
-    """When the last tile is done. ``costs``: of a head's tiles; ``heads``: key heads, ``band`` of which are given out together,
-    tile after tile. ``exact``: else no later than it, without giving the tiles out one by one."""
+    """``last_done``; not ``exact``: no later than that, without giving the tiles out one by one."""
     early, others, begun, late = programs
     longest = max(costs)
     mean = (heads * sum(costs) + early * begun + others * late) / (early + others)
@@ -91,11 +100,7 @@ def _over(costs: tuple[float, ...], heads: int, band: int, programs: Programs, e
         return max(mean + longest / 2, begun + longest)
     free = [begun] * early + [late] * others
     heapq.heapify(free)
-    whole, rest = divmod(heads, band)
-    for together, times in ((band, whole), (rest, 1)):
-        for cost in [cost for cost in costs for _ in range(together)] * times:
-            heapq.heapreplace(free, free[0] + cost)
-    return max(free)
+    return last_done(free, costs, heads, band)
 
 
 class FusedForm(NamedTuple):
@@ -116,7 +121,7 @@ def _form(config: Config) -> FusedForm:
     )  # fmt: skip
 
 
-def split_us(problem: Problem, parts: int, gpu: Gpu) -> float:
+def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
     """Of what runs before and after, where groups are in so many parts."""
     if parts == 1:
         return 0.0
@@ -148,7 +153,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    fixed = CALL_US + LAUNCH_US + END_US + split_us(problem, parts, gpu)
+    fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     if not form.beside:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * PREPARE_US[columns] * others)

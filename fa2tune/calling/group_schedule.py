@@ -9,7 +9,6 @@ the fused Hopper backward of dense calls are those of ``fused_schedule``.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 from functools import lru_cache
 
@@ -65,7 +64,7 @@ def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: 
     """Query rows, START_ROWS included, of the program that ends last. ``rows``: as ``rows_of_tiles`` has them; ``heads``: key
     heads of the whole batch, ``band`` of which are given out together, tile after tile; ``programs``: that run at once.
     ``exact``: else no more than it, without giving the tiles out one by one, which takes up to a millisecond."""
-    costs = [group * own + START_ROWS for own in rows]
+    costs = tuple([group * own + START_ROWS for own in rows])
     total, longest = heads * sum(costs), max(costs)
     if len(costs) * heads > fused_schedule.MOST_TILES:
         return total / programs + costs[-1] / 2
@@ -73,12 +72,7 @@ def busiest(rows: tuple[int, ...], heads: int, group: int, band: int, programs: 
         return float(-(-len(costs) * heads // programs) * longest)
     if not exact:
         return max(total / programs, longest)
-    free = [0.0] * programs
-    whole, rest = divmod(heads, band)
-    for together, times in ((band, whole), (rest, 1)):
-        for cost in [cost for cost in costs for _ in range(together)] * times:
-            heapq.heapreplace(free, free[0] + cost)
-    return max(free)
+    return fused_schedule.last_done([0.0] * programs, costs, heads, band)
 
 
 def predicted_us(
@@ -112,7 +106,7 @@ def predicted_us(
 
 def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
-    if is_empty(problem) or problem.group == 1 or kernel not in group_parts.SPLIT_KERNELS:
+    if is_empty(problem) or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))

@@ -19,11 +19,11 @@ from fa2tune.compiling.compiler import interpreted
 from fa2tune.launching.cuda import NoAddressError
 from fa2tune.launching.launch import TORCH_DTYPES
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
+from fa2tune.spec import score as scores
 from fa2tune.spec.combinations import TRANSFORMS
 from fa2tune.spec.mask import Mask, Window, for_operator, mask_of, of_operator
 from fa2tune.spec.problem import HEAD_DIM_STEP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from fa2tune.spec.score import NO_VALUE, Score, score_of
-from fa2tune.spec.score import for_operator as score_for_operator
 from fa2tune.spec.score import of_operator as score_of_operator
 
 Layout = Literal["bhsd", "bshd"]
@@ -341,7 +341,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        call = (do, dlse, q, k, v, o, lse, ctx.plan.mask, ctx.plan.softmax_scale, ctx.deterministic, ctx.plan.score)
+        plan, posed = ctx.plan, ctx.plan.problem
+        call = (do, dlse, q, k, v, o, lse, posed.mask, plan.softmax_scale, ctx.deterministic, posed.score)
         try:
             if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
                 return (*_Gradients.apply(*call), *_NO_GRADIENT)  # type: ignore[no-untyped-call]
@@ -349,7 +350,7 @@ class _Attention(torch.autograd.Function):
         except NoAddressError:  # a subclass's gradient, or a tensor that a hook made: the operators unwrap it
             *tensors, mask, scale, exact, score = call
             name, *values = for_operator(mask)
-            terms = (*values, scale, exact, name, 0.0, *score_for_operator(score))
+            terms = (*values, scale, exact, name, 0.0, *scores.for_operator(score))
             return (*torch.ops.fa2tune.attention_backward(*tensors, *terms), *_NO_GRADIENT)
         except RuntimeError:
             if _batched(do) or _batched(dlse):  # is_grads_batched, jacobian(vectorize=True): they have no address

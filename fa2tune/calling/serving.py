@@ -14,7 +14,7 @@ import torch
 from fa2tune.calling import (
     arguments,
     choosing,
-    dense,
+    copies,
     dispatch,
     forward_plans,
     fused_schedule,
@@ -183,7 +183,7 @@ def explain(
         q, k, v, mask_of(bool(causal), window, mask), ops.scale_of(q, softmax_scale), score_of(softcap, score), extent
     )
     which = ("fwd", BACKWARD) if backward else ("fwd",)
-    index, strided = q.get_device(), dense.unaddressable({"q": q, "k": k, "v": v})
+    index, strided = q.get_device(), copies.unaddressable({"q": q, "k": k, "v": v})
     return explain_problem(problem, dispatch.gpu_of(index), which, exact, present=index >= 0, strided=strided)
 
 

@@ -235,7 +235,9 @@ def _few(problem: Problem, gpu: Gpu) -> bool:
 def _few_and_alike(problem: Problem, gpu: Gpu) -> bool:
     """Whether the warp-specialised kernel is asked: HOPPER_TURNS."""
     tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
-    alike = problem.mask == FULL or problem.mask.name == "band" or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q
+    alike = (
+        problem.mask == FULL or problem.mask.window is not None or problem.seqlen_k >= HOPPER_KEYS * problem.seqlen_q
+    )
     return alike and problem.seqlen_q >= HOPPER_QUERIES and tiles <= HOPPER_TURNS * gpu.sm_count
 
 

@@ -65,9 +65,7 @@ class Forward:
 
     def __init__(self, problem: Problem, rows: int, softmax_scale: float, inner: Callable[..., Any]) -> None:
         self.rows, self.inner = rows, inner
-        #: what a recorded forward reads of its plan
-        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
-        self.extent = problem.extent
+        self.problem, self.softmax_scale = problem, softmax_scale
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.rows

@@ -268,8 +268,8 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, o, lse, *offsets = ctx.saved_tensors
-        plan = ctx.plan
-        call = (do, dlse, q, k, v, o, lse, plan.mask, plan.softmax_scale, ctx.deterministic, plan.score, plan.extent,
+        plan, posed = ctx.plan, ctx.plan.problem
+        call = (do, dlse, q, k, v, o, lse, posed.mask, plan.softmax_scale, ctx.deterministic, posed.score, posed.extent,
                 tuple(offsets))  # fmt: skip
         if torch.is_grad_enabled():  # create_graph: keep a node that raises if it is differentiated again
             found: Tensors3 = _VarlenGradients.apply(*call)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from itertools import groupby
 import click
 
 from fa2tune import devices
-from fa2tune.catalogue import ALIASES, GIB, KIB, Gpu
+from fa2tune.catalogue import ALIASES, GENERATIONS, GIB, KIB, Gpu
 from fa2tune.cli._options import shown_errors
 from fa2tune.cli._tables import lines
 from fa2tune.gpus import MIN_ARCH, catalogue, same_silicon
@@ -21,11 +21,6 @@ from fa2tune.rows.row import MEASURED, OBTAINED, PORTED, PREDICTED, SIBLING, Row
 from fa2tune.text import plain
 
 WIDTH = 80
-#: Compute capability -> the name of its generation.
-GENERATIONS = {
-    80: "Ampere, data center", 86: "Ampere", 87: "Ampere, Jetson Orin", 89: "Ada", 90: "Hopper", 100: "Blackwell, data center",
-    103: "Blackwell Ultra", 110: "Blackwell, Jetson Thor", 120: "Blackwell, RTX", 121: "Blackwell, DGX Spark",
-}  # fmt: skip
 OTHER, NO_ROWS = "of another GPU", "none"
 LEGEND = {
     MEASURED: "on this GPU",

@@ -129,7 +129,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     others = [*packed_schedule.forms(problem, own), *(form for form, _ in fused_schedule.forms(problem, own, arch))]
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
-    if kernel in group_parts.SPLIT_KERNELS:
+    if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)

@@ -22,7 +22,7 @@ from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import Variant, Workspaces
 
 #: Kernels that make dK and dV, all query heads of a key head in one program.
-SPLIT_KERNELS = ("bwd_dkdv", "bwd_fused")
+MAKE_DK_DV = ("bwd_dkdv", "bwd_fused")
 #: Their tensors that are workspaces where groups are split, by the names of these.
 PARTS_OF = {name: f"{name}_parts" for name in ("k", "v", "dk", "dv")}
 
@@ -51,7 +51,7 @@ def allowed(problem: Problem) -> tuple[int, ...]:
 
 def checked(problem: Problem, kernel: str, parts: int) -> int:
     """ValueError: a group cannot be split like that."""
-    fitting = allowed(problem) if kernel in SPLIT_KERNELS else (1,)
+    fitting = allowed(problem) if kernel in MAKE_DK_DV else (1,)
     if parts not in fitting:
         raise ValueError(f"parts: got {parts} for {kernel}, allowed are {', '.join(map(str, fitting))}")
     return parts

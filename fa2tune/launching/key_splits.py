@@ -103,8 +103,7 @@ class SplitPlan:
     def __init__(
         self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
     ) -> None:
-        self.mask, self.softmax_scale, self.score = problem.mask, softmax_scale, problem.score
-        self.extent = problem.extent
+        self.problem, self.softmax_scale = problem, softmax_scale
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}

@@ -56,7 +56,6 @@ class Block:
     lines: Sequence[Line]
     keys: int
     tokens: str
-    several: bool  #: whether any key has more rows than its best
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ def blocks(standings: Sequence[Standing]) -> list[Block]:
             group = s.row.key.kernel, s.row.key.dtype, s.row.key.precision, s.row.key.mask
             lines.append(_line(s, number, group != last))
             last = group
-        found.append(Block(title, list(_says(best)), lines, len(best), about, len(best) < len(mine)))
+        found.append(Block(title, list(_says(best)), lines, len(best), about))
     return found
 
 

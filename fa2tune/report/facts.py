@@ -280,7 +280,7 @@ def rule_in_words(reason: str, kernel: str, specialized: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Pruned:
-    """How many points of each family one reason removed."""
+    """How many points of each kernel and head dim one reason removed."""
 
     reason: str
     why: str  #: in words; kernels may have rules of one name for different reasons
@@ -289,17 +289,17 @@ class Pruned:
 
 
 def pruned(rows: Iterable[Row]) -> list[Pruned]:
-    """By reason and its words, most first within a stage. Lengths and loads of a family share candidates: the largest number
-    counts."""
-    families: dict[tuple[object, ...], Counter[str]] = {}
+    """By reason and its words, most first within a stage. Lengths and loads of one kernel and key share candidates: the
+    largest number counts."""
+    groups: dict[tuple[object, ...], Counter[str]] = {}
     for row in rows:
         key = row.key
-        mine = families.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.mask,
-                                    row.specialized), Counter())  # fmt: skip
+        mine = groups.setdefault((key.kernel, key.head_dim, key.gpu, key.head_dim_v, key.dtype, key.precision, key.mask,
+                                  row.specialized), Counter())  # fmt: skip
         for reason, count in row.pruned.items():
             mine[reason] = max(mine[reason], count)
     counts: dict[tuple[str, str], Counter[tuple[str, int]]] = {}
-    for (kernel, head_dim, *_, specialized), mine in families.items():
+    for (kernel, head_dim, *_, specialized), mine in groups.items():
         for reason, count in mine.items():
             said = reason, rule_in_words(reason, str(kernel), bool(specialized))
             counts.setdefault(said, Counter())[str(kernel), int(str(head_dim))] += count

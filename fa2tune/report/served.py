@@ -52,22 +52,22 @@ def _asked(standings: Sequence[Standing]) -> Iterator[tuple[Gpu, TuningKey]]:
     """Every GPU of the page with every dtype, mask and head dim that rows of it may serve; kernel and length are left open."""
     from fa2tune.fleet import finding
 
-    families: dict[tuple[str, int, int], set[tuple[Any, ...]]] = {}
+    groups: dict[tuple[str, int, int], set[tuple[Any, ...]]] = {}
     for s in standings:
         key = s.row.key
         if finding.odd_key(key) is None and key.precision == "ieee" and key.kernel in PASSES:
-            families.setdefault((key.gpu, key.sm_count, key.arch), set()).add(_family(key))
+            groups.setdefault((key.gpu, key.sm_count, key.arch), set()).add(_group(key))
     dims = range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP)
-    for (name, sms, arch), mine in families.items():
+    for (name, sms, arch), mine in groups.items():
         for dtype in DTYPES:
             for mask in ROW_MASKS:
                 for dim in dims:
                     key = TuningKey(name, sms, arch, "fwd", dtype, "ieee", dim, dim, mask, BUCKETS[0])
-                    if _family(key) in mine:
+                    if _group(key) in mine:
                         yield finding.gpu_of_key(key, None), key
 
 
-def _family(key: TuningKey) -> tuple[Any, ...]:
+def _group(key: TuningKey) -> tuple[Any, ...]:
     """What the lookup never crosses, the kernel and the compute capability aside."""
     width = 16 if key.dtype in lookup.SIXTEEN_BIT else key.dtype
     return key.mask, width, padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)

@@ -146,7 +146,7 @@ def test_the_choice_is_within_3_percent_of_the_best_that_was_measured():
     lost = {}
     for case in RECORD["parts"]:
         found, configs = chosen(posed(*case["shape"]), case["deterministic"])
-        kernel = next(name for name in configs if name in group_parts.SPLIT_KERNELS)
+        kernel = next(name for name in configs if name in group_parts.MAKE_DK_DV)
         us = case["us"]
         lost[*case["shape"], case["deterministic"]] = us[str(found.get(kernel, 1))] / min(us.values())
     assert {call for call, loss in lost.items() if loss > 1.03} == {(2, 28, 4, 4096, 128, False)}
@@ -201,7 +201,7 @@ def test_explain_says_so():
 
 
 def test_every_kernel_that_is_split_names_its_tensors_alike():
-    for kernel in group_parts.SPLIT_KERNELS:
+    for kernel in group_parts.MAKE_DK_DV:
         for variant in variants_of(kernel):
             assert set(group_parts.PARTS_OF) <= set(variant.tensors)
             config = variant.space.default(posed(1, 8, 1, 512, 64).specialization, 90)

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from fa2tune import devices, gpus
+from fa2tune.catalogue import GENERATIONS
 from fa2tune.cli import _checks, explain, main, tune
-from fa2tune.cli.gpus import GENERATIONS, Shipped, standing
+from fa2tune.cli.gpus import Shipped, standing
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Problem
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dense, dispatch
+from fa2tune.calling import copies, dispatch
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL
 
@@ -19,7 +19,7 @@ SHAPE = (2, 8, 2048, 128)
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """Copies whatever they cost, so that small calls show them."""
-    monkeypatch.setattr(dense, "pays", lambda *asked: True)
+    monkeypatch.setattr(copies, "pays", lambda *asked: True)
     dispatch.reload()
     yield
     dispatch.reload()
@@ -63,7 +63,7 @@ def test_results_keep_the_error_rule(kind):
     verify.compare(run(*tensors), oracle, same)
     plans = [*dispatch.FORWARD_PLANS.values(), *dispatch.BACKWARD_PLANS.values()]
     copied = kind not in ("expanded", "expanded_batch")
-    assert len(plans) == 2 and all(isinstance(plan, dense.Copying) == copied for plan in plans)
+    assert len(plans) == 2 and all(isinstance(plan, copies.Copying) == copied for plan in plans)
     q, k, v, _ = tensors
     told = fa2tune.explain(q, k, v, causal=True, backward=True)
     assert ("copied before the forward and the backward" in str(told)) == copied

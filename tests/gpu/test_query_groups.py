@@ -13,7 +13,7 @@ from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import STRATEGIES, Problem
 
-VARIANTS = specialized(group_parts.SPLIT_KERNELS) if torch.cuda.is_available() else []
+VARIANTS = specialized(group_parts.MAKE_DK_DV) if torch.cuda.is_available() else []
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 every = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 GROUPS = [((4, 2), 2), ((6, 2), 3), ((8, 1), 2), ((8, 1), 8), ((16, 2), 4), ((71, 1), 71)]

@@ -104,7 +104,7 @@ def gradients(given, o, lse, lengths, mask, form, parts=1):
     tensors = given.q, given.k, given.v
     problem = passes.describe(*tensors, mask, SCALE, extent=extent, o=o, do=given.do)
     strategy, configs = strategy_of(form), configs_of(problem.specialization, form)
-    split = {kernel: parts for kernel in configs if kernel in group_parts.SPLIT_KERNELS}
+    split = {kernel: parts for kernel in configs if kernel in group_parts.MAKE_DK_DV}
     plan = passes.BackwardPlan(problem, given.do, given.dlse, *tensors, o, SCALE, strategy, configs, split)
     poison_memory()
     found = plan(given.do, given.dlse, *tensors, o, lse, *starts)

@@ -30,7 +30,7 @@ def gradients_of(asked, strategy, parts, inputs, forward, loads="pointer"):
     return passes.backward(
         inputs.do, inputs.dlse, inputs.q, inputs.k, inputs.v, *forward, mask=asked.mask,
         softmax_scale=asked.head_dim**-0.5, strategy=strategy, configs=configs,
-        parts={name: parts for name in configs if name in group_parts.SPLIT_KERNELS},
+        parts={name: parts for name in configs if name in group_parts.MAKE_DK_DV},
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_packed_sequences_keep_it_too(strategy, heads, parts, mask):
         o[:, :, rows], lse[:, :, rows] = expected[-1][1]["o"], expected[-1][0]["lse"]
     spec = asked.specialization
     configs = {name: {**portable_of(name).space.default(spec, 80), "LOADS": "pointer"} for name in STRATEGIES[strategy]}
-    split = {name: parts for name in configs if name in group_parts.SPLIT_KERNELS}
+    split = {name: parts for name in configs if name in group_parts.MAKE_DK_DV}
     tensors = whole.q, whole.k, whole.v
     plan = passes.BackwardPlan(asked, whole.do, None, *tensors, o, 32**-0.5, strategy, configs, split)
     dq, dk, dv = plan(whole.do, None, *tensors, o, lse, *starts)

@@ -101,7 +101,7 @@ def coverage(
     shortfalls = rules.shortfalls(verdict, needs.values())
     status = int(bool(shortfalls))
     notes = [*model.notes, PADDING] if needs else list(model.notes)
-    if any(need.mask.name == "band" for need in needs.values()):
+    if any(need.mask.window is not None for need in needs.values()):
         notes.append(WINDOWED)
     if any(need.mask.name == "chunked" for need in needs.values()):
         notes.append(CHUNKS)
@@ -241,7 +241,7 @@ def _served(need: Need) -> dict[str, Any]:
     return {
         **about,
         "mask": key.mask,
-        "window": need.mask.name == "band",
+        "window": need.mask.window is not None,
         "chunks": need.mask.name == "chunked",
         "softcap": need.score.name == "softcap",
         "length": key.bucket,

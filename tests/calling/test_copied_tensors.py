@@ -10,7 +10,7 @@ import torch
 from benchmark_scripts import BENCHMARKS
 
 from fa2tune import gpus
-from fa2tune.calling import dense, dispatch, serving
+from fa2tune.calling import copies, dispatch, serving
 from fa2tune.calling.choosing import Chooser
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, Problem
@@ -28,9 +28,9 @@ def test_which_tensors_no_descriptor_can_address():
     odd = storage[1:].view(2, 4, 32, 64)  # base off by 2 bytes
     wide = torch.zeros(2, 4, 32, 67, dtype=torch.bfloat16)[..., :64]  # rows of 134 bytes
     given = {"q": plain, "k": odd, "v": wide, "o": plain[:1].expand(2, 4, 32, 64), "do": plain.transpose(1, 2)}
-    assert dense.unaddressable(given) == ("k", "v")
+    assert copies.unaddressable(given) == ("k", "v")
     given = {"q": plain[:, :1].expand(2, 4, 32, 64), "k": plain[:, :, :1].expand(2, 4, 32, 64)}
-    assert dense.unaddressable(given) == ("k",), "batches and heads may be expanded, rows may not"
+    assert copies.unaddressable(given) == ("k",), "batches and heads may be expanded, rows may not"
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
@@ -40,7 +40,7 @@ def test_large_calls_are_copied_and_small_ones_are_not(pass_):
     assert not dispatch.with_copies(
         Chooser(replace(LARGE, seqlen_q=1), H200), NAMES, pass_
     )  # decoding reads K and V once
-    assert not dispatch.with_copies(Chooser(dense.addressable(LARGE), H200), NAMES, pass_)
+    assert not dispatch.with_copies(Chooser(copies.addressable(LARGE), H200), NAMES, pass_)
     assert not dispatch.with_copies(Chooser(LARGE, H200), (), pass_)
 
 
@@ -70,18 +70,18 @@ def test_what_was_faster_on_an_h200_is_chosen(case, pass_):
 def test_calls_that_wait_for_the_host_are_not_copied(pass_, length):
     """Expected to take under 30 us forward and 70 backward by pointer: the host takes as long, and longer with copies."""
     asked = replace(LARGE, seqlen_q=length, seqlen_k=length)
-    assert (1 + dense.BY_ELEMENTS) * dense.busy_us(asked, H200, pass_) < {"fwd": 30, BACKWARD: 70}[pass_]
-    assert not dense.pays(asked, H200, pass_, NAMES)
+    assert (1 + copies.BY_ELEMENTS) * copies.busy_us(asked, H200, pass_) < {"fwd": 30, BACKWARD: 70}[pass_]
+    assert not copies.pays(asked, H200, pass_, NAMES)
 
 
 def test_the_longest_tile_is_one_multiprocessors():
     """2 x 16 heads of 512 under a causal mask: 128 tiles, the longest twice the mean; of 8k all are busy."""
     short, long = (replace(LARGE, seqlen_q=n, seqlen_k=n) for n in (512, 8192))
-    full = H200.peak("bf16", "ieee") * 1e6 * dense.RATE
-    assert dense.busy_us(short, H200, "fwd") == pytest.approx(short.flops("fwd") / full * 132 / 64, rel=0.01)
-    assert dense.busy_us(long, H200, "fwd") == pytest.approx(long.flops("fwd") / full)
+    full = H200.peak("bf16", "ieee") * 1e6 * copies.RATE
+    assert copies.busy_us(short, H200, "fwd") == pytest.approx(short.flops("fwd") / full * 132 / 64, rel=0.01)
+    assert copies.busy_us(long, H200, "fwd") == pytest.approx(long.flops("fwd") / full)
     one = replace(short, batch=1, heads_q=1, heads_kv=1, seqlen_q=1)
-    assert dense.busy_us(one, H200, "fwd") == pytest.approx(one.flops("fwd") / full * 132)
+    assert copies.busy_us(one, H200, "fwd") == pytest.approx(one.flops("fwd") / full * 132)
 
 
 @pytest.mark.parametrize("pass_", ["fwd", BACKWARD])
@@ -108,17 +108,17 @@ def test_a_plan_gets_dense_copies_in_the_memory_order_of_what_came(order):
     tensor = tensor.transpose(1, 2) if order == "bshd" else tensor
     tensor = tensor[:1].expand(2, -1, -1, -1) if order == "expanded" else tensor
     other, seen = torch.randn(2, 4, 32, 64), []
-    plan = dense.copying(lambda *tensors: seen.extend(tensors), ("q", "k", "v"), ("k",))
+    plan = copies.copying(lambda *tensors: seen.extend(tensors), ("q", "k", "v"), ("k",))
     plan(other, tensor, None)
     assert seen[0] is other and seen[2] is None
     assert torch.equal(seen[1], tensor) and seen[1].data_ptr() != tensor.data_ptr()
-    assert dense.unaddressable({"k": seen[1]}) == ()
+    assert copies.unaddressable({"k": seen[1]}) == ()
     assert (seen[1].stride(1) < seen[1].stride(2)) == (tensor.stride(1) < tensor.stride(2))
 
 
 def test_a_plan_without_copies_is_the_plan_itself():
     plan = object()
-    assert dense.copying(plan, NAMES, ()) is plan
+    assert copies.copying(plan, NAMES, ()) is plan
 
 
 def test_explain_says_what_is_copied():
@@ -141,4 +141,4 @@ def test_a_call_without_a_pair_is_explained(empty: dict[str, int], tma: bool) ->
     sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seqlen_q": 64, "seqlen_k": 64, **empty}
     problem = Problem("bf16", **sizes, head_dim=64, head_dim_v=64, mask=CAUSAL, aligned=tma, tma=tma)
     found = serving.explain_problem(problem, gpus.named("h200"), present=False)
-    assert found.kernels and not dense.pays(problem, gpus.named("h200"), "fwd", ("q",))
+    assert found.kernels and not copies.pays(problem, gpus.named("h200"), "fwd", ("q",))

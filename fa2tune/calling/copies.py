@@ -83,9 +83,7 @@ class Copying:
     def __init__(self, plan: Any, places: Collection[int]) -> None:
         self.plan, self.places = plan, frozenset(places)
         #: what a recorded forward reads of its plan
-        self.mask, self.softmax_scale, self.score, self.extent = (
-            getattr(plan, name, None) for name in ("mask", "softmax_scale", "score", "extent")
-        )
+        self.problem, self.softmax_scale = (getattr(plan, name, None) for name in ("problem", "softmax_scale"))
 
     def __call__(self, *tensors: torch.Tensor | None) -> Any:
         return self.plan(
