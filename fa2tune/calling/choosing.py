@@ -85,6 +85,7 @@ class Known:
 #: Of the layers of this process, so that a new length looks nothing up. Bounded: a full one is emptied.
 _KNOWN: dict[tuple[object, ...], Known] = {}
 KNOWN_KEPT = 512
+(FUSED_KERNEL,) = STRATEGIES[FUSED]
 
 
 def _known(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], node: lookup.Toolchain) -> Known:
@@ -206,6 +207,10 @@ class Chooser:
             return row.barred
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        # the same for the fused kernel, whose rows of a near problem stand behind this one; see ``_refusal``
+        guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
+        if guessed and not deterministic and (better := self.better_default(FUSED_KERNEL)):
+            return f"it was only predicted, for portable kernels: the fused {implementation_of(better)} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
             if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
                 return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
