@@ -210,7 +210,8 @@ class Chooser:
         # the same for the fused kernel, whose rows of a near problem stand behind this one; see ``_refusal``
         guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
         if guessed and not deterministic and (better := self.better_default(FUSED_KERNEL)):
-            return f"it was only predicted, for portable kernels: the fused {implementation_of(better)} kernel was measured to be faster"
+            name = implementation_of(better)
+            return f"it was only predicted, for portable kernels: the fused {name} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
             if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
                 return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"

@@ -6,8 +6,9 @@ type; and padded head dims, but for the last step of the problem. Among the rest
 1. **Problem**: exact key; same columns (head dims that are the same sum of powers of two, 88 and 96); same padded head dim;
    nearest bucket; other 16-bit dtype; wider head dims (of warp-specialised kernels, rows whose Q and V are both padded to the
    wider of the key's two, at least to ``NARROWEST``: of 64 for 32, of 128 for a V of 32 beside a Q of 128; of kernels that
-   name themselves the same for a V apart, from ``NARROWEST`` on). Each step allows what those before it allow. Within a step the nearest bucket comes first (the longer of two as near), then the same columns,
-   then rows of the padded head dims themselves (for 80 those of 128 before those of 96, whose tiles were chosen for other
+   name themselves the same for a V apart, from ``NARROWEST`` on). Each step allows what those before it allow.
+   Within a step the nearest bucket comes first (the longer of two as near), then the same columns, then rows of the padded
+   head dims themselves (for 80 those of 128 before those of 96, whose tiles were chosen for other
    columns), then the nearest head dims.
 2. **GPU and evidence**, ``STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
    MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then ported (measured on

@@ -107,7 +107,7 @@ def test_a_predicted_portable_row_never_stands_before_a_default_that_was_measure
 
 
 def whole(asked: Problem, gpu: gpus.Gpu, obtained: str, strategy: str, named: str) -> Row:
-    config = {kernel: named for kernel in STRATEGIES[strategy]}
+    config = dict.fromkeys(STRATEGIES[strategy], named)
     key = choosing.key_of(asked, BACKWARD, gpu)
     return replace(ROW, key=key, config=config, implementation="portable", obtained=obtained, strategy=strategy)
 
