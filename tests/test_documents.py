@@ -44,6 +44,7 @@ PAGES = (
     ("docs/benchmarks.md", "workloads", "workloads"),
     ("docs/drop-ins.md", "combinations_table", "combinations"),
     ("docs/lookup.md", "lookup_cost", "lookup"),
+    ("docs/model.md", "sm80_published", "published"),
     ("docs/search.md", "pruning", "pruning"),
     ("docs/serve.md", "models_table", "models"),
 )
@@ -69,7 +70,7 @@ def test_tables_in_the_documents_are_what_the_scripts_write(page: str, name: str
     elif name == "workloads":
         arguments = ["--table", str(ROOT / "docs/bench/h200_workloads.json"), "--page", str(copy)]
         source.main.main(arguments, standalone_mode=False)
-    elif name == "combinations_table":
+    elif name in ("combinations_table", "sm80_published"):
         source.main.callback(page=copy)
     elif name == "specialized_table":
         source.main.callback(cache=ROOT / "cache/h200.sqlite", page=copy)

@@ -85,6 +85,7 @@ class Known:
 #: Of the layers of this process, so that a new length looks nothing up. Bounded: a full one is emptied.
 _KNOWN: dict[tuple[object, ...], Known] = {}
 KNOWN_KEPT = 512
+(FUSED_KERNEL,) = STRATEGIES[FUSED]
 
 
 def _known(problem: Problem, gpu: Gpu, layers: Sequence[reader.Layer], node: lookup.Toolchain) -> Known:
@@ -206,10 +207,21 @@ class Chooser:
             return row.barred
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
+        if guessed and not deterministic and (better := self._fused_behind()):
+            return f"it was only predicted, for portable kernels: the fused {better} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
             if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:
                 return f"no row of its {'warp-specialised' if asked is True else asked} {kernel} can serve this problem"
         return None
+
+    def _fused_behind(self) -> str:
+        """The implementation of a fused kernel whose default was measured to be faster than portable ones, as ``_refusal`` has
+        it, where a row that was not predicted asks for it, if of a near problem; "": there is none."""
+        if (better := self.better_default(FUSED_KERNEL)) is None:
+            return ""
+        asks = (one.row for one in self.ladder(BACKWARD) if (one.row.strategy, one.row.barred) == (FUSED, ""))
+        return implementation_of(better) if any(self.strategy_refusal(row, False) is None for row in asks) else ""
 
     def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:
         """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",

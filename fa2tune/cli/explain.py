@@ -96,13 +96,13 @@ def explain(
     for line in _short(found, screen.width if screen.is_terminal else None, verbose):
         echo(line)
     if verbose:
+        strategy = FUSED if any(one.kernel in STRATEGIES[FUSED] for one in found.kernels) else SPLIT
         for served in found.kernels:
             click.echo()
             if served.kernel == BACKWARD and deterministic:
-                fused = any(one.kernel in STRATEGIES[FUSED] for one in found.kernels)
-                how = f"{FUSED}, with dQ summed in a fixed order," if fused else SPLIT
+                how = f"{FUSED}, with dQ summed in a fixed order," if strategy == FUSED else SPLIT
                 click.echo(f"{how} is the deterministic strategy")
-            for line in _ladder(served, choosing.toolchain()):
+            for line in _ladder(served, choosing.toolchain(), strategy):
                 _tables.say(line, EVIDENCE_INDENT)
 
 
@@ -142,8 +142,8 @@ def _short(found: Explanation, width: int | None, verbose: bool) -> Iterator[str
         yield "(-v shows how each row was found)"
 
 
-def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
-    """How one kernel's row was found, and all that is known of it. ``here``: of this machine."""
+def _ladder(served: Served, here: Toolchain, strategy: str) -> Iterator[str]:
+    """How one kernel's row was found, and all that is known of it. ``here``: of this machine; ``strategy``: the backward's."""
     from fa2tune.calling import forward_plans
     from fa2tune.compiling.choice import BY_FEW_TILES, BY_FORM
 
@@ -178,7 +178,7 @@ def _ladder(served: Served, here: Toolchain) -> Iterator[str]:
         yield from _loads(served)
     if not answer:
         default = served.otherwise if served.estimated else served.config
-        yield f"  default   {SPLIT if served.kernel == BACKWARD else dict(default or {})}"
+        yield f"  default   {strategy if served.kernel == BACKWARD else dict(default or {})}"
         if cost := lookup_cost.cost_line(served.key, lookup_cost.DEFAULT):
             yield f"  costs     {cost}"
         for difference, layer in served.nearest:

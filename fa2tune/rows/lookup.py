@@ -5,9 +5,10 @@ type; and padded head dims, but for the last step of the problem. Among the rest
 
 1. **Problem**: exact key; same columns (head dims that are the same sum of powers of two, 88 and 96); same padded head dim;
    nearest bucket; other 16-bit dtype; wider head dims (of warp-specialised kernels, rows whose Q and V are both padded to the
-   wider of the key's two, at least to ``NARROWEST``: of 64 for 32, of 128 for a V of 32 beside a Q of 128). Each step allows
-   what those before it allow. Within a step the nearest bucket comes first (the longer of two as near), then the same columns,
-   then rows of the padded head dims themselves (for 80 those of 128 before those of 96, whose tiles were chosen for other
+   wider of the key's two, at least to ``NARROWEST``: of 64 for 32, of 128 for a V of 32 beside a Q of 128; of kernels that
+   name themselves the same for a V apart, from ``NARROWEST`` on). Each step allows what those before it allow.
+   Within a step the nearest bucket comes first (the longer of two as near), then the same columns, then rows of the padded
+   head dims themselves (for 80 those of 128 before those of 96, whose tiles were chosen for other
    columns), then the nearest head dims.
 2. **GPU and evidence**, ``STANDING`` below: exact GPU (name and SM count), then same silicon (an H100 for an H200, a
    MIG slice for the whole), then same architecture; on each measured, then measured on a sibling, then ported (measured on
@@ -264,7 +265,11 @@ def candidates(key: TuningKey, gpu_silicon: str, layers: Sequence[Layer], toolch
     yield from _sorted(key, gpu_silicon, rest, toolchain)
     if (wider := _widened(key)) is not None:
         fixed = _fixed(wider)
-        rows = [(layer, [row for row in _relatives(layer, fixed) if row.specialized]) for layer in layers]
+        narrow = max(padded_head_dim(key.head_dim), padded_head_dim(key.head_dim_v)) < NARROWEST
+        rows = [
+            (layer, [row for row in _relatives(layer, fixed) if row.specialized or (row.names_itself and not narrow)])
+            for layer in layers
+        ]
         found = _sorted(wider, gpu_silicon, rows, toolchain)
         yield from (replace(one, problem_step=WIDER) for one in found)
 

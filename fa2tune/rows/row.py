@@ -96,6 +96,11 @@ class Row:
         """Whether it rests on a warp-specialised kernel."""
         return self.implementation == WARP_SPECIALIZED
 
+    @property
+    def names_itself(self) -> bool:
+        """Whether it rests on a kernel that names itself."""
+        return bool(self._named if self.key.kernel == BACKWARD else self_named([self.implementation]))
+
     @cached_property
     def filed_as(self) -> str:
         """For people: the implementation, of a whole backward after its strategy: "pointer", "split warp_specialized"; where

@@ -19,8 +19,9 @@ STEP = 16  #: columns of Q and K that are in registers at once, where Q is read 
 #: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS) by padded head dim, at least 64: the best of
 #: docs/experiments/mma-sync.md at 64 and 128; at 256 by the machine code.
 BEST = {64: (128, 64, 4, "double", True), 128: (128, 32, 4, "double", False), 256: (128, 64, 8, "fa2", False)}
-#: The same for 99 KiB of shared memory a block, and 100 a multiprocessor: two blocks of it, but for 256.
-BEST_SMALL = {64: BEST[64], 128: (128, 32, 4, "fa2", False), 256: (64, 32, 4, "fa2", False)}
+#: The same for 99 KiB of shared memory a block, and 100 a multiprocessor: two blocks of it, but for 256, where one block has
+#: eight warps. There by the model alone: 1.2 to 1.5 times as fast as with four, of 64 rows (docs/experiments/ported.md).
+BEST_SMALL = {64: BEST[64], 128: (128, 32, 4, "fa2", False), 256: (128, 32, 8, "fa2", False)}
 
 
 def buffers(config: Config) -> int:

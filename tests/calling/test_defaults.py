@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_rows import FULL as ROW
@@ -14,9 +15,9 @@ from fa2tune.calling.defaults import default_config, portable_default
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
 from fa2tune.rows import reader
-from fa2tune.rows.row import PREDICTED
+from fa2tune.rows.row import PORTED, PREDICTED, Row
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import KERNELS, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, KERNELS, SPLIT, STRATEGIES, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 H200, A100, B200 = (gpus.named(name) for name in ("h200", "a100", "b200"))
@@ -40,17 +41,18 @@ def test_other_architectures_take_the_portable_default() -> None:
     assert all(default_config(one, problem(), B200) == portable_default(one, problem(), B200.arch) for one in KERNELS)
 
 
-@pytest.mark.parametrize("name", ["a10", "l4", "rtx-5090", "orin-agx-64gb"])
-def test_where_their_kernels_were_not_raced_the_portable_default_serves(name: str) -> None:
-    gpu = gpus.named(name)
-    assert all(default_config(one, problem(), gpu) == portable_default(one, problem(), gpu.arch) for one in KERNELS)
+@pytest.mark.parametrize("name", ["a10", "l4", "rtx-5090", "gb10"])
+def test_with_99_kib_their_forward_of_256_was_slower_so_the_portable_default_serves(name: str) -> None:
+    gpu, asked = gpus.named(name), problem((192, 256))
+    assert default_config("fwd", asked, gpu) == portable_default("fwd", asked, gpu.arch)
+    assert variant_of("bwd_fused", default_config("bwd_fused", asked, gpu)).name == "sm80/bwd_fused"
 
 
-@pytest.mark.parametrize("name", ["a100", "a100-sxm-40gb", "a100@42sm"])
+@pytest.mark.parametrize("name", ["a100", "a100@42sm", "orin-agx-64gb", "a10", "l4", "rtx-5090"])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (96, 96), (128, 128), (256, 256)])
 def test_gpus_without_wgmma_take_the_default_of_their_own_kernels(name: str, dims: tuple[int, int]) -> None:
     gpu, asked = gpus.named(name), problem(dims, causal=True)
-    for kernel in ("fwd", "bwd_fused"):
+    for kernel in ("fwd", "bwd_fused") if dims[0] < 256 or gpu.arch in (80, 87) else ("bwd_fused",):
         config = default_config(kernel, asked, gpu)
         variant = variant_of(kernel, config)
         assert variant.name == f"sm80/{kernel}"
@@ -102,3 +104,43 @@ def test_a_predicted_portable_row_never_stands_before_a_default_that_was_measure
     among = [reader.Layer("user", Path("rows.sqlite"), (predicted, measured))]
     answer = choosing.choose(asked, "fwd", gpu, among=among).answer
     assert answer is not None and answer.row is (predicted if served else measured)
+
+
+def whole(asked: Problem, gpu: gpus.Gpu, obtained: str, strategy: str, named: str) -> Row:
+    config = dict.fromkeys(STRATEGIES[strategy], named)
+    key = choosing.key_of(asked, BACKWARD, gpu)
+    return replace(ROW, key=key, config=config, implementation="portable", obtained=obtained, strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["a100", "l4"])
+@pytest.mark.parametrize("near", [{"dtype": "fp16"}, {"head_dim": 96, "head_dim_v": 96}, {"bucket": 512}], ids=str)
+def test_a_predicted_split_backward_never_stands_before_a_fused_one_that_was_raced_for_a_near_problem(
+    name: str, near: dict[str, Any]
+) -> None:
+    """fp16 on an A100 had half of bf16's speed so, and `tune` without a GPU made calls slower."""
+    asked, gpu = problem(causal=True), gpus.named(name)
+    predicted = whole(asked, gpu, PREDICTED, SPLIT, "pointer")
+    raced = whole(asked, gpu, PORTED, FUSED, "sm80")
+    raced = replace(raced, key=raced.key.with_(**near))
+    config = default_config("bwd_fused", asked, gpu)
+    kernel = replace(raced, key=raced.key.with_(kernel="bwd_fused"), strategy="", implementation="sm80", config=config)
+    chooser = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted, raced, kernel))])
+    answer, (refused,) = chooser.find_backward(deterministic=False)
+    assert answer is not None and answer.row is raced
+    assert refused.candidate.row is predicted and "the fused sm80 kernel was measured to be faster" in refused.why
+    assert chooser.strategy(False)[0] == FUSED
+    asked_for, _ = chooser.find_backward(deterministic=True)
+    assert asked_for is not None and asked_for.row is predicted
+    alone = choosing.Chooser(asked, gpu, [reader.Layer("user", Path("rows.sqlite"), (predicted,))])
+    answer, _ = alone.find_backward(deterministic=False)
+    assert answer is not None and answer.row is predicted and alone.strategy(False)[0] == SPLIT, (
+        "a fused one needs a row"
+    )
+
+
+def test_on_hopper_it_serves_as_its_fused_default_is_portable() -> None:
+    asked = problem(causal=True)
+    predicted = whole(asked, H200, PREDICTED, SPLIT, "pointer")
+    chooser = choosing.Chooser(asked, H200, [reader.Layer("user", Path("rows.sqlite"), (predicted,))])
+    answer, _ = chooser.find_backward(deterministic=False)
+    assert answer is None or answer.row is predicted

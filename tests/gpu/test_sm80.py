@@ -58,7 +58,8 @@ def checked(variant: Variant, problem: Problem, changes: dict[str, Any], **more:
 
 @both
 @masks
-@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (72, 40), (64, 128)])
+@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (72, 40), (64, 128),
+                                  (192, 128), (16, 128)])  # fmt: skip
 def test_head_dims_and_lengths(variant: Variant, mask: Mask, dims: tuple[int, int]) -> None:
     for lengths in LENGTHS:
         checked(variant, posed(*lengths, dims=dims, mask=mask), {})

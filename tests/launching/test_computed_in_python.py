@@ -308,6 +308,8 @@ BY_MMA_SYNC = [
     (Call(((100, 230),), (2, 1), (96, 96), FULL), {}),
     (Call(((150, 150),), (1, 1), (128, 128), band(40, 10)), {}),
     (Call(((90, 200),), (2, 1), (128, 64), CAUSAL), ONE),
+    (Call(((70, 100),), (1, 1), (192, 128), CAUSAL), {}),
+    (Call(((90, 140),), (1, 1), (16, 128), FULL), {}),
 ]
 
 
@@ -315,6 +317,15 @@ BY_MMA_SYNC = [
 @pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC], ids=str)
 def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedule: str, sums: str) -> None:
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
+
+
+def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of compute capability 8.6, 8.9 and 12.0, which nothing has raced."""
+    call = Call(((150, 100),), (2, 1), (256, 256), CAUSAL)
+    config = dict(registry.variant_named("sm80/fwd").space.default(Specialization("bf16", 256, 256, "causal"), 89))
+    changes = {name: config[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "SCHEDULE", "SUMS", "Q_IN_REGISTERS")}
+    assert changes["num_warps"] == 8
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
 
 
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])

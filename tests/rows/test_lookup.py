@@ -96,6 +96,20 @@ def test_wider_head_dims_come_last_and_warp_specialised(dims: tuple[int, int], w
     assert find(near, key=KEY.with_(head_dim=2 * wider, head_dim_v=dims[1])) is None
 
 
+@pytest.mark.parametrize(("dims", "wider"), [((192, 128), 256), ((128, 64), 128), ((32, 64), 64)])
+def test_for_a_v_apart_wider_rows_of_kernels_that_name_themselves_serve(dims: tuple[int, int], wider: int) -> None:
+    a100 = {"gpu": "a100-sxm-80gb", "sm_count": 108, "arch": 80}
+    key = KEY.with_(**a100, head_dim=dims[0], head_dim_v=dims[1])
+    both = {**a100, "head_dim": wider, "head_dim_v": wider}
+    for own in (
+        row(both, implementation="sm80"),
+        row({**both, "kernel": "bwd"}, strategy="fused", implementation="portable", config={"bwd_fused": "sm80"}),
+    ):
+        answer = find(own, key=key.with_(kernel=own.key.kernel), silicon="ga100")
+        assert answer is not None and answer.row is own and answer.problem_step == lookup.WIDER
+        assert find(own, key=key.with_(kernel=own.key.kernel, head_dim=32, head_dim_v=32), silicon="ga100") is None
+
+
 @pytest.mark.parametrize(
     "other",
     [{"mask": "full"}, {"family": "decode"}, {"kernel": "bwd_dq"}, {"arch": 80}, {"head_dim": 64, "head_dim_v": 64},

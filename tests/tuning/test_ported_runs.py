@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cache_rows import row
@@ -13,19 +14,22 @@ from tuner_fakes import ERRORS
 
 from fa2tune import gpus
 from fa2tune.compiling import registry
+from fa2tune.compiling.fingerprint import backward_hash
 from fa2tune.compiling.registry import portable_of, variant_named
 from fa2tune.rows import reader
+from fa2tune.rows.describe import described_row
 from fa2tune.rows.row import PORTED, PREDICTED, Row
 from fa2tune.rows.store import Store
 from fa2tune.spec.problem import Specialization
 from fa2tune.tuning.request import plan
 from fa2tune.tuning.request.plan import Target, TuneRequest, resolve_target
+from fa2tune.tuning.request.provenance import Provenance
 from fa2tune.tuning.request.watcher import PORTED_FUNCTIONS, WorkerFunctions
 from fa2tune.tuning.run import tuner
 from fa2tune.tuning.search.candidates import point
 from fa2tune.tuning.search.proven import proven
 from fa2tune.tuning.search.study import TrialOutcome
-from fa2tune.tuning.select.predicted import with_margin
+from fa2tune.tuning.select.predicted import Predicted, with_margin
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -130,6 +134,34 @@ def test_configs_that_a_gpu_has_proved_compete_by_the_model(bench: Bench) -> Non
     found = [r for r in report.rows if r.implementation == "sm80"]
     assert found and all(r.config == DEFAULT for r in found)  # within the margin the default stays
     assert {point(c) for *_, c in bench.did("compile") if "IMPLEMENTATION" in c} == {point(DEFAULT), point(slightly)}
+
+
+def test_a_predicted_whole_backward_names_its_kernels() -> None:
+    """`tune` showed the time of the sm80 kernel as "fused portable"."""
+    a100 = {"gpu": "a100-sxm-80gb", "sm_count": 108, "arch": 80}
+    best = {
+        "bwd_dq": ("pointer", 900.0), "bwd_dkdv": ("pointer", 1200.0), "bwd_fused": ("sm80", 700.0)
+    }  # fmt: skip
+    put: list[Row] = []
+
+    def task(kernel: str) -> Any:
+        implementation, time_us = best[kernel]
+        found = row({**a100, "kernel": kernel}, implementation=implementation, time_us=time_us, errors={})
+        return SimpleNamespace(kernel=kernel, keys=[found.key], short="128 causal", best_row=lambda *_: found)
+
+    log = SimpleNamespace(
+        plan=SimpleNamespace(target=Target(A100, PREDICTED, None), workers=1), provenance=Provenance(PREDICTED),
+        report=SimpleNamespace(rows=[]), put=lambda key, rows, *rest: put.extend(rows),
+    )  # fmt: skip
+    predicted = object.__new__(Predicted)
+    predicted.log = cast(Any, log)
+    list(predicted.whole([task(kernel) for kernel in best]))
+    assert {one.filed_as: dict(one.config) for one in put} == {
+        "split portable": {"bwd_dq": "pointer", "bwd_dkdv": "pointer"}, "fused sm80": {"bwd_fused": "sm80"},
+    }  # fmt: skip
+    (fused,) = (one for one in put if one.strategy == "fused")
+    assert described_row(fused) == "fused: bwd_fused sm80" and fused.barred
+    assert fused.kernel_hash == backward_hash("fused", "portable", "causal", ("sm80",))
 
 
 def test_margin() -> None:

@@ -132,9 +132,11 @@ class Predicted:
                 if time_us is None:
                     continue
                 time_us += evidence.streaming_us(key.workload(), strategy, gpu)
-                errors = evidence.worst_errors([row.errors for name in kernels if (row := best[name])])
+                of = {name: row for name in kernels if (row := best[name])}
+                errors = evidence.worst_errors([row.errors for row in of.values()])
+                named = {name: row.implementation for name, row in of.items()}
                 made = evidence.predicted(
-                    what, PORTABLE, {}, self.log.provenance, time_us, default_us, strategy, errors=errors
+                    what, PORTABLE, named, self.log.provenance, time_us, default_us, strategy, errors=errors
                 )
                 rows.append(made)
             self.log.put(what, rows, f"{BACKWARD} {members[0].short} {key.bucket}", NONE_RIGHT)
