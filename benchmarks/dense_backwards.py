@@ -1,6 +1,6 @@
 """Times what may serve the backward of a dense call: forms of the fused kernel, parts of query groups, split kernels at a time.
 
-    python benchmarks/dense_backwards.py --compile                                   # first: every binary, on all cores; no GPU
+    python benchmarks/ahead.py benchmarks/dense_backwards.py                         # first: every binary, on all cores; no GPU
     python benchmarks/dense_backwards.py --out dense_backwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_backwards.py --list                                      # what would be timed; no GPU
     python benchmarks/dense_backwards.py --table dense_backwards.json                # a file, as text
@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ahead
 import click
 import side_by_side
 import torch
@@ -38,7 +37,6 @@ from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
-from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts, passes
 from fa2tune.search_spaces.lib.hopper import columns
@@ -200,22 +198,7 @@ def predictions(gpu: Gpu) -> Iterator[str]:
     yield f"{len(errors)} calls: {fitted:.3f} off as fitted, {held_out:.3f} held out; {gained} gain 5 % or more"
 
 
-# ---- compiling ahead
-
-
-def compile_ahead(gpu: Gpu) -> None:
-    """Into Triton's own cache."""
-    found: list[BinaryJob] = []
-    for problem, _ in todo(gpu).values():
-        spec = problem.specialization
-        needed = [
-            (*one, problem) for named in candidates(problem, gpu).values() for kernel, (choice, _) in named.items()
-            for one in passes.runs(kernel, spec, choice, gpu.arch)
-        ]  # fmt: skip
-        needed += [(*one, problem) for one in passes.runs("fwd", spec, forward_choice(problem, gpu), gpu.arch)]
-        needed += [*group_parts.helpers(problem, gpu.arch), (*delta_of(problem, gpu.arch), problem)]
-        found += [ahead.job(*one) for one in needed]
-    ahead.compile_all(found, gpu)
+# ---- measuring
 
 
 def forward_choice(problem: Problem, gpu: Gpu) -> Choice:
@@ -226,9 +209,6 @@ def delta_of(problem: Problem, arch: int) -> tuple[Any, Any]:
     """The kernel that makes delta alone, and its config."""
     variant = variant_named("portable/bwd_delta")
     return variant, variant.space.default(problem.specialization, arch)
-
-
-# ---- measuring
 
 
 def beside(
@@ -252,8 +232,8 @@ class Beside:
         self, problem: Problem, tensors: Mapping[str, torch.Tensor], candidate: Candidate, scale: float
     ) -> None:
         """As ``beside`` has them."""
-        place = tensors["q"].device
-        made, self.results = beside(problem, tensors, candidate, scale, place.index, gpus.device(place.index).arch)
+        place, index = tensors["q"].device, tensors["q"].get_device()
+        made, self.results = beside(problem, tensors, candidate, scale, index, dispatch.gpu_of(index).arch)
         self.delta, self.dq, self.dkdv = (
             (kernels, (*given.values(), *passes.Fresh(place, *kernels.block())())) for kernels, given in made
         )
@@ -307,7 +287,6 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--compile", "ahead", is_flag=True, help="Only compile what an H200 would run; measure nothing.")
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option(
     "--split", "predicted", is_flag=True, help="Print what an H200 would save with both split kernels at a time."
@@ -316,7 +295,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(ahead: bool, listed: bool, predicted: bool, only: tuple[str, ...], seconds: float, out: Path | None,
+def main(listed: bool, predicted: bool, only: tuple[str, ...], seconds: float, out: Path | None,
          shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
@@ -328,9 +307,6 @@ def main(ahead: bool, listed: bool, predicted: bool, only: tuple[str, ...], seco
         return
     if predicted:
         click.echo("\n".join(predictions(h200)))
-        return
-    if ahead:
-        compile_ahead(h200)
         return
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")

@@ -46,9 +46,8 @@ class NullDriver:
         return 0
 
 
-@functools.cache
-def _loaded(variant: Any, spec: Any, binary: tuple[Any, ...], device_index: int, measured: str = "") -> cuda.Function:
-    """As ``launch.load``, of a kernel without code."""
+def function_without_code(variant: Any, spec: Any, binary: tuple[Any, ...]) -> cuda.Function:
+    """As ``launch.load`` has it, of a kernel that is not compiled."""
     config = dict(binary)
     described = compiler.described(variant, spec, config)
     blocks = [tuple(compiler.block_of(variant, spec, config, name)) for name in described]
@@ -57,6 +56,11 @@ def _loaded(variant: Any, spec: Any, binary: tuple[Any, ...], device_index: int,
     made.image = Image(variant.name, b"", 100_000, 12, 1, False, False, maps)
     made.handle, made.kinds, made.origin = ctypes.c_void_p(1), tuple(launch.kinds(variant, spec, config)), ""
     return made
+
+
+@functools.cache
+def _loaded(variant: Any, spec: Any, binary: tuple[Any, ...], device_index: int, measured: str = "") -> cuda.Function:
+    return function_without_code(variant, spec, binary)
 
 
 class _Fresh(passes.Fresh):

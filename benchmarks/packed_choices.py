@@ -1,6 +1,6 @@
 """Times what may serve a packed call: parts of query groups, bands of heads, forms of the backward, tiles of the forward.
 
-    python benchmarks/packed_choices.py --compile                                      # first: every binary, on all cores
+    python benchmarks/ahead.py benchmarks/packed_choices.py                            # first: every binary; no GPU
     python benchmarks/packed_choices.py --out benchmarks/calls/packed_choices.json     # about a minute
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ahead
 import click
 import random_packings
 import side_by_side
@@ -34,7 +33,6 @@ from random_packings import Packing
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch, group_schedule, packed_schedule, schedule
 from fa2tune.compiling.choice import Choice
-from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -130,20 +128,6 @@ def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Candidates]:
     return {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(backwards(chooser))}
 
 
-def compile_ahead(gpu: gpus.Gpu) -> None:
-    """Into Triton's own cache."""
-    found: list[BinaryJob] = []
-    for packing, _ in packings().values():
-        problem = posed(packing)
-        for pass_, named in candidates(problem, gpu).items():
-            kernel = "fwd" if pass_ == "fwd" else KERNEL
-            needed = [(*one, problem) for choice, _ in named.values()
-                      for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]  # fmt: skip
-            needed += group_parts.helpers(problem, gpu.arch)
-            found += [ahead.job(*one) for one in needed]
-    ahead.compile_all(found, gpu)
-
-
 def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
     """Microseconds by pass and candidate."""
 
@@ -188,11 +172,10 @@ def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--compile", "ahead", is_flag=True, help="Only compile what the GPU here would run.")
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(ahead: bool, listed: bool, only: tuple[int, ...], out: Path | None) -> None:
+def main(listed: bool, only: tuple[int, ...], out: Path | None) -> None:
     if listed:
         for name, (packing, _) in packings().items():
             click.echo(name)
@@ -201,9 +184,6 @@ def main(ahead: bool, listed: bool, only: tuple[int, ...], out: Path | None) -> 
         return
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
-    if ahead:
-        compile_ahead(dispatch.gpu_of(0))
-        return
     side_by_side.warm()
     record: dict[str, Any] = {"environment": side_by_side.environment(), "date": time.strftime("%Y-%m-%d"), "calls": {}}
     stream = torch.cuda.Stream()

@@ -1,6 +1,6 @@
 """100 random dense calls beside the best peer of each, drawn after the code was frozen: the seed is the commit's hash.
 
-    python benchmarks/random_calls.py --seed HASH --prepare                      # compiles on all cores; no GPU
+    python benchmarks/ahead.py benchmarks/random_calls.py --seed HASH            # compiles on all cores; no GPU
     python benchmarks/random_calls.py --seed HASH --out r.json [--seconds 480]   # resumes from the file
     python benchmarks/random_calls.py --seed HASH --list                         # what is drawn; no GPU
     python benchmarks/random_calls.py --table r.json [--page docs/benchmarks.md] # a file, as Markdown
@@ -16,11 +16,10 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ahead
 import click
 import marked
 import side_by_side
@@ -29,15 +28,10 @@ import workloads
 from fa2tune import gpus
 from fa2tune.calling import group_schedule, split_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.compiling import compiler
-from fa2tune.compiling.choice import Choice
-from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, key_splits, passes
-from fa2tune.launching import precompiled as shipped
+from fa2tune.launching import key_splits, passes
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
-from fa2tune.spec.variant import Variant
 
 #: Bytes of all tensors of a backward, and time of both passes at 250 TFLOP/s.
 MOST_BYTES, MOST_MS, ASSUMED_TFLOPS = 8 << 30, 20.0, 250.0
@@ -153,11 +147,17 @@ def measure(
 def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     """By pass, what serves: the config and parts of groups of each kernel that is chosen, and the queries that are filled in.
     A model of times is fitted to what ran."""
-    found: dict[str, dict[str, Any]] = {}
-    for pass_, rows, chooser, choices in _chosen(problem, gpu):
+    whole, found = Chooser(problem, gpu), dict[str, dict[str, Any]]()
+    for pass_ in ("fwd", BACKWARD):
+        rows = unseen.filled_in(problem, gpu, pass_)
+        chooser = whole.of(unseen.behind(problem, rows))
         kernels = {}
-        for kernel, choice in choices.items():
-            split = _split_of(chooser, kernel, choice)
+        for kernel, choice in (
+            {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
+        ).items():
+            split = (
+                split_schedule.config_of(chooser.problem, choice.config, gpu, choice.row) if kernel == "fwd" else None
+            )
             variant = key_splits.splitting(split) if split else choice.variant
             parts = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
             kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts}
@@ -172,71 +172,6 @@ def measured_and_served(problem: Problem, peers: Mapping[str, side_by_side.Peer]
         if pass_ in found:
             found[pass_]["served"] = what
     return found
-
-
-# ---- compiling ahead
-
-
-def may_be_alone(problem: Problem) -> bool:
-    """Whether SDPA's FlashAttention-2, the peer that is always there, does not run a call, so that there may be none."""
-    return problem.head_dim != problem.head_dim_v or (problem.mask == CAUSAL and problem.seqlen_q != problem.seqlen_k)
-
-
-def _runs(problem: Problem, gpu: Gpu) -> Iterator[tuple[Variant, Config, Problem, str]]:
-    """Each kernel of a call, forward and backward, its config, the problem it is compiled for, and ``Choice.measured``."""
-    for _, _, chooser, choices in _chosen(problem, gpu):
-        yield from _runs_of(chooser, choices)
-    if may_be_alone(problem):
-        for kernel, config in portable_configs(Chooser(problem, gpu)).items():
-            yield from ((*one, problem, "") for one in passes.runs(kernel, problem.specialization, config, gpu.arch))
-
-
-def _chosen(problem: Problem, gpu: Gpu) -> Iterator[tuple[str, int, Chooser, Mapping[str, Choice]]]:
-    """By pass: the queries that are filled in, what chooses for the others, and its choices by kernel."""
-    whole = Chooser(problem, gpu)
-    for pass_ in ("fwd", BACKWARD):
-        rows = unseen.filled_in(problem, gpu, pass_)
-        chooser = whole.of(unseen.behind(problem, rows))
-        choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
-        yield pass_, rows, chooser, choices
-
-
-def _split_of(chooser: Chooser, kernel: str, choice: Choice) -> Config | None:
-    """How keys are split, of a forward."""
-    if kernel != "fwd":
-        return None
-    return split_schedule.config_of(chooser.problem, choice.config, chooser.gpu, choice.row)
-
-
-def _runs_of(chooser: Chooser, choices: Mapping[str, Choice]) -> Iterator[tuple[Variant, Config, Problem, str]]:
-    """``_runs`` of one pass."""
-    problem, gpu = chooser.problem, chooser.gpu
-    for kernel, choice in choices.items():
-        split = _split_of(chooser, kernel, choice)
-        if split is not None:
-            yield from ((*one, "") for one in key_splits.kernels(problem, split, gpu.arch))
-            continue
-        found = passes.runs(kernel, problem.specialization, choice, gpu.arch)
-        yield from ((*one, problem, choice.measured) for one in found)
-        if group_schedule.parts_of(problem, kernel, choice, gpu) > 1:
-            yield from ((*one, choice.measured) for one in group_parts.needed(problem, gpu.arch))
-
-
-def jobs(problems: Iterable[Problem], gpu: Gpu) -> list[BinaryJob]:
-    """Every binary that these calls and the kernels that stand in for a peer take, forward and backward, of which no file of
-    binaries has one."""
-    found: dict[BinaryJob, None] = {}
-    for problem in problems:
-        for variant, config, posed, measured in _runs(problem, gpu):
-            binary = compiler.binary_config(variant, config)
-            if shipped.find(variant, posed.specialization, binary, gpu.arch, measured)[0] is None:
-                found[ahead.job(variant, config, posed)] = None
-    return list(found)
-
-
-def prepare(problems: Iterable[Problem], gpu: Gpu) -> None:
-    """Compile them, into Triton's own cache."""
-    ahead.compile_all(jobs(problems, gpu), gpu)
 
 
 # ---- the record and the table
@@ -268,8 +203,6 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--seed", default="", help="The commit's hash.")
-@click.option("--prepare", "compiled", is_flag=True, help="Compile what the calls take, on all cores; measure nothing.")
-@click.option("--gpu", "name", default="h200", show_default=True, help="Of --prepare.")
 @click.option("--list", "listed", is_flag=True, help="Print what is drawn, measure nothing.")
 @click.option("--peers", help=f"{', '.join(workloads.PEERS)}.  [default: those that are here]")
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
@@ -278,7 +211,7 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(seed: str, compiled: bool, name: str, listed: bool, peers: str | None, seconds: float, out: Path | None,
+def main(seed: str, listed: bool, peers: str | None, seconds: float, out: Path | None,
          shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None:
         record = json.loads(shown.read_text("utf-8"))
@@ -289,9 +222,6 @@ def main(seed: str, compiled: bool, name: str, listed: bool, peers: str | None, 
     problems = drawn(seed)
     if listed:
         click.echo("\n".join(f"{name}: {workloads.described(problem)}" for name, problem in problems.items()))
-        return
-    if compiled:
-        prepare(problems.values(), gpus.named(name))
         return
     here = side_by_side.asked(peers, workloads.PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": seed})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +89,6 @@ def test_a_record_is_resumed_and_shown(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "Drawn with the seed abc." in shown and "| 1 any | 2.00 (fa2) |" in shown and "- bwd: met: 2 of 2" in shown
     assert "1 x 4/2 heads, 20 queries, 24 keys, head dim 16, causal" in run("--list").output
     assert "--seed" in CliRunner().invoke(random_calls.main, ["--list"]).output
-
-
-def test_what_is_compiled_ahead_is_what_the_calls_take() -> None:
-    h200 = gpus.named("h200")
-    few = Problem("bf16", 1, 32, 8, 64, 16384, 128, 128, FULL)
-    grouped = Problem("bf16", 1, 16, 2, 2048, 2048, 104, 104, CAUSAL)
-    jobs = random_calls.jobs([few, grouped], h200)
-    names = {variant.short_name for variant, _, _ in jobs}
-    assert {"bwd_spread", "bwd_gather", "sm90/fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
-    assert len(jobs) == len(set(jobs)) and all(spec.dtype == "bf16" for _, spec, _ in jobs)
-    assert {spec.head_dim for _, spec, _ in jobs} == {104, 128}
-
-
-def test_what_stands_in_for_a_peer_is_compiled_ahead_where_there_may_be_none() -> None:
-    h200 = gpus.named("h200")
-    alike = Problem("bf16", 1, 16, 16, 2048, 2048, 128, 128, CAUSAL)
-    for problem in (replace(alike, head_dim_v=64), replace(alike, seqlen_k=4096)):
-        assert random_calls.may_be_alone(problem)
-        names = {variant.name for variant, _, _ in random_calls.jobs([problem], h200)}
-        assert {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"} <= names
-    assert not {variant.name for variant, _, _ in random_calls.jobs([alike], h200)} & {
-        "portable/bwd_dq",
-        "portable/bwd_dkdv",
-    }
 
 
 def test_what_served_is_recorded() -> None:

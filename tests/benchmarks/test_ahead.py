@@ -1,0 +1,66 @@
+"""benchmarks/ahead.py: what a script for a GPU would launch is known without one."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_scripts import script
+from click.testing import CliRunner
+
+ahead = script("ahead")
+
+CALLS = """
+    import sys
+    import torch
+    import fa2tune
+
+    def new(heads, length, dim):
+        return torch.randn(1, heads, length, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    assert sys.argv[1:] == ["--few", "64"] and torch.cuda.get_device_capability() == (9, 0)
+    fa2tune.attention(new(32, 64, 128), *(new(8, 16384, 128) for _ in "kv"))
+    tensors = [new(heads, 2048, 104) for heads in (16, 2, 2)]
+    o = fa2tune.attention(*tensors, causal=True)
+    gradients = torch.autograd.grad(o, tensors, torch.randn_like(o))
+    assert torch.equal(gradients[0], tensors[0]) and float(o.detach().sum()) == 0
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fa2tune.attention(*tensors, window=(300, 0))
+    graph.replay()
+    assert start.elapsed_time(end) > 0
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    path = tmp_path / "calls.py"
+    path.write_text(textwrap.dedent(CALLS))
+    return path
+
+
+def test_what_a_script_launches_is_known(calls: Path) -> None:
+    found = ahead.launches(calls, ["--few", "64"])
+    names = {variant.short_name for variant, _, _ in found}
+    assert {"bwd_spread", "bwd_gather", "sm90/fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
+    assert len(found) == len(set(found)) and {spec.head_dim for _, spec, _ in found} == {104, 128}
+    assert {spec.mask for variant, spec, _ in found if variant.short_name == "sm90/fwd"} == {"causal", "band"}
+    assert not torch.cuda.is_available()  # and this process has no GPU, as before
+
+
+def test_the_script_counts_or_compiles(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CliRunner().invoke(ahead.main, ["--count", str(calls), "--few", "64"], catch_exceptions=False)
+    count = int(counted.output.split()[0])
+    compiled: list[object] = []
+    monkeypatch.setattr(ahead, "compile_all", lambda jobs, gpu: compiled.extend([gpu.arch, *jobs]))
+    assert CliRunner().invoke(ahead.main, [str(calls), "--few", "64"], catch_exceptions=False).exit_code == 0
+    assert compiled[0] == 90 and len(compiled) == count + 1
+
+
+def test_a_script_that_fails_is_an_error(calls: Path) -> None:
+    with pytest.raises(AssertionError):
+        ahead.launches(calls, ["--many"])
+    assert not torch.cuda.is_available()

@@ -1,0 +1,54 @@
+"""A plugin of pytest that compiles what the tests of this folder launch, without a GPU, into Triton's cache.
+
+    PYTHONPATH=tests:tests/gpu TRITON_CACHE_DIR=DIR python -O -m pytest --assert=plain -p compile_ahead tests/gpu
+
+Most of these tests' time is compiling, which needs no GPU. ``AHEAD=DIR .ci/gpu`` begins with what is compiled so, by the same
+Python, Triton and sources. Without assertions (-O) a test comes to its end here, whatever it computes. What its processes
+launch is compiled where they run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from benchmark_scripts import script
+
+from fa2tune.compiling import compiler
+
+no_gpu, ahead = script("no_gpu"), script("ahead")
+_stand_in = no_gpu.gpu()
+
+
+def _compilable(cases: Sequence[Any]) -> list[Any]:
+    """In place of ``hopper_cases.compilable``, which compiles in processes."""
+    import hopper_cases
+
+    for case in cases:
+        for variant, config in hopper_cases.binaries_of(*case):
+            binary = tuple(sorted(compiler.binary_config(variant, config).items()))
+            no_gpu.launched[variant, case[2].specialization, binary] = None
+    return list(cases)
+
+
+def pytest_configure() -> None:
+    _stand_in.__enter__()
+
+
+def pytest_collection_modifyitems() -> None:
+    for module in list(sys.modules.values()):
+        if getattr(vars(module).get("compilable"), "__module__", "") == "hopper_cases":
+            module.compilable = _compilable  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with no_gpu.tensors():
+        return (yield)
+
+
+def pytest_sessionfinish() -> None:
+    _stand_in.__exit__(None, None, None)
+    ahead.compile_all(no_gpu.launched, no_gpu.GPU)
