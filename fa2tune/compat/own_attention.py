@@ -21,8 +21,17 @@ MODELS = "transformers.models."
 LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"
 #: In the configuration of a model that chooses keys: how many.
 CHOSEN = ("index_topk", "keep_window_size")
-#: Types of models -> what their masks are and their layers deny (``is_causal``).
-DENIED = {"bigbird_pegasus": "causal", "aimv2_text_model": "causal", "phi4_multimodal_vision": "bidirectional"}
+#: Types of models whose masks are causal and whose layers say that they are not.
+DENIED = (
+    "bigbird_pegasus",
+    "pegasus_x",
+    "nllb-moe",
+    "informer",
+    "aimv2_text_model",
+    "videoprism_text_model",
+)
+#: Types of models whose masks look both ways and whose layers say that they are causal.
+BOTH_WAYS = ("phi4_multimodal_vision", "lightglue")
 
 
 @torch.compiler.assume_constant_result
@@ -47,10 +56,10 @@ def refuse(name: str, config: Any) -> None:
                 f"{getattr(config, 'model_type', None)!r}, allowed are models without it: fa2tune does not support "
                 f"{LACKING['indices'].what}"
             )
-    if denied := DENIED.get(getattr(config, "model_type", None) or ""):
+    if getattr(config, "model_type", None) in DENIED:
         raise NotImplementedError(
             f"{name}: attn_implementation: got {name!r} for a model of type {config.model_type!r}, allowed is 'eager': this "
-            f"model's masks are {denied}, and its layers say that they are not"
+            "model's masks are causal, and its layers say that they are not"
         )
     if config is None or not _attends_by_itself(type(config).__module__, type(config).__name__):
         return
@@ -61,8 +70,10 @@ def refuse(name: str, config: Any) -> None:
 
 
 def is_causal(module: torch.nn.Module) -> bool:
-    """What a layer says of itself. A layer of Transformers that says nothing looks both ways (Splinter, LayoutLM, MarkupLM, the
-    text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
+    """What a layer says of itself, but for those of ``BOTH_WAYS``. A layer of Transformers that says nothing looks both ways
+    (Splinter, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
+    if getattr(getattr(module, "config", None), "model_type", None) in BOTH_WAYS:
+        return False
     if hasattr(module, "is_causal"):
         return module.is_causal  # type: ignore[return-value]
     return not type(module).__module__.startswith(MODELS)

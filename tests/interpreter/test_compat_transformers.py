@@ -297,15 +297,33 @@ def answered(implementation, small, seen):
         return one(input_ids=ids(), attention_mask=seen).last_hidden_state[tokens.bool()]
 
 
-def test_models_whose_layers_deny_their_masks_are_refused_by_name():
+def test_a_vision_model_whose_layers_say_that_they_are_causal_looks_both_ways():
+    found = []
+    for implementation in ("fa2tune", "eager"):
+        torch.manual_seed(0)
+        config = transformers.Phi4MultimodalVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        )
+        config._attn_implementation = implementation
+        pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            found.append(transformers.Phi4MultimodalVisionModel(config).eval()(pixel_values=pixels).last_hidden_state)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["BigBirdPegasus", "PegasusX", "NllbMoe"])
+def test_models_whose_layers_deny_their_causal_masks_are_refused_by_name(name):
     """Without a padding token their masks are None, and say nothing."""
-    one = transformers.AutoModelForCausalLM.from_config(
-        transformers.BigBirdPegasusConfig(**SIDE, **PARTS, max_position_embeddings=64), attn_implementation="fa2tune"
-    )
-    with pytest.raises(
-        NotImplementedError, match="a model of type 'bigbird_pegasus', allowed is 'eager': this model's"
-    ):
-        one(input_ids=ids())
+    config = getattr(transformers, f"{name}Config")(**SIDE, **PARTS, max_position_embeddings=64)
+    one = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="fa2tune")
+    refusal = f"a model of type '{config.model_type}', allowed is 'eager': this model's masks are causal"
+    with pytest.raises(NotImplementedError, match=refusal):
+        one(input_ids=ids(), decoder_input_ids=ids())
 
 
 @pytest.mark.parametrize(("dim", "given"), [(16, {}), (12, {}), (16, {"attention_mask": padding("left").bool()})])
