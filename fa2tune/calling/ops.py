@@ -178,6 +178,9 @@ def refuse_transforms(q: Any, k: Any, v: Any) -> None:
     if any(_has_tangent(t) for t in (q, k, v)):
         kind = "forward-mode differentiation"
         raise NotImplementedError(f"attention: {kind} is not supported; {TRANSFORMS[kind]}")
+    if any(isinstance(t, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(t) for t in (q, k, v)):
+        kind = "torch.func.grad"
+        raise NotImplementedError(f"attention: {kind} is not supported; {TRANSFORMS[kind]}")
 
 
 def checked(

@@ -8,6 +8,7 @@ there without dropout. What is not supported raises NotImplementedError (``LACKI
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,11 @@ def _with_lse(out: torch.Tensor, lse: torch.Tensor) -> Result:
     return out, torch.where(lse == -torch.inf, torch.inf, lse), out.new_empty(0)
 
 
+def _cap(softcap: Any) -> Any:
+    """A negative soft cap is none, as there."""
+    return 0.0 if isinstance(softcap, numbers.Real) and softcap < 0 else softcap
+
+
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: WindowSize = (-1, -1), softcap: float = 0.0,
@@ -32,7 +38,7 @@ def flash_attn_func(
     """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim) -> out, like q.
 
     The mask is aligned at the bottom right. window_size: (left, right), both inclusive; a negative side, or one of seqlen_k or
-    more, is unbounded.
+    more, is unbounded. softcap: 0 or less is none.
 
     Raises:
         NotImplementedError: dropout_p > 0 or alibi_slopes.
@@ -51,7 +57,7 @@ def _dense(
     window = terms.sides(call, window_size, terms.rows_of(k, 1))
     with_lse = terms.asked_for(call, "return_attn_probs", return_attn_probs)
     out, lse = terms.dense(call, q, k, v, softmax_scale=softmax_scale, deterministic=deterministic, causal=causal,
-                           window=window, softcap=softcap, return_lse=with_lse)  # fmt: skip
+                           window=window, softcap=_cap(softcap), return_lse=with_lse)  # fmt: skip
     return _with_lse(out, lse) if with_lse else out
 
 
@@ -101,7 +107,7 @@ def _packed(
         arguments.check_dense(f"{call}: cu_seqlens_k", None)
     q, k, v = tensors
     out, lse = terms.packed(call, q, k, v, *offsets, *longest, softmax_scale=softmax_scale, deterministic=deterministic,
-                            causal=causal, window=window, softcap=softcap, return_lse=with_lse)  # fmt: skip
+                            causal=causal, window=window, softcap=_cap(softcap), return_lse=with_lse)  # fmt: skip
     return _with_lse(out, lse) if with_lse else out
 
 

@@ -3,7 +3,8 @@
 They still ask the named implementation for a mask, and would read ``mask``'s (batch, length) as one of scores, or None as one
 that hides nothing: their results would be wrong, silently.
 
-And those that choose keys by scores of their own (DeepSeek V3.2, Doge), of which a mask has to have 4 dimensions.
+And those that choose keys by scores of their own (DeepSeek V3.2, Doge), of which a mask has to have 4 dimensions; and those
+whose layers say something else than their masks, where ``"eager"`` follows the masks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ MODELS = "transformers.models."
 LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"
 #: In the configuration of a model that chooses keys: how many.
 CHOSEN = ("index_topk", "keep_window_size")
+#: Types of models whose masks are causal and whose layers say that they are not.
+DENIED = (
+    "bigbird_pegasus",
+    "pegasus_x",
+    "nllb-moe",
+    "informer",
+    "aimv2_text_model",
+    "videoprism_text_model",
+)
+#: Types of models whose masks look both ways and whose layers say that they are causal.
+BOTH_WAYS = ("phi4_multimodal_vision", "lightglue")
 
 
 @torch.compiler.assume_constant_result
@@ -36,7 +48,7 @@ def _attends_by_itself(module: str, name: str) -> bool:
 
 
 def refuse(name: str, config: Any) -> None:
-    """NotImplementedError: the model of this configuration attends by itself, or chooses keys."""
+    """NotImplementedError: the model of this configuration attends by itself, chooses keys, or denies its masks."""
     for setting in CHOSEN:
         if asked := getattr(getattr(config, "text_config", config), setting, None):
             raise NotImplementedError(
@@ -44,9 +56,24 @@ def refuse(name: str, config: Any) -> None:
                 f"{getattr(config, 'model_type', None)!r}, allowed are models without it: fa2tune does not support "
                 f"{LACKING['indices'].what}"
             )
+    if getattr(config, "model_type", None) in DENIED:
+        raise NotImplementedError(
+            f"{name}: attn_implementation: got {name!r} for a model of type {config.model_type!r}, allowed is 'eager': this "
+            "model's masks are causal, and its layers say that they are not"
+        )
     if config is None or not _attends_by_itself(type(config).__module__, type(config).__name__):
         return
     raise NotImplementedError(
         f"{name}: attn_implementation: got {name!r} for a model of type {getattr(config, 'model_type', None)!r}, allowed is "
         "'eager': this model attends by itself, and does not look up attn_implementation"
     )
+
+
+def is_causal(module: torch.nn.Module) -> bool:
+    """What a layer says of itself, but for those of ``BOTH_WAYS``. A layer of Transformers that says nothing looks both ways
+    (Splinter, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
+    if getattr(getattr(module, "config", None), "model_type", None) in BOTH_WAYS:
+        return False
+    if hasattr(module, "is_causal"):
+        return module.is_causal  # type: ignore[return-value]
+    return not type(module).__module__.startswith(MODELS)

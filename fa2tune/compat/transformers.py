@@ -294,7 +294,7 @@ def forward(
         indices=indices,
         block_indices=block_indices,
     )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = own_attention.is_causal(module) if is_causal is None else is_causal
     causal = (
         terms.asked_for(NAME, "is_causal", causal)
         and getattr(getattr(module, "config", None), "is_causal", True) is not False
@@ -322,12 +322,14 @@ def forward(
         if cu_seq_lens_q is not None:
             q, k, v = _rows_first(query, key, value)
             offsets = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-            return documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options), None
-        if attention_mask is not None:
+            out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
+        elif attention_mask is not None:
             q, k, v = _rows_first(query, key, value)
-            return documents.by_numbers(NAME, q, k, v, attention_mask, **options), None
-        out, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
-        return out.transpose(1, 2), None
+            out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
+        else:
+            heads_first, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
+            out = heads_first.transpose(1, 2)
+        return out.contiguous(), None  # models view it as (batch, length, heads * head_dim)
     except (TypeError, ValueError) as error:
         terms.rename(error, _NAMES)
         raise

@@ -108,6 +108,7 @@ LACKING: Mapping[str, Absent] = {
 #: Of torch.func and autograd, which no call takes -> what to do.
 TRANSFORMS: Mapping[str, str] = {
     "torch.vmap": "put the mapped dimension into the batch dimension of q, k and v",
+    "torch.func.grad": "use torch.autograd.grad, and that for torch.func's vjp and jacrev, too",
     "forward-mode differentiation": "use the backward",
     "differentiating twice": "gradients are those of one backward",
 }

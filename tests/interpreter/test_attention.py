@@ -462,6 +462,19 @@ def test_forward_mode_is_refused():
         torch.func.jvp(lambda t: fa2tune.attention(t, k, v), (q,), (torch.ones_like(q),))
 
 
+def test_gradients_of_torch_func_are_refused():
+    q, k, v = qkv(dtype=torch.float32)
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+
+    def packed(*given):
+        return fa2tune.attention_varlen(*(t[0].transpose(0, 1) for t in given), offsets)
+
+    for call in (fa2tune.attention, packed):
+        for transform in (torch.func.grad, torch.func.jacrev):
+            with pytest.raises(NotImplementedError, match=r"attention: torch\.func\.grad is not supported; use"):
+                transform(lambda t, call=call: call(t, k, v).sum())(q)
+
+
 def test_batched_gradients_are_refused():
     q, k, v = qkv(dtype=torch.float32, requires_grad=True)
     o = fa2tune.attention(q, k, v)

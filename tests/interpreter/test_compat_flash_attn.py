@@ -65,6 +65,19 @@ def test_windows_as_flash_attn_writes_them():
         flash_attn.flash_attn_func(q, k, v, window_size=torch.tensor([1, 2, 3]))
 
 
+def test_a_soft_cap_of_0_or_less_is_none():
+    q, k, v = tensors()
+    starts = [torch.tensor([0, len(t[0])], dtype=torch.int32) for t in (q, k)]
+    packed = q[0], k[0], v[0], *starts, 9, 12
+    for cap in (0, -1.0, -50):
+        assert torch.equal(flash_attn.flash_attn_func(q, k, v, softcap=cap), flash_attn.flash_attn_func(q, k, v))
+        found = flash_attn.flash_attn_varlen_func(*packed, softcap=cap)
+        assert torch.equal(found, flash_attn.flash_attn_varlen_func(*packed))
+    for wrong, error in (("x", TypeError), (math.nan, ValueError)):
+        with pytest.raises(error, match="softcap: got"):
+            flash_attn.flash_attn_func(q, k, v, softcap=wrong)
+
+
 def test_what_is_returned_with_attn_probs():
     q, k, v = tensors(9, 4)
     out, lse, probabilities = flash_attn.flash_attn_func(q, k, v, 0.0, None, True, return_attn_probs=True)

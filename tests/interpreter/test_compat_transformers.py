@@ -279,6 +279,63 @@ def test_models_that_attend_by_themselves_are_refused_by_name():
             torch.compile(one, fullgraph=True, backend="eager")(input_ids=ids(), use_cache=False)
 
 
+def test_layers_that_do_not_say_whether_they_are_causal_look_both_ways():
+    """Splinter's. A user's own are causal, as in Transformers' sdpa."""
+    small = {**SMALL, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    for seen in (None, padding("right")):
+        found, right = (answered(which, small, seen) for which in ("fa2tune", "eager"))
+        torch.testing.assert_close(found, right, atol=2e-6, rtol=1e-5)
+
+
+def answered(implementation, small, seen):
+    torch.manual_seed(0)
+    one = transformers.AutoModel.from_config(
+        transformers.SplinterConfig(**small), attn_implementation=implementation
+    ).eval()
+    with torch.no_grad():
+        tokens = torch.ones_like(ids()) if seen is None else seen
+        return one(input_ids=ids(), attention_mask=seen).last_hidden_state[tokens.bool()]
+
+
+def test_a_vision_model_whose_layers_say_that_they_are_causal_looks_both_ways():
+    found = []
+    for implementation in ("fa2tune", "eager"):
+        torch.manual_seed(0)
+        config = transformers.Phi4MultimodalVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        )
+        config._attn_implementation = implementation
+        pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            found.append(transformers.Phi4MultimodalVisionModel(config).eval()(pixel_values=pixels).last_hidden_state)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["BigBirdPegasus", "PegasusX", "NllbMoe"])
+def test_models_whose_layers_deny_their_causal_masks_are_refused_by_name(name):
+    """Without a padding token their masks are None, and say nothing."""
+    config = getattr(transformers, f"{name}Config")(**SIDE, **PARTS, max_position_embeddings=64)
+    one = transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="fa2tune")
+    refusal = f"a model of type '{config.model_type}', allowed is 'eager': this model's masks are causal"
+    with pytest.raises(NotImplementedError, match=refusal):
+        one(input_ids=ids(), decoder_input_ids=ids())
+
+
+@pytest.mark.parametrize(("dim", "given"), [(16, {}), (12, {}), (16, {"attention_mask": padding("left").bool()})])
+def test_outputs_can_be_viewed_as_batch_length_and_the_rest(dim, given):
+    """AFMoE's queries are a contiguous (batch, heads, length, dim), and it views the output without a copy."""
+    q = torch.randn(2, 2, TOKENS, dim)
+    seen = given.get("attention_mask")
+    for causal in (True, False):
+        out, _ = compat.forward(torch.nn.Module(), q, q, q, seen, is_causal=causal)
+        assert out.view(2, TOKENS, -1).shape == (2, TOKENS, 2 * dim)
+
+
 def test_models_that_choose_keys_are_refused_by_name():
     """They index a mask as one of 4 dimensions, also where there is none."""
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
