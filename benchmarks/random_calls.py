@@ -152,12 +152,11 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         rows = unseen.filled_in(problem, gpu, pass_)
         chooser = whole.of(unseen.behind(problem, rows))
         kernels = {}
-        for kernel, choice in (
-            {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
-        ).items():
-            split = (
-                split_schedule.config_of(chooser.problem, choice.config, gpu, choice.row) if kernel == "fwd" else None
-            )
+        choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
+        for kernel, choice in choices.items():
+            split = None
+            if kernel == "fwd":
+                split = split_schedule.config_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
             parts = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
             kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts}
