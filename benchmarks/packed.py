@@ -1,13 +1,15 @@
 """Times packed sequences: beside the portable kernels, equal lengths beside the dense call, and FlashAttention-3.
 
     python benchmarks/packed.py [--out benchmarks/calls/packed.json]
+    python benchmarks/packed.py --as a100 [--out benchmarks/calls/packed_sm80.json]
 
 Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
-the dense call as it is served. A Hopper forward is also timed with fewer tiles of equal sequences in turns
-(search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie in no order.
-FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. Timed as
-benchmarks/side_by_side.py has it, on a stream of its own, so that a backward runs where it is captured. TFLOP/s count visible
-pairs. Needs a GPU.
+the dense call as it is served. A deterministic backward is the split one. A Hopper forward is also timed with fewer tiles of
+equal sequences in turns (search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie
+in no order. --as: the rows and code of a GPU without wgmma, assembled for this one; kernels of ``UNPROVED_PACKED``
+(fa2tune/compiling/registry.py) serve, too. FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``,
+named by FA3_LIBRARY. Timed as benchmarks/side_by_side.py has it, on a stream of its own, so that a backward runs where it is
+captured. TFLOP/s count visible pairs. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import side_by_side
 import torch
 
 import fa2tune
+from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
-from fa2tune.launching import passes
+from fa2tune.compiling import registry
+from fa2tune.launching import passes, ported
 from fa2tune.search_spaces.portable import packed_order
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
@@ -104,7 +108,7 @@ def measured(packing: Packing) -> dict[str, Any]:
         for heads in (packing.heads_q, packing.heads_kv, packing.heads_kv)
     )
     offsets = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-    o = fa2tune.attention_varlen(q, k, v, offsets, causal=True)
+    o, fixed = (fa2tune.attention_varlen(q, k, v, offsets, causal=True, deterministic=fixed) for fixed in (False, True))
     do, (packed_q, packed_k, packed_v) = torch.randn_like(o), (tensor.detach() for tensor in (q, k, v))
     views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
     ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
@@ -116,6 +120,7 @@ def measured(packing: Packing) -> dict[str, Any]:
         "packed forward": lambda: fa2tune.attention_varlen(packed_q, packed_k, packed_v, offsets, causal=True),
         "portable forward": lambda: plan(*views, offsets, offsets),
         "packed backward": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
+        "packed backward, deterministic": lambda: torch.autograd.grad(fixed, (q, k, v), do, retain_graph=True),
     }
     for count, other in others.items():
         calls[f"packed forward, {count} tiles in turns"] = partial(other, *views, offsets, offsets)
@@ -150,7 +155,11 @@ def record(packings: Mapping[str, Any], measure: Callable[[Any], dict[str, Any]]
 
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(out: Path | None) -> None:
+@click.option("--as", "gpu", help="A GPU without wgmma, whose code runs here.")
+def main(out: Path | None, gpu: str | None) -> None:
+    if gpu is not None:
+        ported.begin(gpus.named(gpu))
+        registry.UNPROVED_PACKED = frozenset()
     record(PACKINGS, measured, out)
 
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from fa2tune.kernels.lib.common import head_base
+from fa2tune.search_spaces.sm80 import bwd_fused as space
 
 
 @triton.jit
@@ -25,4 +26,5 @@ def in_rows(words, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 def grid(problem, config, _sm_count, _early):
-    return triton.cdiv(problem.seqlen_q, config["BLOCK_R"]) * problem.batch * problem.heads_q
+    rows = space.padded_rows(problem) if problem.extent.ragged else problem.seqlen_q
+    return triton.cdiv(rows, config["BLOCK_R"]) * problem.batch * problem.heads_q

@@ -1,27 +1,31 @@
 """FlashAttention backward by mma.sync and cp.async, for GPUs without wgmma, all five products in one kernel: a program owns a
 tile of keys, whose dK and dV stay in registers; dQ is summed over the programs by atomic adds into float32 sums."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source
 from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
+from fa2tune.kernels.lib.extent import packed_tiles
+from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
 
+#: Query rows of a block of the workspaces, of packed sequences.
+UNIT = gl.constexpr(space.ROW_UNIT)
+
 
 @gluon.jit
 def bwd_fused_sm80_kernel(
-    q, k, v, do, peaks, deltas, sums, dk, dv, qk_scale, softmax_scale,
+    q, k, v, do, peaks, deltas, sums, dk, dv, cu_seqlens_q, cu_seqlens_k, qk_scale, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_dob, stride_doh, stride_dom, stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     batch, heads_q, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
-    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
     DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
@@ -36,6 +40,8 @@ def bwd_fused_sm80_kernel(
     the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
     are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
     Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
+    in the workspaces from block cu_seqlens_q[s] // UNIT + s on. Rows behind the last one: dk = dv = 0.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
     LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED)
@@ -48,7 +54,24 @@ def bwd_fused_sm80_kernel(
     )  # fmt: skip
     heads_kv = heads_q // group
     # causal: the first key tiles are seen by most queries, so tiles run upwards, longest first
-    tile, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
+    if RAGGED:
+        number, head = tile_and_head(packed_tiles(seqlen_k, batch, BLOCK_N), heads_kv, HEADS_PER_WAVE, False)
+        tile, first_k, seqlen_k, first_q, seqlen_q = place(
+            cu_seqlens_k, cu_seqlens_q, batch, seqlen_k, seqlen_q, number, BLOCK_N, WARPS
+        )
+        sequence = number - tile - first_k // BLOCK_N
+        first_row = (first_q // UNIT + sequence).to(gl.int64) * UNIT
+        q += first_q.to(gl.int64) * stride_qm
+        do += first_q.to(gl.int64) * stride_dom
+        k += first_k.to(gl.int64) * stride_kn
+        v += first_k.to(gl.int64) * stride_vn
+        dk += first_k.to(gl.int64) * stride_dkn
+        dv += first_k.to(gl.int64) * stride_dvn
+        peaks += first_row
+        deltas += first_row
+        sums += first_row * BLOCK_D
+    else:
+        tile, head = tile_and_head(gl.cdiv(seqlen_k, BLOCK_N), batch * heads_kv, HEADS_PER_WAVE, False)
     b = head // heads_kv
     h_kv = head % heads_kv
     start_n = tile * BLOCK_N
@@ -97,11 +120,11 @@ VARIANT = Variant(
         "sums": "fp32",
         "dk": "",
         "dv": "",
+        "cu_seqlens_q": "i32",
+        "cu_seqlens_k": "i32",
     },
     descriptors={},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_k, config["BLOCK_N"]) * problem.batch * problem.heads_kv
-    ),
+    grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
     constants=constants,
     before=("sm80/bwd_prepare",),
     after=("sm80/bwd_finish",),

@@ -3,7 +3,6 @@ last to the first, copies of K and V under way during products and exponentials.
 
 from typing import NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -28,6 +27,8 @@ from fa2tune.kernels.lib.ampere import (
     shared_layout,
 )
 from fa2tune.kernels.lib.common import tile_and_head
+from fa2tune.kernels.lib.extent import packed_tiles
+from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
 from fa2tune.spec.problem import head_dim_parts
 from fa2tune.spec.variant import Variant
@@ -186,14 +187,14 @@ def _over_keys(acc, more, total, peak, begin, end, query, even, odd, call, form,
 
 @gluon.jit
 def fwd_sm80_kernel(
-    q, k, v, o, lse, qk_scale,
+    q, k, v, o, lse, cu_seqlens_q, cu_seqlens_k, qk_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, batch, heads_q, group, seqlen_q, seqlen_k, HEADS_PER_WAVE, window_left, window_right,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
-    CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr, SCHEDULE: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -203,15 +204,29 @@ def fwd_sm80_kernel(
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
     one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
     products with ones, "mma" after P V, "first" before it, which hides their latency. CAUSAL: the mask is that one, which HIDE
-    does not compute, but ``hidden_behind``.
+    does not compute, but ``hidden_behind``. RAGGED: as kernels/portable/fwd.py has it.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     DOUBLE: gl.constexpr = SCHEDULE == "double"
     dtype: gl.constexpr = q.dtype.element_ty
-    tile, head = tile_and_head(
-        gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
-    )
+    rows_of_head = seqlen_q
+    if RAGGED:
+        tile, head = tile_and_head(
+            packed_tiles(seqlen_q, batch, BLOCK_M), heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
+        tile, first_q, seqlen_q, first_k, seqlen_k = place(
+            cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k, tile, BLOCK_M, WARPS
+        )
+        q += first_q.to(gl.int64) * stride_qm
+        k += first_k.to(gl.int64) * stride_kn
+        v += first_k.to(gl.int64) * stride_vn
+        o += first_q.to(gl.int64) * stride_om
+        lse += first_q
+    else:
+        tile, head = tile_and_head(
+            gl.cdiv(seqlen_q, BLOCK_M), batch * heads_q, HEADS_PER_WAVE, RIGHT_BOUNDED and not LEFT_BOUNDED
+        )
     b = head // heads_q
     h = head % heads_q
     h_kv = h // group
@@ -234,7 +249,10 @@ def fwd_sm80_kernel(
         v1 = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_DV], shared_layout(BLOCK_DV))
 
     # key blocks from the last to the first: some under the mask, which may be ragged; clear ones; some under its left side
-    below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
+    keys = seqlen_k
+    if RAGGED:
+        keys = gl.maximum(seqlen_k, 1)  # of a sequence without keys one block, of which nothing is read
+    below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, keys, window, BLOCK_N)
     first = gl.to_tensor(FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N))
     clear_begin, clear_end = CLEAR_BLOCKS(start_m, start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
     n_blocks = below - first
@@ -294,13 +312,15 @@ def fwd_sm80_kernel(
     if OTHER > 0:
         rest = more * scale[:, None]
     word = (gl.convert_layout(gl.max(peak, 1), ROW) + gl.log2(row_total)) * LN2
-    if LEFT_BOUNDED or RIGHT_BOUNDED:
+    if LEFT_BOUNDED or RIGHT_BOUNDED or RAGGED:
         sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
+        if RAGGED:
+            sees_a_key = sees_a_key & (seqlen_k > 0)
         out = gl.where(sees_a_key[:, None], out, 0.0)
         if OTHER > 0:
             rest = gl.where(sees_a_key[:, None], rest, 0.0)
         word = gl.where(sees_a_key, word, float("-inf"))
-    gl.store(lse + (b.to(gl.int64) * heads_q + h) * seqlen_q + rows, word, mask=rows < seqlen_q)
+    gl.store(lse + (b.to(gl.int64) * heads_q + h) * rows_of_head + rows, word, mask=rows < seqlen_q)
     o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
     if OTHER > 0:
         put(o, out, stride_om, start_m, seqlen_q, BLOCK_M, FIRST, FIRST, WARPS)
@@ -313,11 +333,9 @@ VARIANT = Variant(
     serves="fwd",
     kernel=fwd_sm80_kernel,
     space=SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32"},
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={},
-    grid=lambda problem, config, _sm_count, _early: (
-        triton.cdiv(problem.seqlen_q, config["BLOCK_M"]) * problem.batch * problem.heads_q
-    ),
+    grid=lambda problem, config, _sm_count, _early: problem.query_tiles(config["BLOCK_M"]) * problem.heads_q,
     constants=lambda spec, config: {
         "NEGATE": spec.negate,
         "CAUSAL": spec.mask == "causal",

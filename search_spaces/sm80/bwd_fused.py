@@ -30,8 +30,8 @@ BEST_SMALL = {64: BEST[64], 128: (64, 64, 4, "shared", True, 2, 2, 2), 256: (16,
 
 
 def padded_rows(problem: Problem) -> int:
-    """Query rows of the workspaces."""
-    return (problem.seqlen_q + ROW_UNIT - 1) // ROW_UNIT * ROW_UNIT
+    """Query rows of the workspaces; of packed sequences whole blocks of each."""
+    return problem.extent.tiles(1, problem.seqlen_q, ROW_UNIT) * ROW_UNIT
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:

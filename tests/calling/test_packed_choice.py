@@ -194,3 +194,23 @@ def test_of_short_sequences_nothing_runs_overlapped() -> None:
         assert limits.before_compile(choice.variant, few.specialization, choice.config, H200) is None
     longer = sequences(2, (64, 16), (4845, 4887), 128, CAUSAL, 4096)
     assert choosing.choose(longer, "bwd_fused", H200, True, node=NODE).config["BESIDE"]
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_without_wgmma_kernels_wait_until_a_gpu_has_run_them(
+    monkeypatch: pytest.MonkeyPatch, dim: int, mask: Mask
+) -> None:
+    a100 = gpus.named("a100")
+
+    def served(deterministic: bool) -> set[str]:
+        monkeypatch.setattr(choosing, "_KNOWN", {})
+        chooser = choosing.Chooser(posed(dim, mask), a100, node=NODE)
+        _, backward = choosing.choose_backward(chooser, deterministic)
+        return {choice.variant.name for choice in (chooser.choose("fwd"), *backward.values())}
+
+    portable = {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"}
+    assert served(False) == served(True) == portable
+    monkeypatch.setattr(registry, "UNPROVED_PACKED", frozenset())
+    assert served(False) == {"sm80/fwd", "sm80/bwd_fused"}
+    assert served(True) == {"sm80/fwd"} | portable - {"portable/fwd"}

@@ -313,8 +313,18 @@ BY_MMA_SYNC = [
 ]
 
 
+PACKED_BY_MMA_SYNC = [
+    (Call(PACKING, (2, 1), (64, 64), CAUSAL, packed=True), THROUGH_REGISTERS),
+    (Call(PACKING, (2, 1), (128, 128), FULL, packed=True), {}),
+    (Call(PACKING, (2, 2), (96, 64), band(40, 10), packed=True), {}),
+    (Call(PACKING, (4, 2), (128, 128), CAUSAL, packed=True), {}),
+    (Call(PACKING, (1, 1), (64, 64), Mask("chunked", 48), packed=True), {}),
+    (Call(PACKING, (1, 1), (64, 64), Mask("causal_top_left"), packed=True), {}),
+]
+
+
 @pytest.mark.parametrize(("schedule", "sums"), [("fa2", "first"), ("double", "mma"), ("double", "add")])
-@pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC], ids=str)
+@pytest.mark.parametrize("call", [call for call, _ in BY_MMA_SYNC + PACKED_BY_MMA_SYNC], ids=str)
 def test_forward_by_mma_sync(monkeypatch: pytest.MonkeyPatch, call: Call, schedule: str, sums: str) -> None:
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, {"SCHEDULE": schedule, "SUMS": sums}, "sm80/fwd")
 
@@ -326,6 +336,21 @@ def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> Non
     changes = {name: config[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "SCHEDULE", "SUMS", "Q_IN_REGISTERS")}
     assert changes["num_warps"] == 8
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
+
+
+@pytest.mark.parametrize("through_lse", [False, True])
+@pytest.mark.parametrize(("call", "settings"), PACKED_BY_MMA_SYNC, ids=str)
+def test_packed_backward_by_mma_sync(
+    monkeypatch: pytest.MonkeyPatch, call: Call, settings: dict[str, Any], through_lse: bool
+) -> None:
+    gpu = PythonGpu(monkeypatch, values=True, arch=80)
+    check_backward(gpu, call, settings, "sm80/bwd_fused", through_lse=through_lse)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    call = Call(PACKING, (4, 1), (64, 64), CAUSAL, packed=True)
+    check_backward(PythonGpu(monkeypatch, values=True, arch=80), call, {}, "sm80/bwd_fused", parts=parts)
 
 
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
