@@ -10,9 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.extent import packed_tiles
+from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, mbarrier, store_block
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
-from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Keys of a tile.

@@ -8,8 +8,8 @@ them, so loops and stores are those of a dense call."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.kernels.lib.hopper import PACKED_ROWS
-from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.search_spaces.portable import packed_order as space
 
 WORDS = gl.constexpr(space.WORDS)

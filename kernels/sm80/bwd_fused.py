@@ -8,7 +8,7 @@ from fa2tune.kernels.lib.ampere import Source
 from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_tiles
-from fa2tune.kernels.lib.hopper_extent import place
+from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces

@@ -28,7 +28,7 @@ from fa2tune.kernels.lib.ampere import (
 )
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_tiles
-from fa2tune.kernels.lib.hopper_extent import place
+from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.search_spaces.sm80.fwd import SPACE, STEP
 from fa2tune.spec.problem import head_dim_parts
 from fa2tune.spec.variant import Variant

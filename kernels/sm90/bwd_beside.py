@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOG2E
+from fa2tune.kernels.lib.gluon_extent import place
 from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, load_block, mbarrier, thread_barrier, tma_store
-from fa2tune.kernels.lib.hopper_extent import place
 from fa2tune.kernels.lib.hopper_fused import BLOCK_N, CHUNK, do_once
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_beside as bwd_beside_hopper
