@@ -170,7 +170,7 @@ def test_shipped_rows_are_filed_as_what_their_configs_are(path: Path) -> None:
     for one in reader.read(path):
         chooser = choosing.Chooser(one.key.workload(), gpus.named(one.key.gpu), node=lookup.Toolchain())
         why = chooser.strategy_refusal(one, False) if one.key.kernel == "bwd" else chooser.fitted(one).refused
-        assert why is None or "only a measurement" in why, one
+        assert why is None or "only a measurement" in why or "it was only predicted" in why, one
 
 
 # ---- another Triton, which has no such Gluon
