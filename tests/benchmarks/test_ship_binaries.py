@@ -48,7 +48,7 @@ def few(
     everything: dict[int, dict[precompile.BinaryJob, None]], monkeypatch: pytest.MonkeyPatch
 ) -> list[precompile.BinaryJob]:
     """Three small binaries of all."""
-    some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "portable/bwd_dq"][:3]
+    some = [job for job in everything[80] if job[1].head_dim == 64 and job[0].name == "sm80/fwd"][:3]
     monkeypatch.setattr(ship, "jobs", lambda only=None: {80: dict.fromkeys(some)})
     return some
 
@@ -108,7 +108,7 @@ def test_a_check_names_what_differs(
     (first, one), *others = held.items()
     binaries.save(path, binaries.file_bytes({**dict(others), "0" * 64: one}, file.sources))
     status, said = run(tmp_path, "--check")
-    assert status == 1 and "lacks 1 of 3, as bwd_dq, Specialization(" in said and "no call loads 1 of 3, as {" in said
+    assert status == 1 and "lacks 1 of 3, as sm80/fwd, Specialization(" in said and "no call loads 1 of 3, as {" in said
     changed = binaries.New(one.code, one.about, one.launch, one.cubin[:-1] + bytes([one.cubin[-1] ^ 1]))
     binaries.save(path, binaries.file_bytes({**held, first: changed}, {}))
     status, said = run(tmp_path, "--check")
@@ -121,12 +121,14 @@ def test_a_check_names_what_differs(
 
 def test_an_estimate_counts_and_takes_a_sample(few: list[precompile.BinaryJob], tmp_path: Path) -> None:
     status, said = run("--estimate", 0)
-    assert status == 0 and said.splitlines()[1:] == [f"sm_80 {name:18}     3 binaries" for name in ("bwd_dq", "all")]
+    assert status == 0 and said.splitlines()[1:] == [f"sm_80 {name:18}     3 binaries" for name in ("sm80/fwd", "all")]
     status, said = run("--estimate", 3, "--workers", 1)
     assert status == 0 and run(tmp_path)[0] == 0
     told = float(said.splitlines()[-2].partition("binaries")[2].split()[0])
     made = (tmp_path / "sm_80.kernels").stat().st_size / 1e6
-    assert said.endswith(f"all files: {told:.1f} MB\n") and abs(told - made) < 0.02, "of all three, so no guess"
+    *_, whole, unit = said.splitlines()[-1].split()
+    assert (unit, abs(float(whole) - told) < 0.06) == ("MB", True)  # rounded to 0.1 and to 0.01
+    assert abs(told - made) < 0.02, "of all three, so no guess"
     assert run()[0] == 2
 
 
@@ -151,7 +153,7 @@ def test_without_triton_a_compile_says_so(few: list[precompile.BinaryJob], monke
     variant, spec, point = few[0]
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(
-        compiler.NoTritonError, match=r"no machine code of bwd_dq, and to compile it takes Triton.*pip install"
+        compiler.NoTritonError, match=r"no machine code of sm80/fwd, and to compile it takes Triton.*pip install"
     ):
         compiler.compile_kernel(variant, spec, dict(point), 80)
 
