@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -64,3 +67,25 @@ def test_a_script_that_fails_is_an_error(calls: Path) -> None:
     with pytest.raises(AssertionError):
         ahead.launches(calls, ["--many"])
     assert not torch.cuda.is_available()
+
+
+COUNTED = """
+import compile_ahead, pytest
+compile_ahead.ahead.compile_all = lambda jobs, gpu: print(gpu.name, sorted({variant.name for variant, _, _ in jobs}))
+asked = ["-q", "--assert=plain", "-p", "no:cacheprovider", "tests/gpu/test_copies.py", "-k", "error_rule"]
+raise SystemExit(pytest.main(asked, plugins=[compile_ahead]))
+"""
+
+
+def test_what_gpu_tests_launch_is_known() -> None:
+    root = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(["tests", "tests/gpu", os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", COUNTED], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    launched = next(line for line in done.stdout.splitlines() if "h200" in line)
+    assert "sm90/fwd" in launched and "sm90/bwd_fused" in launched

@@ -10,27 +10,33 @@ launch is compiled where they run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from benchmark_scripts import script
 
-from fa2tune.compiling import compiler
+from fa2tune.compiling import compiler, registry
 
 no_gpu, ahead = script("no_gpu"), script("ahead")
 _stand_in = no_gpu.gpu()
 
 
-def _compilable(cases: Sequence[Any]) -> list[Any]:
-    """In place of ``hopper_cases.compilable``, which compiles in processes."""
-    import hopper_cases
+class Compilers:
+    """In place of ``hopper_cases.compilers``: takes what is to be compiled for launched."""
 
-    for case in cases:
-        for variant, config in hopper_cases.binaries_of(*case):
-            binary = tuple(sorted(compiler.binary_config(variant, config).items()))
-            no_gpu.launched[variant, case[2].specialization, binary] = None
-    return list(cases)
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, _compile: Any, name: str, spec: Any, config: Any, _arch: int) -> Future[str]:
+        variant = registry.variant_named(name)
+        no_gpu.launched[variant, spec, tuple(sorted(compiler.binary_config(variant, config).items()))] = None
+        done = Future[str]()
+        done.set_result("")
+        return done
 
 
 def pytest_configure() -> None:
@@ -39,8 +45,8 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems() -> None:
     for module in list(sys.modules.values()):
-        if getattr(vars(module).get("compilable"), "__module__", "") == "hopper_cases":
-            module.compilable = _compilable  # type: ignore[attr-defined]
+        if getattr(vars(module).get("compilers"), "__module__", "") == "hopper_cases":
+            module.compilers = Compilers  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -409,7 +409,7 @@ def test_tune_report_and_explain_name_the_same_backward_of_a_gpu_that_is_not_the
     (messages,) = [line for line in lines if line.startswith("bwd bf16 128 causal 16384:")]
     assert f", {strategies[SPLIT].gain:.2f} x portable default; {SPLIT}" in messages and FUSED not in messages
     (marked,) = [line for line in lines if line.endswith(", not served")]
-    assert marked.split()[:2] == ["bwd", "bf16"] and FUSED in marked.split()
+    assert marked.split()[:2] == ["bwd", "bf16"] and f"{FUSED}: bwd_fused pointer" in marked
     assert f"not served: it {strategies[FUSED].barred}" in lines
 
     standings = facts.standings(reader.read(path))
