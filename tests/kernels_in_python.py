@@ -190,6 +190,8 @@ def _where(condition: Any, one: Any, other: Any) -> Any:
 
 
 def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any, **__: Any) -> Any:
+    if isinstance(dtype, Unknown):
+        return UNKNOWN
     return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Real(np.full(shape, value), dtype)
 
 
@@ -292,7 +294,8 @@ def _raise_peak(peak: Any, top: Any, _: int) -> Any:
 
 
 def _scaled_if(raised: Any, x: Any, shrink: Any, _: int) -> Any:
-    return x if isinstance(x, Unknown) or not raised.a.any() else x * shrink[:, :1]
+    unknown = isinstance(x, Unknown) or isinstance(raised, Unknown)
+    return x if unknown or not raised.a.any() else x * shrink[:, :1]
 
 
 def _real(how: Callable[..., Any]) -> Callable[..., Any]:

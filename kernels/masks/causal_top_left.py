@@ -11,16 +11,17 @@ from fa2tune.spec.maskfile import MaskHooks, pairs_below
 @triton.jit
 def key_range(start, size, offset, seqlen_k, window, step):
     """As kernels/masks/full.py has it."""
-    end = tl.minimum(seqlen_k, start + size)
-    full_end = tl.minimum(seqlen_k, start + 1) // step * step
+    # start is below 0 where cu_seqlens are wrong
+    end = tl.minimum(seqlen_k, tl.maximum(start + size, 0))
+    full_end = tl.minimum(seqlen_k, tl.maximum(start + 1, 0)) // step * step
     return 0, 0, full_end, end
 
 
 @triton.jit
 def query_range(start, size, offset, seqlen_q, window, step):
     last = tl.cdiv(seqlen_q, step) * step
-    begin = tl.minimum(start // step * step, last)
-    full_begin = tl.minimum(tl.cdiv(start + size - 1, step) * step, last)
+    begin = tl.minimum(tl.maximum(start, 0) // step * step, last)
+    full_begin = tl.minimum(tl.cdiv(tl.maximum(start + size - 1, 0), step) * step, last)
     return begin, full_begin, seqlen_q, seqlen_q
 
 
@@ -52,7 +53,7 @@ def first_block(row, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def clear_blocks(row, rows_end, seqlen_q, seqlen_k, window, BLOCK_N: gl.constexpr):
-    return 0, gl.minimum(seqlen_k, row + 1) // BLOCK_N
+    return 0, gl.minimum(seqlen_k, gl.maximum(row + 1, 0)) // BLOCK_N
 
 
 @gluon.jit
@@ -72,8 +73,8 @@ def sees_a_key(rows, offset, seqlen_k, window):
 @gluon.jit
 def query_blocks(key, keys_end, seqlen_q, seqlen_k, window, BLOCK_M: gl.constexpr):
     end = gl.cdiv(seqlen_q, BLOCK_M)
-    first = gl.minimum(key // BLOCK_M, end)
-    full_begin = gl.minimum(gl.cdiv(keys_end - 1, BLOCK_M), end)
+    first = gl.minimum(gl.maximum(key, 0) // BLOCK_M, end)
+    full_begin = gl.minimum(gl.cdiv(gl.maximum(keys_end - 1, 0), BLOCK_M), end)
     return first, full_begin, end, end
 
 

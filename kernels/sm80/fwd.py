@@ -253,6 +253,8 @@ def fwd_sm80_kernel(
     if RAGGED:
         keys = gl.maximum(seqlen_k, 1)  # of a sequence without keys one block, of which nothing is read
     below = BLOCKS_BELOW(start_m + BLOCK_M, seqlen_q, keys, window, BLOCK_N)
+    if RAGGED:
+        below = gl.maximum(below, 1)  # where cu_seqlens are wrong, too
     first = gl.to_tensor(FIRST_BLOCK(start_m, seqlen_q, seqlen_k, window, BLOCK_N))
     clear_begin, clear_end = CLEAR_BLOCKS(start_m, start_m + BLOCK_M, seqlen_q, seqlen_k, window, BLOCK_N)
     n_blocks = below - first

@@ -1,4 +1,4 @@
-"""Packed calls of the Hopper kernels, launched as they would be and run by Python (tests/kernels_in_python.py): whatever the
+"""Packed calls of the kernels in Gluon, launched as they would be and run by Python (tests/kernels_in_python.py): whatever the
 lengths are, no byte outside the tensors and no row of two sequences at once is touched, every row of the results is written
 once, and no warp waits for ever."""
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_in_python import PythonGpu
+from gpu_in_python import ELEMENTS, PythonGpu
 from kernel_values import Buffer, Fault
 
 from fa2tune.compiling import registry
@@ -37,9 +37,12 @@ FUSED, SPLIT = ("bwd_fused",), ("bwd_dq", "bwd_dkdv")
 class World(PythonGpu):
     """Memory of a packed call."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lengths: Any, starts: Any = None, spare: int = SPARE) -> None:
-        """``starts``: of the sequences, where they are not those of the lengths."""
-        super().__init__(monkeypatch)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, lengths: Any, starts: Any = None, spare: int = SPARE, arch: int = 90
+    ) -> None:
+        """``starts``: of the sequences, where they are not those of the lengths; ``arch``: whose kernels run, sm90's or
+        sm80's."""
+        super().__init__(monkeypatch, arch=arch)
         sides = list(zip(*lengths, strict=True))
         self.rows = [sum(side) + spare for side in sides]
         self.starts = starts or [[0, *np.cumsum(side).tolist()] for side in sides]
@@ -57,7 +60,7 @@ class World(PythonGpu):
                 first = head * of_head + row * of_row
                 found[first : first + dim] = row
         self.rows_of[name] = found
-        return self.place(name, count, tensor.element_size())
+        return self.place(name, count, tensor.element_size(), dtype=ELEMENTS[tensor.element_size()])
 
     def seen(self, kind: str, buffer: Buffer, elements: Any) -> None:
         if buffer.name not in self.rows_of:
@@ -86,13 +89,13 @@ def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Ten
     return made[:, :heads].transpose(0, 1)[None]
 
 
-def suited(kernel: str, problem: Problem, settings: Mapping[str, Any]) -> Any:
-    """The config of a Hopper kernel with these settings, as far as it has such dimensions."""
-    variant = registry.variant_named(f"sm90/{kernel}")
+def suited(kernel: str, problem: Problem, settings: Mapping[str, Any], arch: int) -> Any:
+    """The config of a kernel of an architecture with these settings, as far as it has such dimensions."""
+    variant = registry.variant_named(f"sm{arch}/{kernel}")
     own = {name: value for name, value in settings.items() if name in variant.space.dimensions}
-    config = variant.suited(problem, {**variant.space.default(problem.specialization, 90), **own})
-    if variant.space.broken(config, problem.specialization, 90):  # no form of these head dims
-        config = variant.suited(problem, variant.space.default(problem.specialization, 90))
+    config = variant.suited(problem, {**variant.space.default(problem.specialization, arch), **own})
+    if variant.space.broken(config, problem.specialization, arch):  # no form of these head dims
+        config = variant.suited(problem, variant.space.default(problem.specialization, arch))
     return config
 
 
@@ -104,7 +107,7 @@ def planned(
     backward = {name: tensors[name] for name in ("o", "do") if name in tensors and "do" in tensors}
     extent = Extent(RAGGED, len(world.starts[0]) - 1)
     problem = passes.describe(q, k, v, mask, 0.125, extent=extent, **backward)
-    configs = {kernel: suited(kernel, problem, settings) for kernel in kernels}
+    configs = {kernel: suited(kernel, problem, settings, world.arch) for kernel in kernels}
     shared = {"delta": (tuple(q.shape[:3]), "fp32")} if "bwd_dq" in kernels else {}
     plan = passes.Kernels(configs, problem, tensors, 0.125, 0, shared, **more)
     addresses = []
@@ -210,7 +213,9 @@ SPLITS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "96": ((96, 96), {}), "stages": ((64, 64), {"GROUPS": 2, "K_STAGES": 3, "STAGES": 2}),
     "one tile of P": ((192, 64), {"OWN": "products", "P_STAGES": 1}),
 }  # fmt: skip
-MASKS = (CAUSAL, FULL, band(65, 0), band(20, 30), band(-1, 30), Mask("chunked", 64), Mask("chunked", 7))
+MASKS = (
+    CAUSAL, FULL, band(65, 0), band(20, 30), band(-1, 30), Mask("chunked", 64), Mask("chunked", 7), Mask("causal_top_left"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "packing"), list(zip(FORWARDS, itertools.cycle(PACKINGS))))
@@ -279,6 +284,36 @@ def test_anything(worlds: Any, seed: int) -> None:
         dim, settings = draw.choice([FORWARDS[form] for form in ("two groups", "one group", "three groups", "256")])
         dims = draw.choice(((128, 128), (192, 128), (72, 40))) if dim == 128 else (dim, dim)
         forward(world, mask, {**settings, "HEADS_PER_WAVE": draw.choice((0, 4, 64))}, heads, dims, order)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_anything_by_mma_sync(worlds: Any, seed: int) -> None:
+    draw = random.Random(seed)
+    world = worlds(*drawn(draw), arch=80)
+    mask, heads = draw.choice(MASKS), draw.choice(((1, 1), (4, 1), (6, 2), (5, 5)))
+    dims = draw.choice(((64, 64), (128, 128), (192, 128), (72, 40)))
+    order = draw.choice(("rows", "joined", "heads", "expanded"))
+    settings = {"HEADS_PER_WAVE": draw.choice((1, 4, 16)), "SCHEDULE": draw.choice(("fa2", "double"))}
+    if seed % 2:
+        backward(world, mask, settings, heads, dims, order)
+    else:
+        forward(world, mask, settings, heads, dims, order)
+
+
+@pytest.mark.parametrize("starts", [([290, 300], [0, 300]), ([0, 300], [290, 300]), ([300, 0], [300, 0])], ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("kernels", "arch"), [(("fwd",), 90), (FUSED, 90), (SPLIT, 90), (("fwd",), 80), (FUSED, 80)], ids=str
+)
+def test_first_sequences_that_begin_late(
+    worlds: Any, kernels: Sequence[str], arch: int, mask: Mask, starts: tuple[list[int], list[int]]
+) -> None:
+    """Tiles before the first sequence have numbers below 0."""
+    world = worlds(((290, 290),), starts, 10, arch=arch)
+    if kernels == ("fwd",):
+        forward(world, mask, {}, (1, 1), (64, 64))
+    else:
+        backward(world, mask, {"REDUCE": "vector"}, (1, 1), (64, 64), kernels=kernels)
 
 
 @pytest.mark.parametrize("seed", range(8))
