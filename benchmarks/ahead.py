@@ -2,16 +2,20 @@
 
     TRITON_CACHE_DIR=DIR python benchmarks/ahead.py [--count] SCRIPT [ARGUMENT]...
 
-The script runs to its end against a stand-in for an H200 (benchmarks/no_gpu.py), so what it prints means nothing, and it should
-write nothing. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing.
+The script runs to its end against a stand-in for an H200 (benchmarks/no_gpu.py). What it prints and writes is dropped, as it
+means nothing. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing.
 """
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import click
 
@@ -30,13 +34,18 @@ def compile_all(jobs: Iterable[BinaryJob], gpu: Gpu) -> None:
 
 
 def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
-    """What a script launches."""
+    """What a script launches. ClickException: it is code of another GPU."""
     import no_gpu
+
+    from fa2tune.launching import ported
+    from fa2tune.rows import whole
 
     no_gpu.launched.clear()
     argv = sys.argv
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    dropped = mock.patch.object(Path, "write_text", nothing), mock.patch.object(whole, "publish", nothing)
     try:
-        with no_gpu.gpu(), no_gpu.tensors():
+        with no_gpu.gpu(), no_gpu.tensors(), redirect_stdout(io.StringIO()), dropped[0], dropped[1]:
             sys.argv = [str(script), *arguments]
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
@@ -44,6 +53,8 @@ def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
             raise
     finally:
         sys.argv = argv
+    if ported.running():
+        raise click.ClickException(f"{script} runs the code of another GPU, which is not known here")
     return list(no_gpu.launched)
 
 

@@ -126,17 +126,18 @@ def _passed(*_: Any) -> dict[str, float]:
 def _patched() -> list[tuple[Any, str, Any]]:
     """(of what, name, value)."""
     driver, asked, major, minor = NullDriver(), torch.cuda, *divmod(GPU.arch, 10)
+    name = f"no GPU: a stand-in for an {GPU.name}"  # where a record would name it
     properties = SimpleNamespace(
-        name=GPU.name, major=major, minor=minor, multi_processor_count=GPU.sm_count, total_memory=MEMORY
+        name=name, major=major, minor=minor, multi_processor_count=GPU.sm_count, total_memory=MEMORY
     )
     contexts = ("device", "CUDAGraph", "graph", "Stream", "Event", "stream", "current_stream")
     nothing = ("synchronize", "empty_cache", "_lazy_init", "set_sync_debug_mode")
     zero = ("current_device", "memory_allocated", "max_memory_allocated")
     return [
-        *((asked, name, lambda *_: None) for name in nothing), *((asked, name, lambda *_: 0) for name in zero),
-        *((asked, name, Anything) for name in contexts),
+        *((asked, each, lambda *_: None) for each in nothing), *((asked, each, lambda *_: 0) for each in zero),
+        *((asked, each, Anything) for each in contexts),
         (asked, "is_available", lambda: True), (asked, "device_count", lambda: 1),
-        (asked, "get_device_capability", lambda *_: (major, minor)), (asked, "get_device_name", lambda *_: GPU.name),
+        (asked, "get_device_capability", lambda *_: (major, minor)), (asked, "get_device_name", lambda *_: name),
         (asked, "get_device_properties", lambda *_: properties), (asked, "is_current_stream_capturing", lambda: False),
         (torch._C, "_cuda_getDevice", int), (torch._C, "_cuda_getCurrentRawStream", abs), (torch, "Generator", Generator),
         (torch.Tensor, "get_device", int),
@@ -161,8 +162,10 @@ def gpu() -> Iterator[None]:
             for name, (old, new) in replaced.items():  # some modules have the function itself
                 if vars(module).get(name) is old:
                     stack.enter_context(mock.patch.object(module, name, new))
+        cuda.may_start_early.cache_clear()
         dispatch.reload()
         yield
+    cuda.may_start_early.cache_clear()
     dispatch.reload()
 
 

@@ -220,8 +220,10 @@ class Chooser:
         it, where a row that was not predicted asks for it, if of a near problem; "": there is none."""
         if (better := self.better_default(FUSED_KERNEL)) is None:
             return ""
-        asks = (one.row for one in self.ladder(BACKWARD) if (one.row.strategy, one.row.barred) == (FUSED, ""))
-        return implementation_of(better) if any(self.strategy_refusal(row, False) is None for row in asks) else ""
+        name = implementation_of(better)
+        fused = (one.row for one in self.ladder(BACKWARD) if (one.row.strategy, one.row.barred) == (FUSED, ""))
+        asks = (row for row in fused if kinds_of(row).get(FUSED_KERNEL) == name)
+        return name if any(self.strategy_refusal(row, False) is None for row in asks) else ""
 
     def strategy(self, deterministic: bool) -> tuple[str, Mapping[str, bool | str]]:
         """(strategy, kernel -> the kind of its row), by the row of the whole backward; the strategy is "split" or "fused",

@@ -8,11 +8,11 @@ Measured on an H200, bf16, as portable time over warp-specialised time. Head dim
 1.89 backward (benchmarks/default_of_variants.py, 2026-11-21, lengths 512 to 8k). Head dim 64: 1.08 backward; forward 1.12 to
 1.25 without a mask, 0.96 to 1.24 with one (the tuner's screening of 2026-11-22, lengths 512 to 16k).
 
-On GPUs without wgmma the kernels of kernels/sm80 serve as defaults from padded head dim 64 on, as their rows of evidence
-"ported" do. Under the limits of an A100 they were 1.1 to 1.8 times as fast forward, 1.6 to 4.2 backward; under those of an
-L4, at 64 and 128, 1.4 to 1.7 and 1.8 to 2.8 (docs/experiments/ported.md). At 256 with 99 KiB of shared memory a block only
-the backward does: in the A100's races its config was 2.4 to 2.9 times as fast as the portable default, the forward's of then
-0.9 to 1.1.
+On compute capability 8.x and 12.x the kernels of kernels/sm80 serve as defaults from padded head dim 64 on, as their rows of
+evidence "ported" do. Under the limits of an A100 they were 1.1 to 1.8 times as fast forward, 1.6 to 4.2 backward; under those
+of an L4, at 64 and 128, 1.4 to 1.7 and 1.8 to 2.8 (docs/experiments/ported.md). At 256 with 99 KiB of shared memory a block
+only the backward does: in the A100's races its config was 2.4 to 2.9 times as fast as the portable default, the forward's of
+then 0.9 to 1.1.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def refuse(name: str, config: Any) -> None:
 
 def is_causal(module: torch.nn.Module) -> bool:
     """What a layer says of itself, but for those of ``BOTH_WAYS``. A layer of Transformers that says nothing looks both ways
-    (Splinter, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
+    (Splinter, LayoutLM, the text models of ALIGN and CLAP); another one is causal, as it is to Transformers' own attention."""
     if getattr(getattr(module, "config", None), "model_type", None) in BOTH_WAYS:
         return False
     if hasattr(module, "is_causal"):

@@ -297,7 +297,7 @@ def refused_extent(variant: Variant, spec: Specialization, config: Config) -> st
     if spec.extent != RAGGED or not variant.serves:
         return None
     if variant.name in UNPROVED_PACKED:
-        return f"{variant.short_name} for packed sequences is switched off until a GPU has run it (UNPROVED_PACKED)"
+        return f"{variant.short_name} for packed sequences is switched off: no GPU has run it yet"
     if "RAGGED" not in variant.constexpr_names:
         return f"{variant.short_name} computes sequences of one length, and the call has packed ones"
     if implementation_of(config) == DESCRIPTOR:

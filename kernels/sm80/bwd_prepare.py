@@ -36,7 +36,7 @@ def bwd_prepare_sm80_kernel(
         block, first_q, seqlen_q, _, _ = place(
             cu_seqlens_q, cu_seqlens_q, batch, seqlen_q, seqlen_q, start_m // UNIT, UNIT
         )
-        if block * UNIT >= seqlen_q:  # no row of any sequence
+        if block * UNIT >= seqlen_q:  # of no sequence; of one, rows past its end are read by whole blocks
             return
         start_m = block * UNIT + start_m % UNIT
         o += first_q.to(tl.int64) * stride_om

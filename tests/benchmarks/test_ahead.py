@@ -14,9 +14,11 @@ from benchmark_scripts import script
 from click.testing import CliRunner
 
 ahead = script("ahead")
+HERE = torch.cuda.is_available()
 
 CALLS = """
     import sys
+    from pathlib import Path
     import torch
     import fa2tune
 
@@ -35,6 +37,8 @@ CALLS = """
         fa2tune.attention(*tensors, window=(300, 0))
     graph.replay()
     assert start.elapsed_time(end) > 0
+    print("TFLOP/s 1000000")
+    Path(__file__).with_name("times.json").write_text("{}")
 """
 
 
@@ -45,13 +49,14 @@ def calls(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_a_script_launches_is_known(calls: Path) -> None:
+def test_what_a_script_launches_is_known(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = ahead.launches(calls, ["--few", "64"])
+    assert "TFLOP" not in capsys.readouterr().out and not calls.with_name("times.json").exists()
     names = {variant.short_name for variant, _, _ in found}
     assert {"bwd_spread", "bwd_gather", "sm90/fwd_split", "fwd_combine", "sm90/fwd", "sm90/bwd_fused"} <= names
     assert len(found) == len(set(found)) and {spec.head_dim for _, spec, _ in found} == {104, 128}
     assert {spec.mask for variant, spec, _ in found if variant.short_name == "sm90/fwd"} == {"causal", "band"}
-    assert not torch.cuda.is_available()  # and this process has no GPU, as before
+    assert torch.cuda.is_available() == HERE  # as before
 
 
 def test_the_script_counts_or_compiles(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +68,21 @@ def test_the_script_counts_or_compiles(calls: Path, monkeypatch: pytest.MonkeyPa
     assert compiled[0] == 90 and len(compiled) == count + 1
 
 
+def test_code_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "other.py"
+    path.write_text(
+        "from fa2tune import gpus\nfrom fa2tune.launching import ported\nported.begin(gpus.named('a100'))\n"
+    )
+    monkeypatch.setattr("fa2tune.launching.ported._running", 0)  # what begin sets
+    monkeypatch.setattr("fa2tune.launching.ported._for", None)
+    done = CliRunner().invoke(ahead.main, [str(path)])
+    assert done.exit_code == 1 and "runs the code of another GPU" in done.output
+
+
 def test_a_script_that_fails_is_an_error(calls: Path) -> None:
     with pytest.raises(AssertionError):
         ahead.launches(calls, ["--many"])
-    assert not torch.cuda.is_available()
+    assert torch.cuda.is_available() == HERE
 
 
 COUNTED = """

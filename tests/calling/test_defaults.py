@@ -143,4 +143,4 @@ def test_on_hopper_it_serves_as_its_fused_default_is_portable() -> None:
     predicted = whole(asked, H200, PREDICTED, SPLIT, "pointer")
     chooser = choosing.Chooser(asked, H200, [reader.Layer("user", Path("rows.sqlite"), (predicted,))])
     answer, _ = chooser.find_backward(deterministic=False)
-    assert answer is None or answer.row is predicted
+    assert answer is not None and answer.row is predicted

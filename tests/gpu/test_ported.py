@@ -82,14 +82,19 @@ def test_a_deterministic_call_is_fused_with_equal_bits() -> None:
 
 PACKED = """
 import json
+import logging
 import test_varlen
 from fa2tune import gpus
-from fa2tune.calling import dispatch
 from fa2tune.compiling import registry
 from fa2tune.launching import passes, ported
 from fa2tune.spec.mask import CAUSAL, FULL, band
 ported.begin(gpus.named({gpu!r}))
 registry.UNPROVED_PACKED = frozenset()
+class NoOther(logging.Handler):
+    def emit(self, record):
+        if "failed on" in record.getMessage():  # another kernel would serve
+            raise SystemExit(record.getMessage())
+logging.getLogger("fa2tune").addHandler(NoOther())
 ran, runs = set(), passes.runs
 def seen(kernel, spec, given, arch):
     found = runs(kernel, spec, given, arch)
@@ -99,21 +104,23 @@ passes.runs = seen
 for packing in test_varlen.PACKINGS:
     for mask in (FULL, CAUSAL, band(65, 300)):
         test_varlen.compared("bf16", packing, mask)
-for dims, heads in (((64, 64), (8, 1)), ((96, 96), (4, 4)), ((256, 256), (2, 2)), ((192, 128), (4, 2))):
-    test_varlen.compared("bf16", "unequal", CAUSAL, dims=dims, heads=heads)
+for dims, heads, mask in (((64, 64), (8, 1), FULL), ((96, 96), (4, 4), CAUSAL), ((128, 64), (4, 2), CAUSAL)):
+    test_varlen.compared("bf16", "unequal", mask, dims=dims, heads=heads)
 test_varlen.compared("fp16", "odd", CAUSAL)
 print(json.dumps(sorted(ran)))
 """
 
 
-def test_packed_sequences() -> None:
+@pytest.mark.parametrize("gpu", ["a100", "l4"])
+def test_packed_sequences(gpu: str) -> None:
     """By the kernels of kernels/sm80, which packed calls do not take yet (``UNPROVED_PACKED``). Right here, they may."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(["tests/gpu", "tests", os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", PACKED.format(gpu="a100")], capture_output=True, text=True, timeout=500, env=environment
+        [sys.executable, "-c", PACKED.format(gpu=gpu)], capture_output=True, text=True, timeout=500, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {"sm80/fwd", "sm80/bwd_fused"} <= set(json.loads(done.stdout.splitlines()[-1]))
+    kernels = {"sm80/fwd", "sm80/bwd_prepare", "sm80/bwd_fused", "sm80/bwd_finish"}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == kernels
