@@ -204,13 +204,14 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 @click.option("--seed", default="", help="The commit's hash.")
 @click.option("--list", "listed", is_flag=True, help="Print what is drawn, measure nothing.")
 @click.option("--peers", help=f"{', '.join(workloads.PEERS)}.  [default: those that are here]")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
 @marked.page_option
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(seed: str, listed: bool, peers: str | None, seconds: float, out: Path | None,
+def main(seed: str, listed: bool, peers: str | None, share: slice, seconds: float, out: Path | None,
          shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None:
         record = json.loads(shown.read_text("utf-8"))
@@ -218,7 +219,7 @@ def main(seed: str, listed: bool, peers: str | None, seconds: float, out: Path |
         return
     if not seed:
         raise click.BadParameter("is missing: the hash of the commit that is measured", param_hint="--seed")
-    problems = drawn(seed)
+    problems = side_by_side.in_share(drawn(seed), share)
     if listed:
         click.echo("\n".join(f"{name}: {workloads.described(problem)}" for name, problem in problems.items()))
         return

@@ -313,6 +313,7 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 @click.option("--seed", default="", help="The commit's hash.")
 @click.option("--count", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--peers", help=f"{', '.join(PEERS)}.  [default: those that are here]")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no packing after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; packings that it has are not measured again.")
 @click.option("--list", "listed", is_flag=True, help="Print what is drawn, measure nothing.")
@@ -320,8 +321,8 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(seed: str, count: int, peers: str | None, seconds: float, out: Path | None, listed: bool, shown: Path | None,
-         page: Path | None) -> None:  # fmt: skip
+def main(seed: str, count: int, peers: str | None, share: slice, seconds: float, out: Path | None, listed: bool,
+         shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None:
         marked.publish(
             page, "random_packings", "random_packings", "\n".join(report(json.loads(shown.read_text("utf-8"))))
@@ -329,7 +330,7 @@ def main(seed: str, count: int, peers: str | None, seconds: float, out: Path | N
         return
     if not seed:
         raise click.BadParameter("is missing: the hash of the commit that is measured", param_hint="--seed")
-    packings = drawn(seed, count)
+    packings = side_by_side.in_share(drawn(seed, count), share)
     if listed:
         for name, packing in packings.items():
             click.echo(f"{name}: {packing.operations('fwd') / 1e9:.1f} GFLOP forward")

@@ -3,6 +3,8 @@
 Every call is timed as replays of a CUDA graph, so that host time does not hide it; short ones stand several times in a graph.
 Peers take turns in random order. The ratio of a call is the median over rounds of the fastest peer's time over fa2tune's: above
 1, fa2tune is faster. A call that fa2tune cannot run, or whose result is wrong, counts as 0.
+
+    python benchmarks/side_by_side.py OUT RECORD...     # records of shares (--share 1/4, ...) of one run, as one file
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -203,6 +205,36 @@ def begun(out: Path | None, about: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
+def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> slice:
+    place, _, count = text.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+        raise click.BadParameter(f"got {text!r}; K/N, as 2/4, is the second of four shares")
+    return slice(int(place) - 1, None, int(count))
+
+
+share_option = click.option(
+    "--share", default="1/1", show_default=True, callback=_share,
+    help="K/N: every N-th call from the K-th on, so that each of N GPUs has a process and an --out of its own.",
+)  # fmt: skip
+
+
+def in_share(problems: Mapping[str, Any], share: slice) -> dict[str, Any]:
+    """Those of one share."""
+    return dict(list(problems.items())[share])
+
+
+def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One record of all calls. BadParameter: the records are not of one run."""
+    first, *others = records
+    calls = dict(first["calls"])
+    for record in others:
+        for part in first.keys() - {"calls"}:
+            if record[part] != first[part]:
+                raise click.BadParameter(f"{part} is {record[part]} in one record, {first[part]} in another")
+        calls |= record["calls"]
+    return {**first, "calls": calls}
+
+
 def _said(call: Mapping[str, Any]) -> str:
     return "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
 
@@ -237,3 +269,15 @@ def warm() -> None:
     while time.monotonic() < until:
         matrix @ matrix
         torch.cuda.synchronize()
+
+
+@click.command(help="Joins records of shares of one run into one file.")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("records", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(out: Path, records: tuple[Path, ...]) -> None:
+    whole_record = merged([json.loads(path.read_text("utf-8")) for path in records])
+    whole.publish(out, lambda path: path.write_text(json.dumps(whole_record, indent=1), "utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -303,13 +303,14 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
 @click.command(help=__doc__.partition("\n\n")[0])
 @click.option("--peers", help=f"{', '.join(PEERS)}.  [default: those that are here]")
 @click.option("--only", default="", help="Calls whose name has this text.")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=480.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; calls that it has are not measured again.")
 @marked.page_option
 @click.option(
     "--table", "shown", type=click.Path(path_type=Path, exists=True), help="Print this file's table, measure nothing."
 )
-def main(peers: str | None, only: str, seconds: float, out: Path | None, shown: Path | None,
+def main(peers: str | None, only: str, share: slice, seconds: float, out: Path | None, shown: Path | None,
          page: Path | None) -> None:  # fmt: skip
     if shown is not None:
         marked.publish(page, "workloads", "workloads", "\n".join(report(json.loads(shown.read_text("utf-8")))))
@@ -317,7 +318,7 @@ def main(peers: str | None, only: str, seconds: float, out: Path | None, shown: 
     here = side_by_side.asked(peers, PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here), "seed": None})
 
-    problems = {name: problem for name, problem in named().items() if only in name}
+    problems = side_by_side.in_share({name: problem for name, problem in named().items() if only in name}, share)
     side_by_side.fill(record, problems, functools.partial(recorded, measure, here), seconds, out)
     click.echo("\n".join(summary(record["calls"])))
 

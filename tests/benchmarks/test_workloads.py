@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from benchmark_scripts import script
@@ -130,3 +131,30 @@ def test_peers_that_cannot_take_a_call_say_why() -> None:
     one = workloads._sdpa("MATH")(Problem("bf16", 1, 1, 1, 1, 9, 16, 16, CAUSAL))(q, k, k)
     everything = torch.softmax(q[0, :, 0] @ k[0, :, 0].T / 4, -1) @ k[0, :, 0]
     torch.testing.assert_close(one[0, :, 0], everything, msg="one query sees all keys")
+
+
+def test_shares_of_the_calls_hold_each_call_once() -> None:
+    calls = {str(place): place for place in range(10)}
+    shares = [side_by_side.in_share(calls, side_by_side._share(None, None, f"{nth}/3")) for nth in (1, 2, 3)]
+    assert [list(share) for share in shares] == [["0", "3", "6", "9"], ["1", "4", "7"], ["2", "5", "8"]]
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "a/b", "-1/4"])
+def test_a_share_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="K/N"):
+        side_by_side._share(None, None, text)
+
+
+def test_records_of_shares_are_joined(tmp_path: Path) -> None:
+    about = {"environment": {"gpu": "NVIDIA H200"}, "peers": ["fa2tune"], "seed": "abc", "date": "2026-11-26"}
+    files = []
+    for name in ("a", "b"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({**about, "calls": {name: {"fwd": {"ratio": 1.0}}}}), "utf-8")
+    out = tmp_path / "joined.json"
+    result = CliRunner().invoke(side_by_side.main, [str(out), *map(str, files)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text("utf-8")) == {**about, "calls": {n: {"fwd": {"ratio": 1.0}} for n in ("a", "b")}}
+    files[1].write_text(json.dumps({**about, "seed": "def", "calls": {}}), "utf-8")
+    result = CliRunner().invoke(side_by_side.main, [str(out), *map(str, files)])
+    assert result.exit_code == 2 and "seed is def in one record, abc in another" in result.output
