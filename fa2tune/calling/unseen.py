@@ -61,7 +61,7 @@ def behind(problem: Problem, rows: int) -> Problem:
 
 
 def in_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same memory in elements of 16 bytes, if rows of all of them allow it. Fills and copies of tensors with gaps go element
+    """The same memory in elements of 16 bytes, if rows of all allow it. Fills and copies of tensors with gaps go element
     by element: of 2 bytes at 1.5 to 1.8 TB/s on an H200."""
     for tensor in tensors:
         places = (tensor.storage_offset(), *tensor.stride()[:-1], tensor.shape[-1])
