@@ -6,10 +6,9 @@
 Causal, bf16. The packed call as it is served stands beside the best portable row of the same call; of equal lengths also beside
 the dense call as it is served. A deterministic backward is the split one. A Hopper forward is also timed with fewer tiles of
 equal sequences in turns (search_spaces/portable/packed_order.py). The documents of a packing get shorter by one ratio, and lie
-in no order. --as: the rows and code of a GPU without wgmma, assembled for this one; kernels of ``UNPROVED_PACKED``
-(fa2tune/compiling/registry.py) serve, too. FlashAttention-3 (forward only) is a library with the operator ``_vllm_fa3_C::fwd``,
-named by FA3_LIBRARY. Timed as benchmarks/side_by_side.py has it, on a stream of its own, so that a backward runs where it is
-captured. TFLOP/s count visible pairs. Needs a GPU.
+in no order. --as: the rows and code of a GPU without wgmma, assembled for this one. FlashAttention-3 (forward only) is a
+library with the operator ``_vllm_fa3_C::fwd``, named by FA3_LIBRARY. Timed as benchmarks/side_by_side.py has it, on a stream
+of its own, so that a backward runs where it is captured. TFLOP/s count visible pairs. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ import torch
 import fa2tune
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
-from fa2tune.compiling import registry
 from fa2tune.launching import passes, ported
 from fa2tune.search_spaces.portable import packed_order
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
 
 
@@ -100,6 +98,15 @@ def in_turns(count: int, ragged: Problem, views: list[torch.Tensor], scale: floa
         packed_order.IN_TURNS = kept
 
 
+def portable_config(ragged: Problem) -> Config:
+    """Of the best portable row; where none serves, of the portable default."""
+    chooser = choosing.Chooser(ragged, dispatch.gpu_of(0))
+    choice = chooser.choose("fwd", False)
+    if not choice.variant.name.startswith("portable/"):  # the documented default may be of another kind
+        choice = chooser.portable_default("fwd")
+    return choice.config
+
+
 def measured(packing: Packing) -> dict[str, Any]:
     """Times of one packing, TFLOP/s, and which kernel served the packed forward."""
     lengths, scale = packing.lengths, packing.dim**-0.5
@@ -113,7 +120,7 @@ def measured(packing: Packing) -> dict[str, Any]:
     views = [tensor.transpose(0, 1)[None] for tensor in (packed_q, packed_k, packed_v)]
     ragged = passes.describe(*views, CAUSAL, scale, extent=Extent(RAGGED, len(lengths)))
     served = choosing.choose(ragged, "fwd", dispatch.gpu_of(0)).config
-    portable = choosing.choose(ragged, "fwd", dispatch.gpu_of(0), False).config
+    portable = portable_config(ragged)
     plan = passes.ForwardPlan(ragged, *views, scale, portable)
     others = {count: in_turns(count, ragged, views, scale, served) for count in (32, 64)} if specialized(served) else {}
     calls: dict[str, Callable[[], Any]] = {
@@ -159,7 +166,6 @@ def record(packings: Mapping[str, Any], measure: Callable[[Any], dict[str, Any]]
 def main(out: Path | None, gpu: str | None) -> None:
     if gpu is not None:
         ported.begin(gpus.named(gpu))
-        registry.UNPROVED_PACKED = frozenset()
     record(PACKINGS, measured, out)
 
 

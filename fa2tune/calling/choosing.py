@@ -189,13 +189,15 @@ class Chooser:
 
     def find_backward(self, deterministic: bool) -> Lookup:
         """The best row for a whole backward."""
-        asked, found = (BACKWARD, deterministic), self._known.found
+        large = packed_schedule.sums_too_large(self.problem, self.gpu)
+        asked, found = (BACKWARD, deterministic, large), self._known.found
         if asked not in found:
-            found[asked] = lookup.choose(self.ladder(BACKWARD), lambda row: self.strategy_refusal(row, deterministic))
+            refusal = partial(self.strategy_refusal, deterministic=deterministic, large=large)
+            found[asked] = lookup.choose(self.ladder(BACKWARD), refusal)
         return found[asked]
 
-    def strategy_refusal(self, row: Row, deterministic: bool) -> str | None:
-        """Why a whole backward's row cannot serve, or None."""
+    def strategy_refusal(self, row: Row, deterministic: bool, large: bool = False) -> str | None:
+        """Why a whole backward's row cannot serve, or None. ``large``: as ``packed_schedule.sums_too_large`` has it."""
         if row.strategy not in STRATEGIES:
             return f"the strategy {row.strategy!r:.40} is not known to this version"
         if row.specialized != (WARP_SPECIALIZED in row.config.values()):
@@ -207,6 +209,10 @@ class Chooser:
             return row.barred
         if row.strategy == FUSED and deterministic:
             return "it sums dQ in no fixed order, and deterministic=True asks for one"
+        if row.strategy == FUSED and large:
+            return (
+                "its sums of dQ, 128 rows for each sequence at least, would take too much memory for so many short ones"
+            )
         guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
         if guessed and not deterministic and (better := self._fused_behind()):
             return f"it was only predicted, for portable kernels: the fused {better} kernel was measured to be faster"

@@ -23,7 +23,7 @@ from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Config, Problem, padded_head_dim
 from fa2tune.spec.variant import Variant
 
 #: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
@@ -45,10 +45,22 @@ BAND_MARGIN = 0.15
 #: the multiprocessors that such sequences do not give back. 0.55 to 0.86 of the time with up to 399 queries, as long from 2229
 #: on; between them nothing was measured (benchmarks/calls/packed_choices.json).
 SHORT = 512
+#: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
+MOST_MEMORY = 1 / 32
 
 
 def covers(variant: Variant) -> bool:
     return variant.space in (fwd.SPACE, bwd_fused.SPACE)
+
+
+def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the fused backward's float32 sums of dQ are too large, by the padding of many short sequences: each has whole
+    blocks of 128 rows. 10,000 sequences of 10 tokens, 32 heads of 128, take 22.6 GB. The split kernels have no sums."""
+    if not problem.extent.ragged:
+        return False
+    rows = bwd_fused.padded_rows(problem)
+    held = 4 * problem.heads_q * rows * padded_head_dim(problem.head_dim)
+    return rows > 2 * problem.seqlen_q and held > gpu.hbm_bytes * MOST_MEMORY
 
 
 def forms(problem: Problem, choice: Choice) -> list[Config]:

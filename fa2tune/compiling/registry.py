@@ -287,17 +287,10 @@ def in_any_order(variant: Variant) -> Variant:
     return variant if free is None else variant_named(free)
 
 
-#: Kernels whose packed form no GPU has run yet (tests/gpu/test_ported.py), so that others serve it. Computed by Python it is
-#: right (tests/launching/test_computed_in_python.py).
-UNPROVED_PACKED = frozenset({"sm80/fwd", "sm80/bwd_fused"})
-
-
 def refused_extent(variant: Variant, spec: Specialization, config: Config) -> str | None:
     """Why a tuned kernel cannot compute sequences of their own lengths, or None."""
     if spec.extent != RAGGED or not variant.serves:
         return None
-    if variant.name in UNPROVED_PACKED:
-        return f"{variant.short_name} for packed sequences is switched off: no GPU has run it yet"
     if "RAGGED" not in variant.constexpr_names:
         return f"{variant.short_name} computes sequences of one length, and the call has packed ones"
     if implementation_of(config) == DESCRIPTOR:

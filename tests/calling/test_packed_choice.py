@@ -198,19 +198,30 @@ def test_of_short_sequences_nothing_runs_overlapped() -> None:
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_without_wgmma_kernels_wait_until_a_gpu_has_run_them(
-    monkeypatch: pytest.MonkeyPatch, dim: int, mask: Mask
-) -> None:
+def test_without_wgmma_packed_calls_have_the_kernels_of_dense_ones(dim: int, mask: Mask) -> None:
     a100 = gpus.named("a100")
 
     def served(deterministic: bool) -> set[str]:
-        monkeypatch.setattr(choosing, "_KNOWN", {})
         chooser = choosing.Chooser(posed(dim, mask), a100, node=NODE)
         _, backward = choosing.choose_backward(chooser, deterministic)
         return {choice.variant.name for choice in (chooser.choose("fwd"), *backward.values())}
 
-    portable = {"portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"}
-    assert served(False) == served(True) == portable
-    monkeypatch.setattr(registry, "UNPROVED_PACKED", frozenset())
     assert served(False) == {"sm80/fwd", "sm80/bwd_fused"}
-    assert served(True) == {"sm80/fwd"} | portable - {"portable/fwd"}
+    assert served(True) == {"sm80/fwd", "portable/bwd_dq", "portable/bwd_dkdv"}
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_sums_of_many_short_sequences_would_take_too_much_memory(gpu: str) -> None:
+    """The same rows of the cache, looked up by one process: the number of sequences is none of a key's."""
+    here = gpus.named(gpu)
+    for sequences, total, strategy in (
+        (10_000, 100_000, SPLIT),
+        (16, 16384, FUSED),
+        (200, 2000, FUSED),
+        (64, 2**20, FUSED),
+    ):
+        problem = Problem("bf16", 1, 32, 32, total, total, 128, 128, CAUSAL, extent=Extent(RAGGED, sequences))
+        chooser = choosing.Chooser(problem, here, node=NODE)
+        assert choosing.choose_backward(chooser, False)[0] == strategy, (sequences, total)
+        refused = [one.why for one in chooser.find_backward(False)[1]]
+        assert any("too much memory" in why for why in refused) == (strategy == SPLIT), refused

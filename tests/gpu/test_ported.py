@@ -85,11 +85,9 @@ import json
 import logging
 import test_varlen
 from fa2tune import gpus
-from fa2tune.compiling import registry
 from fa2tune.launching import passes, ported
 from fa2tune.spec.mask import CAUSAL, FULL, band
 ported.begin(gpus.named({gpu!r}))
-registry.UNPROVED_PACKED = frozenset()
 class NoOther(logging.Handler):
     def emit(self, record):
         if "failed on" in record.getMessage():  # another kernel would serve
@@ -113,7 +111,7 @@ print(json.dumps(sorted(ran)))
 
 @pytest.mark.parametrize("gpu", ["a100", "l4"])
 def test_packed_sequences(gpu: str) -> None:
-    """By the kernels of kernels/sm80, which packed calls do not take yet (``UNPROVED_PACKED``). Right here, they may."""
+    """By the kernels of kernels/sm80, and by no others."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(["tests/gpu", "tests", os.environ.get("PYTHONPATH", "")]),
