@@ -24,6 +24,7 @@ WORDS: Mapping[str, str] = {
     "joined_groups_go_together": "num_warps 8 needs ORDER together",
     "keys_where_they_fit": "OWN products is slower than OWN keys, which fits",
     "launch_registers_hold_a_product": "maxnreg leaves too few registers for a product",
+    "narrow_tiles_hold_head_dims": "NARROW of head dims above 32, or with IN_PARTS",
     "o_has_room_of_its_own": "O shares memory although memory of its own fits",
     "o_through_q_alone": "O cannot be stored through Q's memory",
     "one_group_shares": "maxnreg does not suit the number of consumer groups",
