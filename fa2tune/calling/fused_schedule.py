@@ -27,7 +27,8 @@ from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head
 from fa2tune.spec.variant import Variant
 
 #: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M). Of 32 columns nothing was
-#: timed: blocks count as 0.75 of those of 64, as machine code predicts 0.6 to 0.75 (docs/experiments/head-dims.md), ends as much.
+#: timed: blocks count as 0.75 of those of 64 columns (machine code predicts 0.6 to 0.75, docs/experiments/head-dims.md),
+#: ends as those of 64.
 BLOCK_US = {(32, 64): 0.93, (32, 128): 1.6, (64, 64): 1.24, (64, 128): 2.13, (128, 64): 1.87}
 TILE_US = {(32, 64): 1.65, (32, 128): 3.9, (64, 64): 1.65, (64, 128): 3.9, (128, 64): 4.6}
 #: More of a tile: where a program has one tile and ends; of each of its query heads, whose rows it waits for, with BESIDE.

@@ -152,10 +152,10 @@ def default(spec: Specialization, arch: int) -> Config:
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: up to NARROW_COLUMNS in tiles of as many, else
-    as it is. Else in parts, whose groups are apart and add to dQ from registers. One head a wave becomes 16: with one, all programs add to the same few rows of dQ at a time, which their
-    products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts
-    cost as much as they save. See docs/experiments/head-dims.md."""
+    """The config of a row of other head dims, padded as far as these, for these: up to NARROW_COLUMNS in tiles of as many.
+    Wider ones in parts, whose groups are apart and add to dQ from registers. One head a wave becomes 16: with one, all programs
+    add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and
+    1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See docs/experiments/head-dims.md."""
     if not has_parts(spec) or max(block_dims(spec)) == 64:
         return {**config, "IN_PARTS": False, "NARROW": is_narrow(spec)}
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
@@ -228,7 +228,9 @@ SPACE = SearchSpace(
             "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
             "lengths up to 2048, with joined groups (their keys concatenated) and vector reductions",
             lambda config, spec, arch: (
-                columns(spec, config) > 64 or config["BLOCK_M"] == 128 or (config["REDUCE"] == "vector" and joined(config))
+                columns(spec, config) > 64
+                or config["BLOCK_M"] == 128
+                or (config["REDUCE"] == "vector" and joined(config))
             ),
         ),
         Constraint(
