@@ -44,6 +44,7 @@ WORDS: Mapping[str, str] = {
     "rows_per_warp_block_m": "fewer than 16 rows per warp (BLOCK_M)",
     "sixteen_bit": "float32 in a kernel for 16-bit types",
     "stages_use_shared_memory": "shared memory left for another stage",
+    "third_stage_of_narrow_tiles": "STAGES 3 needs NARROW and no ORDER together",
     "tiles_fit_shared_memory": "tiles exceed shared memory",
     "tma_addresses_tensors": "tensors that TMA cannot address",
     "turns_take_groups": "PINGPONG needs two consumer groups",

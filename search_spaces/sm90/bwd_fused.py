@@ -183,7 +183,7 @@ SPACE = SearchSpace(
         # scores of the next block ahead, beside the reduction
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # asks ptxas not to wait for dP before all of them are computed
-        "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
+        "STAGES": (2, 3),  # of the rings of Q and dO; a third gained nothing at 64 columns and more
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (
             False,
@@ -212,6 +212,12 @@ SPACE = SearchSpace(
             "narrow_tiles_hold_head_dims",
             "tiles of Q, K, V and dO share one width, so 32 columns are for calls whose head dims both fit",
             lambda config, spec, arch: not config["NARROW"] or (is_narrow(spec) and not config["IN_PARTS"]),
+        ),
+        Constraint(
+            "third_stage_of_narrow_tiles",
+            "blocks of 32 columns take less time than it takes to load the next; at 64 columns and more a third stage gained "
+            "nothing, and the order together has no numbered barrier left for it",
+            lambda config, spec, arch: config["STAGES"] == 2 or (config["NARROW"] and config["ORDER"] != "together"),
         ),
         Constraint(
             "parts_are_of_both_head_dims",
