@@ -200,14 +200,6 @@ SPACE = SearchSpace(
         "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },
     constraints=(
-        SIXTEEN_BIT,
-        TMA_ADDRESSES_TENSORS,
-        Constraint(
-            "registers_hold_accumulators",
-            "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
-            "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
-            lambda config, spec, arch: sum(parts(spec, config)) + config["BLOCK_M"] <= 192,
-        ),
         Constraint(
             "narrow_tiles_hold_head_dims",
             "tiles of Q, K, V and dO share one width, so 32 columns are for calls whose head dims both fit",
@@ -218,6 +210,14 @@ SPACE = SearchSpace(
             "blocks of 32 columns take less time than it takes to load the next; at 64 columns and more a third stage gained "
             "nothing, and the order together has no numbered barrier left for it",
             lambda config, spec, arch: config["STAGES"] == 2 or (config["NARROW"] and config["ORDER"] != "together"),
+        ),
+        SIXTEEN_BIT,
+        TMA_ADDRESSES_TENSORS,
+        Constraint(
+            "registers_hold_accumulators",
+            "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
+            "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
+            lambda config, spec, arch: sum(parts(spec, config)) + config["BLOCK_M"] <= 192,
         ),
         Constraint(
             "parts_are_of_both_head_dims",

@@ -272,13 +272,22 @@ NARROW_CALLS = [
     (Call(PACKING, (2, 1), (24, 24), CAUSAL, packed=True), "joined"),
     (Call(PACKING, (2, 1), (32, 32), FULL, packed=True), "and finished"),
 ]
-#: One in which ORDER is not the default's "ahead".
+#: What BACKWARDS leaves to the default of head dim 128, which is not that of 32.
 BEHIND = {"ORDER": "behind", "REDUCE": "vector"}
 
 
 @pytest.mark.parametrize(("call", "form"), NARROW_CALLS, ids=str)
 def test_backward_of_32_columns(gpu: PythonGpu, call: Call, form: str) -> None:
     check_backward(gpu, call, {**BEHIND, **BACKWARDS[form], "NARROW": True})
+
+
+@pytest.mark.parametrize("order", ["behind", "ahead"])
+@pytest.mark.parametrize("lengths", [((600, 300),), PACKING], ids=["dense", "packed"])
+def test_backward_of_32_columns_in_three_stages(
+    gpu: PythonGpu, order: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    call = Call(lengths, (2, 1), (32, 32), CAUSAL, packed=len(lengths) > 1)
+    check_backward(gpu, call, {"ORDER": order, "REDUCE": "vector", "NARROW": True, "STAGES": 3})
 
 
 @pytest.mark.parametrize(("heads", "packed"), [((4, 1), False), ((6, 2), False), ((4, 2), True)], ids=str)
