@@ -184,7 +184,12 @@ def test_figures_of_the_backward_in_parts_are_those_of_the_record(name: str) -> 
             kernel: registry.variant_named(f"sm90/{kernel}").fitted(spec, config)
             for kernel, config in padded["configs"].items()
         }
-        ours += [padded["us"] / one["us"] for one in others if one["configs"] == today]
+        # a dimension that the search has gained since is in none of them
+        ours += [
+            padded["us"] / one["us"] for one in others
+            if {kernel: registry.variant_named(f"sm90/{kernel}").space.completed(config)
+                for kernel, config in one["configs"].items()} == today
+        ]  # fmt: skip
     of_today = "96 causal {:.2f}, 80 causal {:.2f}, 96 without a mask {:.2f}, 80 without a mask {:.2f}"
     assert of_today.format(*ours) in " ".join(page.split())
     assert f"{min(gains):.2f} to {max(gains):.2f} times as fast as padded columns (eleven calls)" in LOG

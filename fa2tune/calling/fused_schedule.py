@@ -26,9 +26,11 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
 
-#: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M).
-BLOCK_US = {(64, 64): 1.24, (64, 128): 2.13, (128, 64): 1.87}
-TILE_US = {(64, 64): 1.65, (64, 128): 3.9, (128, 64): 4.6}
+#: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M). Of 32 columns nothing was
+#: timed: blocks count as 0.75 of those of 64 columns (machine code predicts 0.6 to 0.75, docs/experiments/head-dims.md),
+#: ends as those of 64.
+BLOCK_US = {(32, 64): 0.93, (32, 128): 1.6, (64, 64): 1.24, (64, 128): 2.13, (128, 64): 1.87}
+TILE_US = {(32, 64): 1.65, (32, 128): 3.9, (64, 64): 1.65, (64, 128): 3.9, (128, 64): 4.6}
 #: More of a tile: where a program has one tile and ends; of each of its query heads, whose rows it waits for, with BESIDE.
 ENDS_US, AWAIT_US = 0.93, 0.87
 #: Of a block in parts (IN_PARTS), how much of the share of columns that are not computed is saved.
@@ -36,10 +38,10 @@ PARTS_SAVE = 0.22
 #: A block takes longer by this share for each doubling of the query heads that a program walks, up to so many heads.
 GROUP_COSTS, MOST_HEADS = 0.035, 16
 #: Of a query row, by columns: of one multiprocessor that prepares it, or finishes its dQ, beside others; and of the whole GPU
-#: where nothing else runs, to prepare it and to finish it.
-BESIDE_US = {64: 0.0089, 128: 0.0164}
-PREPARE_US = {64: 0.000132, 128: 0.000264}
-FINISH_US = {64: 0.000091, 128: 0.000182}
+#: where nothing else runs, to prepare it and to finish it. Of 32 columns 0.75 of 64 for 0.55 of its bytes, not timed.
+BESIDE_US = {32: 0.0067, 64: 0.0089, 128: 0.0164}
+PREPARE_US = {32: 0.000099, 64: 0.000132, 128: 0.000264}
+FINISH_US = {32: 0.000068, 64: 0.000091, 128: 0.000182}
 #: Of a call, of each launch, and at least of what runs before and after the tiles.
 CALL_US, LAUNCH_US, END_US = 0.9, 1.9, 0.8
 #: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
@@ -111,13 +113,14 @@ class FusedForm(NamedTuple):
     finish_beside: bool
     persistent: bool
     in_parts: bool
+    narrow: bool
     heads_per_wave: int
 
 
 def _form(config: Config) -> FusedForm:
     return FusedForm(
         config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
-        config["HEADS_PER_WAVE"],
+        bool(config.get("NARROW")), config["HEADS_PER_WAVE"],
     )  # fmt: skip
 
 
@@ -146,7 +149,7 @@ def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tup
 @lru_cache(maxsize=4096)
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
-    sm_count, columns = gpu.sm_count, bwd_fused.columns(problem.specialization)
+    sm_count, columns = gpu.sm_count, bwd_fused.columns(problem.specialization, {"NARROW": form.narrow})
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
     costs = _tile_us(problem, group, columns, form)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
@@ -197,7 +200,7 @@ def apart(config: Config) -> Config:
 
 
 def halves(config: Config) -> Config:
-    """Of 64 columns: blocks of 64 queries, as rows of short causal lengths have them, the kernel alone on the GPU."""
+    """Of 64 columns or 32: blocks of 64 queries, as rows of short causal lengths have them, the kernel alone on the GPU."""
     return {
         **apart(config), "BLOCK_M": 64, "REDUCE": "vector", "ORDER": "together", "EXPONENTIALS_FIRST": False,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False, "num_warps": 8,
@@ -217,7 +220,7 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
     if not covers(choice.variant, problem):
         return
     found = [(apart(config), MARGIN)] if config["BESIDE"] else []
-    if bwd_fused.columns(problem.specialization) == 64 and config["BLOCK_M"] == 128:
+    if bwd_fused.columns(problem.specialization, config) <= 64 and config["BLOCK_M"] == 128:
         found.append((halves(config), HALF_MARGIN))
     for other, margin in found:
         if _allowed(tuple(other.items()), problem.specialization, arch):

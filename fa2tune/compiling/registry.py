@@ -258,10 +258,16 @@ def misfit(kernel: str, filed_as: str, config: Config) -> str | None:
     return None
 
 
+@cache  # asked for each point of a search space
+def _mask_hooks(variant: Variant) -> frozenset[str]:
+    """What a kernel, and those before and after it, call of a mask's file."""
+    around = filter(None, map(variants().get, (*variant.before, *variant.after)))
+    return frozenset(HOOKS[name] for one in (variant, *around) for name in one.constexpr_names & set(HOOKS))
+
+
 def refused_mask(variant: Variant, spec: Specialization) -> str | None:
     """Why a kernel cannot compute a call's mask, or None. Kernels without hooks have causal and full compiled in."""
-    around = filter(None, map(variants().get, (*variant.before, *variant.after)))
-    asked = {HOOKS[name] for one in (variant, *around) for name in one.constexpr_names & set(HOOKS)}
+    asked = _mask_hooks(variant)
     if spec.mask not in ROW_MASKS and not asked and "IS_CAUSAL" in variant.constexpr_names:
         return f"{variant.short_name} computes the causal mask and none at all, not {spec.mask}"
     if lacking := sorted(asked - hooks_of(spec.mask)):

@@ -96,7 +96,7 @@ class SearchSpace:
 
     def broken(self, config: Config, spec: Specialization, arch: int) -> Constraint | None:
         """The first constraint that ``config`` breaks, or None."""
-        if self._gained:
+        if not self._gained.keys() <= config.keys():
             config = self.completed(config)
         return next((c for c in self.constraints if not c.holds(config, spec, arch)), None)
 

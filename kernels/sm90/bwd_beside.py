@@ -360,6 +360,7 @@ VARIANT = Variant(
                  "sums": (bwd_beside_hopper.ZERO_ROWS, "SUM_COLUMNS")},
     grid=lambda problem, config, sm_count, _early: sm_count,
     constants=lambda spec, config: {
-        "BLOCK_DV": block_dims(spec)[1], "STAGES": bwd_beside_hopper.STAGES[bwd_fused_hopper.columns(spec)]},
+        "BLOCK_DV": min(block_dims(spec)[1], config["SUM_COLUMNS"]),
+        "STAGES": bwd_beside_hopper.STAGES[config["SUM_COLUMNS"]]},
     min_arch=90, max_arch=90,
 )  # fmt: skip

@@ -359,7 +359,7 @@ def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
-    words = ((*rows, space.columns(problem.specialization)), "fp32")
+    words = ((*rows, space.columns(problem.specialization, config)), "fp32")
     counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
     counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
@@ -402,7 +402,7 @@ VARIANT = Variant(
     surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_beside"),
     early=lambda config: bool(config["BESIDE"]),
     passes_on=lambda spec, config: {
-        "SUM_COLUMNS": space.columns(spec), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
+        "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
         "FINISH_BESIDE": config["FINISH_BESIDE"],
         **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {})},
     workspaces=_workspaces,

@@ -8,7 +8,7 @@ SLOTS = 16  #: chunks whose terms may be written before their flags
 BATCH = 4  #: chunks that are signalled behind one fence
 #: Chunks of O and dO each that are on their way, by the sums' columns: what shared memory holds beside the zeros. What the
 #: fused kernel does not serve (more columns) needs none.
-STAGES = {64: 5, 128: 3, 256: 1}
+STAGES = {32: 8, 64: 5, 128: 3, 256: 1}
 
 SPACE = SearchSpace(
     name="bwd_beside_hopper",

@@ -24,10 +24,13 @@ ROWS_WORTH = 60
 HELPERS_WORTH = 62  #: and, with FINISH_BESIDE, of preparing a row and finishing its dQ: 60 to 85 measured
 ARGUMENT_BYTES = 512  #: of shared memory, that the descriptors of second parts take on their way to the partitions
 PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie together, where they are in register order
+NARROW_COLUMNS = 32  #: of every tile, of head dims up to that, with NARROW
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
-#: docs/experiments.md
+#: docs/experiments.md; of 32 columns by their machine code alone (docs/experiments/head-dims.md)
 BEST = {
+    (32, "full"): (128, "vector", "ahead", True, True, 4, 4),
+    (32, "causal"): (128, "vector", "ahead", True, True, 4, 4),
     (64, "full"): (128, "vector", "behind", False, True, 1, 4),
     (64, "causal"): (128, "vector", "behind", False, True, 4, 4),
     (128, "full"): (64, "vector", "behind", False, True, 1, 4),
@@ -35,9 +38,15 @@ BEST = {
 }
 
 
-def columns(spec: Specialization) -> int:
-    """Of every tile, and of a row of sums: K, Q, V and dO share one width, what lacks is zeros. In parts, only of the sums."""
-    return max(block_dims(spec))
+def columns(spec: Specialization, config: Config) -> int:
+    """Of every tile, and of a row of sums: K, Q, V and dO share one width, what lacks is zeros. In parts, only of the sums.
+    Configs of older rows name no NARROW."""
+    return NARROW_COLUMNS if config.get("NARROW") else max(block_dims(spec))
+
+
+def is_narrow(spec: Specialization) -> bool:
+    """Whether both head dims fit NARROW_COLUMNS."""
+    return max(spec.head_dim, spec.head_dim_v) <= NARROW_COLUMNS
 
 
 def has_parts(spec: Specialization) -> bool:
@@ -47,7 +56,7 @@ def has_parts(spec: Specialization) -> bool:
 
 def parts(spec: Specialization, config: Config) -> tuple[int, int]:
     """Columns of the parts of every tile; the second is 0 where there is one part. Configs of older rows name no IN_PARTS."""
-    return head_dim_parts(spec.head_dim) if config.get("IN_PARTS") else (columns(spec), 0)
+    return head_dim_parts(spec.head_dim) if config.get("IN_PARTS") else (columns(spec, config), 0)
 
 
 def padded_rows(problem: Problem) -> int:
@@ -63,7 +72,7 @@ def joined(config: Config) -> bool:
 
 def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     """What the kernel and its descriptors get besides the config."""
-    block_m, d = config["BLOCK_M"], columns(spec)
+    block_m, d = config["BLOCK_M"], columns(spec, config)
     one = joined(config)
     return {
         "BLOCK_D": d,
@@ -74,7 +83,7 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
         "CONSUMER_REGISTERS": REGISTERS,
         # of K, two where that pays: the next tile's K is there when a tile ends, and its V soon after. At 128 columns they do
         # not fit; of groups apart the loops get slower by more than a tile's end gets faster
-        "K_STAGES": 2 if one and d == 64 else 1,
+        "K_STAGES": 2 if one and d <= 64 else 1,
     }  # fmt: skip
 
 
@@ -116,7 +125,8 @@ def keys_worked(problem: Problem) -> int:
 
 def permuted_columns(spec: Specialization, config: Config) -> int:
     """Columns of a piece of sums in register order."""
-    return PIECE if joined(config) else int(config["BLOCK_M"] * columns(spec) // 128)
+    found = columns(spec, config)
+    return min(PIECE, found) if joined(config) else int(config["BLOCK_M"] * found // 128)
 
 
 #: What packed sequences need: the producer determines the next tile and its place, and passes both to the groups.
@@ -131,24 +141,25 @@ def suited(problem: Problem, config: Config) -> Config:
 def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     mask = "full" if spec.mask == "full" else "causal"
-    block_m, reduce, order, first, dynamic, heads, warps = BEST[min(128, columns(spec)), mask]
+    wide = NARROW_COLUMNS if is_narrow(spec) else min(128, max(block_dims(spec)))
+    block_m, reduce, order, first, dynamic, heads, warps = BEST[wide, mask]
     best = {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
-        "HEADS_PER_WAVE": heads, "IN_PARTS": False, "num_warps": warps,
+        "HEADS_PER_WAVE": heads, "IN_PARTS": False, "NARROW": False, "num_warps": warps,
     }  # fmt: skip
     return fitted(spec, best)
 
 
 def fitted(spec: Specialization, config: Config) -> Config:
-    """The config of a row of other head dims, padded as far as these, for these: in parts, whose groups are apart and add to dQ
-    from registers. One head a wave becomes 16: with one, all programs add to the same few rows of dQ at a time, which their
-    products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts
-    cost as much as they save. See docs/experiments/head-dims.md."""
-    if not has_parts(spec) or columns(spec) == 64:
-        return {**config, "IN_PARTS": False}
+    """The config of a row of other head dims, padded as far as these, for these: up to NARROW_COLUMNS in tiles of as many.
+    Wider ones in parts, whose groups are apart and add to dQ from registers. One head a wave becomes 16: with one, all programs
+    add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and
+    1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See docs/experiments/head-dims.md."""
+    if not has_parts(spec) or max(block_dims(spec)) == 64:
+        return {**config, "IN_PARTS": False, "NARROW": is_narrow(spec)}
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
-    return {**config, "REDUCE": "vector", "IN_PARTS": True, "HEADS_PER_WAVE": heads, "num_warps": 4}
+    return {**config, "REDUCE": "vector", "IN_PARTS": True, "NARROW": False, "HEADS_PER_WAVE": heads, "num_warps": 4}
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
@@ -172,7 +183,7 @@ SPACE = SearchSpace(
         # scores of the next block ahead, beside the reduction
         "ORDER": ("together", "behind", "ahead"),
         "EXPONENTIALS_FIRST": (False, True),  # asks ptxas not to wait for dP before all of them are computed
-        "STAGES": (2,),  # of the rings of Q and dO; a third gained nothing
+        "STAGES": (2, 3),  # of the rings of Q and dO; a third gained nothing at 64 columns and more
         "PERSISTENT": (False, True),  # one program a multiprocessor, which takes every n-th tile; or a program a tile
         "PAIRS": (
             False,
@@ -185,9 +196,21 @@ SPACE = SearchSpace(
         "IN_PARTS": added(
             False, True, older=False
         ),  # head dims as sums of two powers of two, 96 as 64 + 32, not padded
+        "NARROW": added(False, True, older=False),  # head dims up to 32 in tiles of 32 columns, not padded to 64
         "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },
     constraints=(
+        Constraint(
+            "narrow_tiles_hold_head_dims",
+            "tiles of Q, K, V and dO share one width, so 32 columns are for calls whose head dims both fit",
+            lambda config, spec, arch: not config["NARROW"] or (is_narrow(spec) and not config["IN_PARTS"]),
+        ),
+        Constraint(
+            "third_stage_of_narrow_tiles",
+            "blocks of 32 columns take less time than it takes to load the next; at 64 columns and more a third stage gained "
+            "nothing, and the order together has no numbered barrier left for it",
+            lambda config, spec, arch: config["STAGES"] == 2 or (config["NARROW"] and config["ORDER"] != "together"),
+        ),
         SIXTEEN_BIT,
         TMA_ADDRESSES_TENSORS,
         Constraint(
@@ -211,7 +234,9 @@ SPACE = SearchSpace(
             "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
             "lengths up to 2048, with joined groups (their keys concatenated) and vector reductions",
             lambda config, spec, arch: (
-                columns(spec) > 64 or config["BLOCK_M"] == 128 or (config["REDUCE"] == "vector" and joined(config))
+                columns(spec, config) > 64
+                or config["BLOCK_M"] == 128
+                or (config["REDUCE"] == "vector" and joined(config))
             ),
         ),
         Constraint(
@@ -222,7 +247,7 @@ SPACE = SearchSpace(
         Constraint(
             "joined_groups_at_64_columns",
             "5 to 15 % slower than separate groups, except with the half blocks of short problems",
-            lambda config, spec, arch: not joined(config) or columns(spec) > 64 or config["BLOCK_M"] == 64,
+            lambda config, spec, arch: not joined(config) or columns(spec, config) > 64 or config["BLOCK_M"] == 64,
         ),
         Constraint(
             "orders_are_for_persistent_programs",

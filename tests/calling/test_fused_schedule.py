@@ -19,6 +19,7 @@ from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
 from fa2tune.fleet import precompile
 from fa2tune.launching import group_parts
 from fa2tune.launching.launch import CaptureMiss
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem
@@ -111,6 +112,11 @@ def test_tuned_workloads_keep_their_rows_form(seqlen: int, mask: Mask, dim: int)
         assert 1.0 < alone / fused_schedule.predicted_us(problem, choice.config, H200) < 1.12
 
 
+def of_now(problem: Problem, config: Config) -> Config:
+    """A recorded config, which was of 64 columns or more, with the columns that its row serves this problem in."""
+    return {**config, "NARROW": bwd_fused.is_narrow(problem.specialization)}
+
+
 def served(problem: Problem) -> str:
     choice = chosen(problem)
     if choice.otherwise is None:
@@ -134,6 +140,7 @@ def test_calls_that_change(name: str, form: str, parts: int, predicted: float) -
     problem, config, before, _ = recorded(0)[name]
     assert served(problem) == form
     choice = chosen(problem)
+    config = of_now(problem, config)
     assert choice.of_row.config == config and choice.of_row.otherwise is None
     assert group_schedule.parts_of(problem, "bwd_fused", choice, H200) == parts
     now = fused_schedule.predicted_us(problem, choice.config, H200, parts)
@@ -148,8 +155,20 @@ def test_most_calls_keep_what_they_had() -> None:
     for key, (problem, config, before, _) in calls.items():
         now = group_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
         if forms[key] == "row" and now != before:
+            config = of_now(problem, config)
             times = (fused_schedule.predicted_us(problem, config, H200, parts) for parts in (now, before))
             assert next(times) < next(times), key
+
+
+def test_a_narrow_call_has_the_form_of_the_row_in_32_columns() -> None:
+    """Predicted to take less, as far as the tiles are what it takes; and no half blocks of other columns."""
+    for dims in ((16, 16), (24, 32), (32, 32)):
+        problem = Problem("bf16", 9, 33, 33, 5235, 5235, *dims, FULL)
+        config = chosen(problem).config
+        assert config["NARROW"] and fused_schedule.halves(config)["NARROW"]
+        wide = fused_schedule.predicted_us(problem, {**config, "NARROW": False}, H200)
+        assert 0.7 < fused_schedule.predicted_us(problem, config, H200) / wide < 0.8
+    assert not chosen(square(13, 3, 1211, 40)).config["NARROW"]
 
 
 @pytest.mark.parametrize("mask", [Mask("chunked", 256), band(256, 0)], ids=lambda mask: mask.name)

@@ -366,6 +366,14 @@ FORMS = (
             ("sm90/bwd_fused", 40, False, {"BESIDE": True, "FINISH_BESIDE": True, "DYNAMIC": True}),
         )
     ),
+    *(  # head dims up to 32 in tiles of as many columns
+        Form("sm90/bwd_fused", dim, causal, {"NARROW": True, "REDUCE": "vector", **more})
+        for dim, causal, more in (
+            (32, True, {"ORDER": "behind", "EXPONENTIALS_FIRST": False}), (24, False, {"ORDER": "ahead", "STAGES": 3}),
+            (32, False, {"ORDER": "together", "REDUCE": "tma", "BESIDE": True, "FINISH_BESIDE": True}),
+            (16, True, {"ORDER": "together", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}),
+        )
+    ),
     *(
         Form("sm90/bwd_fused", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,

@@ -257,6 +257,45 @@ def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> No
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
 
 
+NARROW_CALLS = [
+    (Call(((140, 140),), (2, 1), (32, 32), CAUSAL), "a block behind"),
+    (Call(((150, 130),), (4, 2), (24, 24), FULL, batch=2), "a block behind"),
+    (Call(((130, 270),), (2, 1), (16, 16), CAUSAL), "scores ahead"),
+    (Call(((300, 260),), (3, 1), (32, 24), band(40, 10)), "scores ahead"),
+    (Call(((140, 140),), (2, 2), (32, 32), FULL), "apart, by TMA"),
+    (Call(((130, 150),), (2, 1), (24, 32), CAUSAL), "joined"),
+    (Call(((260, 130),), (1, 1), (16, 32), band(-1, 20)), "from registers"),
+    (Call(((140, 300),), (4, 1), (32, 32), CAUSAL), "and finished"),
+    (Call(((200, 200),), (2, 2), (32, 32), Mask("chunked", 64)), "prepared beside"),
+    (Call(PACKING, (2, 1), (32, 32), CAUSAL, packed=True), "a block behind"),
+    (Call(PACKING, (2, 2), (16, 16), FULL, packed=True), "scores ahead"),
+    (Call(PACKING, (2, 1), (24, 24), CAUSAL, packed=True), "joined"),
+    (Call(PACKING, (2, 1), (32, 32), FULL, packed=True), "and finished"),
+]
+#: What BACKWARDS leaves to the default of head dim 128, which is not that of 32.
+BEHIND = {"ORDER": "behind", "REDUCE": "vector"}
+
+
+@pytest.mark.parametrize(("call", "form"), NARROW_CALLS, ids=str)
+def test_backward_of_32_columns(gpu: PythonGpu, call: Call, form: str) -> None:
+    check_backward(gpu, call, {**BEHIND, **BACKWARDS[form], "NARROW": True})
+
+
+@pytest.mark.parametrize("order", ["behind", "ahead"])
+@pytest.mark.parametrize("lengths", [((600, 300),), PACKING], ids=["dense", "packed"])
+def test_backward_of_32_columns_in_three_stages(
+    gpu: PythonGpu, order: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    call = Call(lengths, (2, 1), (32, 32), CAUSAL, packed=len(lengths) > 1)
+    check_backward(gpu, call, {"ORDER": order, "REDUCE": "vector", "NARROW": True, "STAGES": 3})
+
+
+@pytest.mark.parametrize(("heads", "packed"), [((4, 1), False), ((6, 2), False), ((4, 2), True)], ids=str)
+def test_backward_of_32_columns_with_groups_in_parts(gpu: PythonGpu, heads: tuple[int, int], packed: bool) -> None:
+    call = Call(PACKING if packed else ((130, 150),), heads, (32, 32), CAUSAL, packed=packed)
+    check_backward(gpu, call, {"NARROW": True}, parts=heads[0] // heads[1])
+
+
 @pytest.mark.parametrize(
     ("heads", "dim", "parts", "form"),
     [((4, 2), 128, 2, "a block behind"), ((6, 1), 64, 3, "a block behind"), ((4, 2), 128, 2, "and finished"),
