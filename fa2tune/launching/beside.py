@@ -19,17 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fa2tune.launching import launch
-from fa2tune.launching.cuda import (
-    Chain,
-    CudaError,
-    Launch,
-    Packed,
-    check,
-    ensure_context,
-    library,
-    relaxed_mode,
-)
+from fa2tune.launching import cuda, launch
+from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, check, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Place
 from fa2tune.spec.problem import Problem
@@ -85,7 +76,7 @@ class Side:
 
     def __init__(self, stream: int, device_index: int) -> None:
         """With the priority of ``stream``. CudaError: the driver has none left."""
-        driver, own, priority = library(), c_void_p(stream), c_int()
+        driver, own, priority = cuda.library(), c_void_p(stream), c_int()
         side, begun, ended = c_void_p(), c_void_p(), c_void_p()
         ensure_context(device_index)
         with relaxed_mode():  # a capture may be under way, here or in another thread
