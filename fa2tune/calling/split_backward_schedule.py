@@ -26,8 +26,8 @@ from fa2tune.spec.problem import Problem
 
 #: Microseconds of a block (64 keys of 128 queries, 64 queries of 64 keys) and of a tile's start and end, of dQ's kernel and of
 #: dK/dV's; launches are among the ends. And how much of the share of columns that are not computed a block saves, and the ends.
-BLOCK_US, ENDS_US = {DQ: 1.21, DKDV: 1.93}, {DQ: 8.63, DKDV: 6.15}
-BLOCKS_SAVE, ENDS_SAVE = 0.71, 0.54
+BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
+BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
 COLUMNS = 512  #: of Q and V together, where none is saved
 CALL_US = 0.2
 #: Bytes a microsecond of what delta's rows move; and the share of a tile's ends that one of dQ's takes over no keys. No record
@@ -137,6 +137,11 @@ def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -
     return max(_given_out(_given_out(free, first), second))
 
 
+def at_once(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+    """Whether multiprocessors are left for delta beside all of dQ's tiles."""
+    return 2 * _dq_tiles(problem, choice).count <= gpu.sm_count
+
+
 def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
     """Those that a call may have, a measured one first."""
     measured = DQ_AT_ONCE if 2 * dq.count <= sm_count else DQ_FIRST
@@ -157,15 +162,18 @@ def predicted_us(
 
 @lru_cache(maxsize=4096)
 def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) -> str:
+    longest, means = [max(dq.costs), max(dkdv.costs)], [one.heads * sum(one.costs) / sm_count for one in (dq, dkdv)]
+    least = fixed + max(*longest, sum(means))  # that any order takes, and more than that
+    if least >= (1 - MARGIN) * (fixed + sum(means) + sum(longest)):  # one after the other takes no more
+        return ""
     now = fixed + _last(dq, sm_count) + _last(dkdv, sm_count)
-    busy = (dq.heads * sum(dq.costs) + dkdv.heads * sum(dkdv.costs)) / sm_count
-    best, least = "", now
+    best, found = "", now
     for order in orders(dq, dkdv, sm_count):
         margin = DKDV_MARGIN if order == DKDV_FIRST else MARGIN
-        wanted = min((1 - MARGIN) * least, (1 - margin) * now, now - LEAST_US)
-        if fixed + max(busy, *dq.costs, *dkdv.costs) < wanted:  # else no order takes less
+        wanted = min((1 - MARGIN) * found, (1 - margin) * now, now - LEAST_US)
+        if least < wanted:
             time = fixed + at_a_time(dq, dkdv, order, delta, sm_count)
-            best, least = (order, time) if time < wanted else (best, least)
+            best, found = (order, time) if time < wanted else (best, found)
     return best
 
 

@@ -1,5 +1,5 @@
-"""Both kernels of a split Hopper backward at a time: what goes to which stream in which order, and that the bits are those of one
-kernel after the other."""
+"""Both kernels of a split Hopper backward at a time: what goes to which stream in which order, and that the bits are those
+of one kernel after the other."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def plan(order: str, heads: tuple[int, int] = (4, 4), parts: int = 1) -> tuple[p
     for kernel, name in KERNELS.items():
         variant = variant_named(name)
         configs[kernel] = Choice(variant, variant.space.default(asked.specialization, 90))
-    made = passes.Kernels(
-        configs, asked, tensors, 0.1, 0, {"delta": (queries[:3], "fp32")}, {"bwd_dkdv": parts}, order
-    )
+    made = passes.Kernels(configs, asked, tensors, 0.1, 0, {"delta": (queries[:3], "fp32")}, {"bwd_dkdv": parts}, order)
     return made, [*tensors.values(), *made.block()]
 
 
