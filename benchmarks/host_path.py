@@ -40,6 +40,9 @@ class NullDriver:
     def __init__(self) -> None:
         nothing = ctypes.CDLL("libm.so.6").fegetround  # takes what it is given, and returns 0: "round to nearest"
         self.cuLaunchKernelEx = self.cuTensorMapEncodeTiled = nothing
+        self.cuCtxGetCurrent = self.cuDevicePrimaryCtxRetain = self.cuCtxSetCurrent = nothing
+        self.cuStreamGetPriority = self.cuStreamCreateWithPriority = self.cuThreadExchangeStreamCaptureMode = nothing
+        self.cuEventCreate = self.cuEventRecord = self.cuStreamWaitEvent = nothing
 
     def cuDriverGetVersion(self, found: Any) -> int:
         found._obj.value = 13000

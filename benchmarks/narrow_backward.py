@@ -76,14 +76,14 @@ def _forms(problem: Problem, now: Choice, gpu: Gpu) -> Iterator[tuple[str, Choic
         yield "behind, alone", replace(now, config=fused_schedule.apart({**base, **FORMS["behind"]}))
 
 
-def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Candidate]:
+def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
     """Name -> candidate, each config once and only legal ones."""
-    found, seen = dict[str, dense_backwards.Candidate](), list[Config]()
+    found, seen = dict[str, dense_backwards.Ordered](), list[Config]()
     for name, choice in _forms(problem, dense_backwards.chosen(problem, gpu)[KERNEL][0], gpu):
         refused = limits.before_compile(choice.variant, problem.specialization, choice.config, gpu)
         if refused is None and choice.config not in seen:
             seen.append(choice.config)
-            found[name] = {KERNEL: (choice, group_schedule.parts_of(problem, KERNEL, choice, gpu))}
+            found[name] = {KERNEL: (choice, group_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
     return found
 
 

@@ -26,7 +26,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import group_schedule, split_schedule, unseen
+from fa2tune.calling import group_schedule, split_backward_schedule, split_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -145,22 +145,24 @@ def measure(
 
 
 def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
-    """By pass, what serves: the config and parts of groups of each kernel that is chosen, and the queries that are filled in.
+    """By pass, what serves: the config and parts of groups of each kernel that is chosen, the queries that are filled in, and
+    the order in which both kernels of a split backward run at a time, if they do.
     A model of times is fitted to what ran."""
     whole, found = Chooser(problem, gpu), dict[str, dict[str, Any]]()
     for pass_ in ("fwd", BACKWARD):
         rows = unseen.filled_in(problem, gpu, pass_)
         chooser = whole.of(unseen.behind(problem, rows))
-        kernels = {}
+        kernels, parts = {}, dict[str, int]()
         choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
         for kernel, choice in choices.items():
             split = None
             if kernel == "fwd":
                 split = split_schedule.config_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
-            parts = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
-            kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts}
-        found[pass_] = {"kernels": kernels, "filled in": rows}
+            parts[kernel] = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
+            kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts[kernel]}
+        order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu)
+        found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, choosing, copies, forward_plans, group_schedule, unseen
+from fa2tune.calling import arguments, choosing, copies, forward_plans, group_schedule, split_backward_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward, log_once
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
@@ -331,9 +331,10 @@ def backward(
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
             parts = group_schedule.parts(chooser.problem, choices, gpu) if may_split else {}
+            order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu) if may_split else ""
             plan = BackwardPlan(
                 chooser.problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=choices, parts=parts,
-                **tensors,
+                order=order, **tensors,
             )  # fmt: skip
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
 

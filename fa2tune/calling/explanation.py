@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fa2tune.calling import defaults, split_schedule
+from fa2tune.calling import defaults, split_backward_schedule, split_schedule
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
@@ -49,6 +49,8 @@ class Served:
     #: tensors that TMA cannot address and that are copied before, which is expected to be faster
     copied: tuple[str, ...] = ()
     filled_in: int = 0  #: first queries of a head that see no key and are not computed, which is expected to be faster
+    #: of a split backward whose kernels run at a time, which is expected to be faster, how they begin ("dQ first"), of "bwd"
+    order: str = ""
     split: Config | None = None  #: of the kernel that splits keys among programs and runs in place of the row's, if any
     unsplit: str = ""  #: why keys are not split although that is expected to be faster
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
@@ -294,6 +296,11 @@ class Explanation:
             for one in self.kernels
             if one.form
         ]
+        said += [
+            f"bwd: {split_backward_schedule.about(one.order)}, which is expected to be faster."
+            for one in self.kernels
+            if one.order
+        ]
         for one in self.kernels:
             if one.split is not None:
                 said.append(split_schedule.about(self.problem, one.split))
@@ -351,7 +358,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
         "split": dict(served.split) if served.split is not None else None, "unsplit": served.unsplit or None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
-        "form": served.form or None,
+        "form": served.form or None, "order": served.order or None,
     }  # fmt: skip
 
 

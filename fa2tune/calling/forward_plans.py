@@ -14,11 +14,13 @@ from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SplitPlan, splitting
-from fa2tune.launching.passes import ForwardPlan
+from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.spec.problem import Config, Problem
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
+#: Behind how each kernel of a split backward is served, where both run at a time.
+AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
 #: so that no step of a decode loop waits for it, until ``dispatch.reload`` -> why.
 _REFUSED = dict[tuple[object, ...], str]()
@@ -57,7 +59,10 @@ def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None,
 def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
     """How each kernel of a plan is served, for counting. ``choices``: that the plan was asked for."""
     made = plan.plan if isinstance(plan, copies.Copying) else plan
-    return [KEYS_SPLIT] if isinstance(made, SplitPlan) else [choice.step for choice in choices.values()]
+    if isinstance(made, SplitPlan):
+        return [KEYS_SPLIT]
+    at_a_time = AT_A_TIME if isinstance(made, BackwardPlan) and made.order else ""
+    return [choice.step + at_a_time for choice in choices.values()]
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

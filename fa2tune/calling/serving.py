@@ -20,6 +20,7 @@ from fa2tune.calling import (
     fused_schedule,
     group_schedule,
     ops,
+    split_backward_schedule,
     unseen,
     varlen,
 )
@@ -71,7 +72,10 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
     strategy, kinds = chooser.strategy(split)
-    return [whole, *(_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy])]
+    found = [_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy]]
+    _, choices = choose_backward(chooser, deterministic)
+    order = split_backward_schedule.order_of(problem, choices, {one.kernel: one.parts for one in found}, chooser.gpu)
+    return [replace(whole, order=order), *found]
 
 
 def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, str], ...]:

@@ -99,7 +99,7 @@ def _out_of_resources(asked: int, most: int, what: str) -> Exception:
 
 
 @contextmanager
-def _relaxed_mode() -> Iterator[None]:
+def relaxed_mode() -> Iterator[None]:
     """What a capture, in any thread, forbids is what could be unsafe in it; loading a kernel adds nothing to a stream."""
     mode = c_int(_RELAXED)
     check(library().cuThreadExchangeStreamCaptureMode(byref(mode)), "relaxing the capture mode")
@@ -118,7 +118,7 @@ class Function:
         """``origin``: where the image comes from, for messages. CudaError: the driver does not take it; Triton's
         OutOfResources: this GPU has less than it needs."""
         self.image, self.kinds, self.origin = image, tuple(kinds), origin
-        with torch.cuda.device(device_index), _relaxed_mode():  # another thread may be capturing a graph
+        with torch.cuda.device(device_index), relaxed_mode():  # another thread may be capturing a graph
             ensure_context(device_index)
             driver = library()
             most = c_int()
@@ -260,6 +260,10 @@ class Launch:
         )  # fmt: skip
         self.launch: Callable[..., int] = library().cuLaunchKernelEx
 
+    @property
+    def doing(self) -> str:
+        return f"launching {self.function.image.name}"
+
     def packed(self, addresses: Sequence[int], stream: int) -> Packed:
         """On this stream, with tensors that lie at these addresses. CudaError: one that TMA cannot take."""
         memory = self.pointers + array("Q", addresses)
@@ -300,16 +304,13 @@ class Chain:
         key = self, torch._C._cuda_getCurrentRawStream(self.device_index), tuple(map(_address, tensors))
         for call, kept in self.MEMO.get(key) or self._pack(key):
             if code := call():
-                self._again(code, call, kept[0])
+                self._again(code, call, kept[0], key[1])
         return None
 
     def _pack(self, key: tuple[Chain, int, tuple[int, ...]]) -> list[Packed]:
         _, stream, addresses = key
         refuse_nowhere(addresses)
-        found = [
-            launch.packed([addresses[which] + behind for which, behind in places], stream)
-            for launch, places in self.launches
-        ]
+        found = self.packed(addresses, stream)
         if (mark := hash(key)) not in self.SEEN:
             if len(self.SEEN) >= 4 * self.KEPT:
                 self.SEEN.clear()
@@ -322,12 +323,19 @@ class Chain:
                 forget_packed()
         return found
 
-    def _again(self, code: int, call: Callable[[], int], launch: Launch) -> None:
-        """Once more in a thread that had no context; any other failure is the caller's."""
+    def packed(self, addresses: Sequence[int], stream: int) -> list[Packed]:
+        """Every launch, with tensors that lie at these addresses."""
+        return [
+            launch.packed([addresses[which] + behind for which, behind in places], stream)
+            for launch, places in self.launches
+        ]
+
+    def _again(self, code: int, call: Callable[[], int], kept: Any, stream: int) -> None:
+        """Once more in a thread that had no context; any other failure is the caller's. ``kept``: what says what was done."""
         if code == _INVALID_CONTEXT:
             ensure_context(self.device_index)
             code = call()
-        check(code, f"launching {launch.function.image.name}")
+        check(code, kept.doing)
 
 
 def forget_packed() -> None:

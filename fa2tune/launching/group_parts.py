@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fa2tune.compiling.compiler import KernelSequence
 from fa2tune.compiling.registry import variant_named
@@ -36,6 +36,7 @@ class Bound:
     problem: Problem
     strides: Strides
     renamed: Mapping[str, str]  #: tensor of the kernel -> tensor or workspace that it gets, where the names differ
+    scalars: Mapping[str, int] = field(default_factory=dict)  #: arguments that are not the problem's
 
 
 def allowed(problem: Problem) -> tuple[int, ...]:

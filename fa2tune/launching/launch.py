@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -403,10 +403,11 @@ class InterpretedChain:
 
 
 def chain(
-    launches: Sequence[tuple[Launch | InterpretedLaunch, Sequence[Place]]], device_index: int
-) -> Chain | InterpretedChain:
-    """What ``bind`` made for this device, one after the other."""
+    launches: Sequence[tuple[Launch | InterpretedLaunch, Sequence[Place]]], device_index: int,
+    make: Callable[..., Chain] = Chain,
+) -> Chain | InterpretedChain:  # fmt: skip
+    """What ``bind`` made for this device, one after the other, or as ``make`` has it."""
     if device_index < 0:
         return InterpretedChain(launches)  # type: ignore[arg-type]
     at = [(launch, [(p, 0) if isinstance(p, int) else (-1, p.start) for p in places]) for launch, places in launches]
-    return Chain(at, device_index)  # type: ignore[arg-type]
+    return make(at, device_index)

@@ -15,7 +15,7 @@ import torch
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import group_parts
+from fa2tune.launching import beside, group_parts
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
     Place,
@@ -161,10 +161,11 @@ class Kernels:
 
     def __init__(self, configs: Chosen, problem: Problem, tensors: Mapping[str, torch.Tensor],
                  softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
-                 parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
+                 parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split.
-        ValueError: no such split (``group_parts.checked``)."""
+        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split;
+        ``order``: of ``beside.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such split
+        (``group_parts.checked``) or order."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None
@@ -173,7 +174,9 @@ class Kernels:
         given = {name: index for index, name in enumerate(tensors)}
         common, size = _placed(shared, some.dtype, 0)
         arch = arch_of(device_index) if device_index >= 0 else 0
-        launches = []
+        if order:
+            beside.check_order(order, problem, {name: choice_of(name, one).variant for name, one in configs.items()})
+        made: dict[str, list[Any]] = {}  # by kernel, its launches
         for kernel, given_config in configs.items():
             choice = choice_of(kernel, given_config)
             tuned, config = choice.variant, choice.config
@@ -183,21 +186,30 @@ class Kernels:
             posed = group_parts.split(problem, count)
             kernels = runs(kernel, problem.specialization, choice, arch)
             asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
+            if order and kernel == beside.DQ:
+                asked |= beside.workspaces(problem)
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
             places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
-            for one in group_parts.launches(problem, count, kernels, strides, arch):
+            bounds = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
+            if order and kernel == beside.DQ:
+                ((_, own_dq),) = bounds
+                bounds = [(beside.DELTA, beside.delta_alone(own_dq)), (kernel, beside.dq_alone(own_dq))]
+            for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
                 names = tuple(name for name, tensor in wanted.items() if tensor in places)
+                shaped = {name: workspaces[new] for name, new in one.renamed.items() if name not in one.strides}
                 bound = bind(
-                    one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, workspaces, scalars,
-                    choice.measured,
+                    one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index,
+                    {**workspaces, **shaped}, {**scalars, **one.scalars}, choice.measured,
                 )  # fmt: skip
-                launches.append((bound, [places[wanted[name]] for name in names]))
-        self.chain, self.size = chain(launches, device_index), size
+                made.setdefault(name_of, []).append((bound, [places[wanted[name]] for name in names]))
+        launches = [one for of_kernel in made.values() for one in of_kernel]
+        self.chain = beside.chain(order, made, device_index) if order else chain(launches, device_index)
+        self.size = size
 
     def block(self) -> list[torch.Tensor]:
         """Like the memory that a call wants for workspaces, without memory; none, if it wants none."""
@@ -264,8 +276,9 @@ class BackwardPlan:
     def __init__(self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
                  v: torch.Tensor, o: torch.Tensor, softmax_scale: float, strategy: str,
                  configs: Chosen,
-                 parts: Mapping[str, int] = MappingProxyType({})) -> None:  # fmt: skip
-        """``configs``, ``parts``: as ``Kernels`` has them."""
+                 parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
+        """``configs``, ``parts``, ``order``: as ``Kernels`` has them."""
+        self.order = order
         dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
         rows = tuple(q.shape[:3])
         tensors = {
@@ -282,7 +295,7 @@ class BackwardPlan:
         tensors |= ({} if dlse is None else {"dlse": dlse}) | _offsets(problem.extent)
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
-        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, parts)
+        self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, parts, order)
         self.fresh = Fresh(q.device, dq, dk, dv, *self.kernels.block())
 
     def __call__(
@@ -308,10 +321,11 @@ def forward(
 def backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, *, mask: Mask, softmax_scale: float, strategy: str, configs: Mapping[str, Config],
-    score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}),
+    score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}), order: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
-    into how many each query group is split, a divisor of its size (default 1)."""
+    into how many each query group is split, a divisor of its size (default 1); order: one of ``beside.ORDERS``, for both Hopper
+    kernels of a split backward at a time (default: one after the other)."""
     problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
-    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts=parts)
+    plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts, order)
     return plan(do, dlse, q, k, v, o, lse)

@@ -1,0 +1,194 @@
+"""Whether the kernels of a split Hopper backward run at a time, and which of them begins: arithmetic on the host, no GPU.
+
+dQ's kernel has a program for 128 queries of a head, dK/dV's one for 64 keys, and a multiprocessor has room for one. Here the
+tiles of both are given out to the multiprocessor that is free first: of one kernel after the other, as rows are tuned, and of
+both at a time (``launching/beside.py``). Times are of 256 columns on an H200: docs/experiments/dense-backward.md has how they
+are fitted, and how far off they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from fa2tune.calling import fused_schedule
+from fa2tune.calling.empty import is_empty
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import group_parts
+from fa2tune.launching.beside import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
+from fa2tune.search_spaces.lib.hopper import block_dims, columns
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem
+
+#: Microseconds of a block (64 keys of 128 queries, 64 queries of 64 keys) and of a tile's start and end, of dQ's kernel and of
+#: dK/dV's; launches are among the ends. And how much of the share of columns that are not computed a block saves, and the ends.
+BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
+BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
+COLUMNS = 512  #: of Q and V together, where none is saved
+CALL_US = 0.2
+#: Bytes a microsecond of what delta's rows move; and the share of a tile's ends that one of dQ's takes over no keys. No record
+#: has the latter.
+BYTES_PER_US, NO_KEYS = 3.5e6, 0.6
+#: Both at a time must be predicted to be faster by this share and this time. Where dK/dV's kernel begins, which no record has,
+#: by that share, and by MARGIN than where dQ's does.
+MARGIN, DKDV_MARGIN, LEAST_US = 0.05, 0.1, 1.5
+BLOCK = 64  #: rows of a block, and keys of one
+
+
+class Tiles(NamedTuple):
+    """Of a kernel."""
+
+    costs: tuple[float, ...]  #: microseconds of each of a head, in the order in which they are given out
+    heads: int
+    band: int  #: heads that are given out together, tile after tile
+
+    @property
+    def count(self) -> int:
+        return len(self.costs) * self.heads
+
+
+def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+    """Whether a backward is one that was recorded: the split Hopper kernels over dense tensors of head dims above 128."""
+    if set(choices) != {DQ, DKDV} or problem.extent.ragged or problem.mask not in (CAUSAL, FULL) or is_empty(problem):
+        return False
+    spaces = choices[DQ].variant.space, choices[DKDV].variant.space
+    return spaces == (bwd_dq.SPACE, bwd_dkdv.SPACE) and max(block_dims(problem.specialization)) > 128
+
+
+def _shares(problem: Problem, choice: Choice) -> tuple[float, float]:
+    """Of a block's and of the ends' time with all columns."""
+    saved = 1 - sum(columns(problem.specialization, choice.config)) / COLUMNS
+    return 1 - BLOCKS_SAVE * saved, 1 - ENDS_SAVE * saved
+
+
+def _dq_tiles(problem: Problem, choice: Choice) -> Tiles:
+    rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
+    seen = [problem.seqlen_k] * -(-problem.seqlen_q // rows)
+    if problem.mask == CAUSAL:  # the last ones are given out first
+        behind = problem.seqlen_k - problem.seqlen_q
+        ends = [min((nth + 1) * rows, problem.seqlen_q) + behind for nth in range(len(seen))]
+        seen = [min(problem.seqlen_k, max(0, end)) for end in reversed(ends)]
+    block, ends_share = _shares(problem, choice)
+    block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
+    costs = tuple([-(-count // keys) * block + ENDS_US[DQ] * ends_share for count in seen])
+    return Tiles(costs, problem.batch * problem.heads_q, choice.config["HEADS_PER_WAVE"])
+
+
+def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
+    ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
+    blocks, behind = -(-problem.seqlen_q // BLOCK), problem.seqlen_k - problem.seqlen_q
+    first = [0] * -(-problem.seqlen_k // keys)
+    if problem.mask == CAUSAL:
+        first = [min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(len(first))]
+    block, ends_share = _shares(problem, choice)
+    block *= BLOCK_US[DKDV] * keys / BLOCK
+    costs = tuple([ours.group * (blocks - one) * block + ENDS_US[DKDV] * ends_share for one in first])
+    return Tiles(costs, ours.batch * ours.heads_kv, choice.config["HEADS_PER_WAVE"])
+
+
+def _given_out(free: list[float], tiles: Tiles) -> list[float]:
+    """When each multiprocessor is free again, of when it is free; both in any order."""
+    if tiles.count > fused_schedule.MOST_TILES:  # those that are free before the mean end get tiles until then
+        free, work, taken = sorted(free), tiles.heads * sum(tiles.costs), 0.0
+        for count, one in enumerate(free, 1):
+            taken += one
+            mean = (work + taken) / count
+            if count == len(free) or mean <= free[count]:
+                break
+        longest = max(tiles.costs)
+        return [mean + longest * ((nth + 0.5) / count - 0.5) for nth in range(count)] + free[count:]
+    free = list(free)
+    heapq.heapify(free)
+    whole, rest = divmod(tiles.heads, min(tiles.band, tiles.heads))
+    for together, times in ((min(tiles.band, tiles.heads), whole), (rest, 1)):
+        for cost in [cost for cost in tiles.costs for _ in range(together)] * times:
+            heapq.heapreplace(free, free[0] + cost)
+    return free
+
+
+def _last(tiles: Tiles, sm_count: int) -> float:
+    """When a kernel alone is done."""
+    if min(tiles.costs) == max(tiles.costs):
+        return -(-tiles.count // sm_count) * tiles.costs[0]
+    return max(_given_out([0.0] * sm_count, tiles))
+
+
+def delta_us(problem: Problem, choice: Choice, gpu: Gpu) -> float:
+    """Of dQ's kernel over no keys."""
+    tiles = _dq_tiles(problem, choice).count
+    ends = NO_KEYS * ENDS_US[DQ] * _shares(problem, choice)[1]
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    moved = rows * (problem.head_dim + 2 * problem.head_dim_v) * 2 / BYTES_PER_US
+    return max(-(-tiles // gpu.sm_count) * ends, moved)
+
+
+def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -> float:
+    """When both kernels are done that run in this order, delta's time included."""
+    free = [delta] * sm_count
+    if order == DQ_AT_ONCE:  # beside delta, which as many multiprocessors make
+        at_once = dq.costs * dq.heads
+        free[: len(at_once)] = [max(cost, delta) for cost in at_once]
+        return max(max(at_once), *_given_out(free, dkdv))
+    first, second = (dkdv, dq) if order == DKDV_FIRST else (dq, dkdv)
+    return max(_given_out(_given_out(free, first), second))
+
+
+def at_once(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+    """Whether multiprocessors are left for delta beside all of dQ's tiles."""
+    return 2 * _dq_tiles(problem, choice).count <= gpu.sm_count
+
+
+def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
+    """Those that a call may have, a measured one first."""
+    measured = DQ_AT_ONCE if 2 * dq.count <= sm_count else DQ_FIRST
+    return (measured, DKDV_FIRST) if dq.count + dkdv.count > sm_count else (measured,)
+
+
+def predicted_us(
+    problem: Problem, choices: Mapping[str, Choice], parts: int, gpu: Gpu, order: str = "", delta: float | None = None
+) -> float:
+    """Microseconds of a whole backward: ``order``: "" for one kernel after the other; ``delta``: what its launch takes."""
+    dq, dkdv = _dq_tiles(problem, choices[DQ]), _dkdv_tiles(problem, choices[DKDV], parts)
+    fixed = CALL_US + fused_schedule.parts_us(problem, parts, gpu)
+    if not order:
+        return fixed + _last(dq, gpu.sm_count) + _last(dkdv, gpu.sm_count)
+    made = delta_us(problem, choices[DQ], gpu) if delta is None else delta
+    return fixed + at_a_time(dq, dkdv, order, made, gpu.sm_count)
+
+
+@lru_cache(maxsize=4096)
+def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) -> str:
+    longest, means = [max(dq.costs), max(dkdv.costs)], [one.heads * sum(one.costs) / sm_count for one in (dq, dkdv)]
+    least = fixed + max(*longest, sum(means))  # that any order takes, and more than that
+    if least >= (1 - MARGIN) * (fixed + sum(means) + sum(longest)):  # one after the other takes no more
+        return ""
+    now = fixed + _last(dq, sm_count) + _last(dkdv, sm_count)
+    best, found = "", now
+    for order in orders(dq, dkdv, sm_count):
+        margin = DKDV_MARGIN if order == DKDV_FIRST else MARGIN
+        wanted = min((1 - MARGIN) * found, (1 - margin) * now, now - LEAST_US)
+        if least < wanted:
+            time = fixed + at_a_time(dq, dkdv, order, delta, sm_count)
+            best, found = (order, time) if time < wanted else (best, found)
+    return best
+
+
+def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> str:
+    """Of ``beside.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by kernel;
+    ``parts``: of query groups, by kernel."""
+    if not covers(problem, choices):
+        return ""
+    count = parts.get(DKDV, 1)
+    dq, dkdv = _dq_tiles(problem, choices[DQ]), _dkdv_tiles(problem, choices[DKDV], count)
+    fixed = CALL_US + fused_schedule.parts_us(problem, count, gpu)
+    return _order(dq, dkdv, fixed, delta_us(problem, choices[DQ], gpu), gpu.sm_count)
+
+
+def about(order: str) -> str:
+    """In a sentence's end."""
+    begins = {DQ_AT_ONCE: "dQ with delta", DQ_FIRST: "dQ begins", DKDV_FIRST: "dK and dV begin"}
+    return f"both kernels run at a time ({begins[order]})" if order else ""

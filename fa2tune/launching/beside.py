@@ -1,0 +1,167 @@
+"""Both kernels of a split Hopper backward at a time: dQ's and dK/dV's, each on a stream of its own.
+
+One after the other, a kernel of few programs leaves multiprocessors idle, and one ends before the other begins. At a time, each
+fills what the other leaves. dK/dV's kernel reads delta, which dQ's makes, so that is made before, by dQ's kernel over no keys:
+the same machine code, so the same bits, and results are those of one kernel after the other. Its dQ, zeros, falls on a tensor
+of one row: TMA drops what lies outside. dQ's kernel proper writes delta again, to memory of its own.
+
+A side stream belongs to one stream of a device. The side waits for an event of the stream before its first launch, and the
+stream for one of the side after its last: memory that torch gives out again on the stream is free of both kernels, so no tensor
+is kept for longer; and a capture of the stream takes the side in and lets it go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref, c_int, c_void_p
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fa2tune.launching import cuda, launch
+from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, check, ensure_context, relaxed_mode
+from fa2tune.launching.group_parts import Bound
+from fa2tune.launching.launch import InterpretedChain, Place
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
+
+#: Which kernel begins: dQ's, after delta; dK/dV's, after delta; or dQ's with delta, where multiprocessors are left for both.
+DQ_FIRST, DKDV_FIRST, DQ_AT_ONCE = ORDERS = ("dQ first", "dK and dV first", "dQ at once")
+DELTA, DQ, DKDV = "delta", "bwd_dq", "bwd_dkdv"
+#: Workspaces: where dQ's kernel writes delta, while dK/dV's reads what was made before; and for dQ of no keys.
+DELTA_AGAIN, NO_DQ = "delta_again", "no_dq"
+
+
+def workspaces(problem: Problem) -> Workspaces:
+    """Memory that dQ's kernel takes more."""
+    rows = problem.batch, problem.heads_q, problem.seqlen_q
+    return {DELTA_AGAIN: (rows, "fp32"), NO_DQ: ((1, 1, 1, problem.head_dim), "")}
+
+
+def check_order(order: str, problem: Problem, variants: Mapping[str, Variant]) -> None:
+    """ValueError: no such order, or none for these kernels."""
+    if order not in ORDERS:
+        raise ValueError(f"order: got {order!r:.40}, allowed are {', '.join(ORDERS)}")
+    hopper = all(WARP_SPECIALIZED in one.implementations for one in variants.values())
+    if set(variants) != {DQ, DKDV} or not hopper or problem.extent.ragged:
+        raise ValueError(f"order: got {order}, allowed for the split Hopper kernels of dense tensors alone")
+
+
+def delta_alone(dq: Bound) -> Bound:
+    """What makes delta: dQ's kernel over no keys."""
+    strides = {name: steps for name, steps in dq.strides.items() if name != "dq"}
+    return replace(dq, strides=strides, renamed={"dq": NO_DQ}, scalars={"seqlen_k": 0})
+
+
+def dq_alone(dq: Bound) -> Bound:
+    """dQ's kernel, which leaves the other's delta alone."""
+    return replace(dq, renamed={"delta": DELTA_AGAIN})
+
+
+# ---- streams
+
+_NON_BLOCKING = 1  #: CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream, nor it for this one
+_NO_TIMES = 2  #: CU_EVENT_DISABLE_TIMING
+_PER_THREAD = 2  #: CU_STREAM_PER_THREAD: one name for many streams
+
+
+class Side:
+    """A stream beside another one of a device, and the two events that order them. Threads that launch on the other stream may
+    share it: what one waits for is at least as late as what it recorded itself."""
+
+    __slots__ = ("begin", "begun", "end", "ended", "stream")
+
+    doing = "ordering a stream and the one beside it"
+
+    def __init__(self, stream: int, device_index: int) -> None:
+        """With the priority of ``stream``. CudaError: the driver has none left."""
+        driver, own, priority = cuda.library(), c_void_p(stream), c_int()
+        side, begun, ended = c_void_p(), c_void_p(), c_void_p()
+        ensure_context(device_index)
+        with relaxed_mode():  # a capture may be under way, here or in another thread
+            check(driver.cuStreamGetPriority(own, byref(priority)), "asking for a stream's priority")
+            check(driver.cuStreamCreateWithPriority(byref(side), _NON_BLOCKING, priority), "making a stream")
+            for event in (begun, ended):
+                check(driver.cuEventCreate(byref(event), _NO_TIMES), "making an event")
+        self.stream: int = side.value or 0
+        self.begun, self.ended = begun, ended  #: events
+        self.begin: list[Packed] = [
+            (partial(driver.cuEventRecord, begun, own), [self]),
+            (partial(driver.cuStreamWaitEvent, side, begun, 0), [self]),
+        ]
+        self.end: list[Packed] = [
+            (partial(driver.cuEventRecord, ended, side), [self]),
+            (partial(driver.cuStreamWaitEvent, own, ended, 0), [self]),
+        ]
+
+
+#: (device, stream) -> its side. torch hands its 65 streams of a device out again and again; of other streams, which come and
+#: go, each name is one more, so they are bounded. What is made stays: a graph or a launch under way may still need it.
+SIDES: dict[tuple[int, int], Side] = {}
+KEPT = 256
+_making = threading.Lock()
+
+
+def side_of(device_index: int, stream: int) -> Side | None:
+    """None: this stream gets none, and launches go one after the other."""
+    if (found := SIDES.get((device_index, stream))) is not None or stream == _PER_THREAD:
+        return found
+    with _making:
+        if (device_index, stream) not in SIDES and len(SIDES) < KEPT:
+            SIDES[device_index, stream] = Side(stream, device_index)
+        return SIDES.get((device_index, stream))
+
+
+class ForkedChain(Chain):
+    """Launches some of which go to the side stream."""
+
+    __slots__ = ("beside", "fork")
+
+    def __init__(
+        self, launches: Sequence[tuple[Launch, Sequence[tuple[int, int]]]], device_index: int, fork: int, beside: range
+    ) -> None:  # fmt: skip
+        """``fork``: before which launch the side begins; ``beside``: those on it. What the others need is not among them."""
+        super().__init__(launches, device_index)
+        self.fork, self.beside = fork, beside
+
+    def packed(self, addresses: Sequence[int], stream: int) -> list[Packed]:
+        side = side_of(self.device_index, stream)
+        if side is None:
+            return super().packed(addresses, stream)
+        found: list[Packed] = []
+        for place, (one, places) in enumerate(self.launches):
+            if place == self.fork:
+                found += side.begin
+            given = [addresses[which] + behind for which, behind in places]
+            found.append(one.packed(given, side.stream if place in self.beside else stream))
+        return found + side.end
+
+    def _again(self, code: int, call: Callable[[], int], kept: Any, stream: int) -> None:
+        """What is on the side is waited for even if a launch after it fails: its memory is given out again."""
+        try:
+            super()._again(code, call, kept, stream)
+        except CudaError:
+            side = side_of(self.device_index, stream)
+            for end, _ in side.end if side else ():
+                end()
+            raise
+
+
+#: A launch, and where it finds its tensors.
+Placed = tuple[Any, Sequence[Place]]
+
+
+def chain(order: str, made: Mapping[str, Sequence[Placed]], device_index: int) -> Chain | InterpretedChain:
+    """Of the launches by kernel, DELTA's first. The kernel that is to begin is on the stream itself, right behind delta's: the
+    side begins a little later, when its event has come. ``order``: one of ORDERS."""
+    delta, dq, dkdv = (list(made[kernel]) for kernel in (DELTA, DQ, DKDV))
+    if order == DQ_AT_ONCE:
+        before, on_side, after = [], dq, [*delta, *dkdv]
+    elif order == DQ_FIRST:
+        before, on_side, after = [*delta, *dq], dkdv, []
+    else:
+        before, on_side, after = [*delta, *dkdv], dq, []
+    fork = 0 if order == DQ_AT_ONCE else len(delta)
+    side = range(len(before), len(before) + len(on_side))
+    return launch.chain([*before, *on_side, *after], device_index, partial(ForkedChain, fork=fork, beside=side))

@@ -1,0 +1,210 @@
+"""Both kernels of a split Hopper backward at a time, on the GPU: the bits of one after the other, eagerly, on another stream,
+in a CUDA graph, by two threads, and with memory that is given out again at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import fa2tune
+from fa2tune.calling import choosing, dispatch, group_schedule, split_backward_schedule
+from fa2tune.launching import beside, passes
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import SPLIT
+from fa2tune.spec.score import NONE
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+#: (batch, query heads, key heads, queries, keys, head dim, head dim of V, mask)
+CALLS: list[tuple[Any, ...]] = [
+    (2, 2, 2, 484, 484, 256, 256, FULL),
+    (1, 14, 14, 285, 827, 160, 160, FULL),
+    (4, 10, 10, 127, 96, 200, 200, CAUSAL),  # rows that see no key
+    (4, 3, 3, 721, 1949, 184, 184, CAUSAL),
+    (3, 5, 5, 196, 196, 136, 232, FULL),
+    (2, 12, 2, 300, 200, 192, 192, CAUSAL),
+    (1, 1, 1, 1, 300, 144, 144, CAUSAL),
+]
+#: Next to the stand-in of compile_ahead threads cannot run; others launch the same.
+threaded = pytest.mark.skipif(not __debug__, reason="threads need a GPU")
+every = pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
+
+
+class Posed:
+    """A backward's tensors, (batch, heads, seqlen, dim) views of the memory order (b, s, h, d), and its choice."""
+
+    def __init__(self, call: tuple[Any, ...], with_dlse: bool = False) -> None:
+        batch, heads_q, heads_kv, queries, keys, dim, dim_v, self.mask = call
+
+        def new(heads: int, rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(batch, rows, heads, columns, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+        self.q, self.k, self.v = new(heads_q, queries, dim), new(heads_kv, keys, dim), new(heads_kv, keys, dim_v)
+        self.do, self.scale = new(heads_q, queries, dim_v), dim**-0.5
+        self.dlse = torch.randn(batch, heads_q, queries, device="cuda") if with_dlse else None
+        self.o, self.lse = dispatch.forward(self.q, self.k, self.v, self.mask, self.scale, NONE)
+        gpu = dispatch.gpu_of(0)
+        self.problem = passes.describe(self.q, self.k, self.v, self.mask, self.scale, o=self.o, do=self.do)
+        self.choices = choosing.choose_backward(choosing.Chooser(self.problem, gpu), False)[1]
+        self.parts = group_schedule.parts(self.problem, self.choices, gpu)
+        assert split_backward_schedule.covers(self.problem, self.choices)
+
+    def plan(self, order: str) -> passes.BackwardPlan:
+        return passes.BackwardPlan(
+            self.problem, self.do, self.dlse, self.q, self.k, self.v, self.o, self.scale, SPLIT, self.choices, self.parts,
+            order,
+        )  # fmt: skip
+
+    def run(self, plan: passes.BackwardPlan) -> tuple[torch.Tensor, ...]:
+        return plan(self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse)
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
+
+
+@every
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("order", beside.ORDERS)
+def test_bits_are_those_of_one_kernel_after_the_other(call: tuple[Any, ...], with_dlse: bool, order: str) -> None:
+    posed = Posed(call, with_dlse)
+    after, plan = posed.run(posed.plan("")), posed.plan(order)
+    for _ in range(20):  # from the memo, too
+        assert same(posed.run(plan), after)
+
+
+@pytest.mark.parametrize("order", beside.ORDERS)
+def test_on_another_stream_and_in_a_graph(order: str) -> None:
+    posed = Posed(CALLS[0])
+    after, plan = posed.run(posed.plan("")), posed.plan(order)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = posed.run(plan)
+    stream.synchronize()
+    assert same(found, after)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # on a stream of its own, without a side yet
+        found = posed.run(plan)
+    for _ in range(10):
+        for one in found:
+            one.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(found, after)
+    assert same(posed.run(plan), after), "the side is free again"
+
+
+@threaded
+def test_a_graph_is_captured_while_another_thread_launches() -> None:
+    posed = Posed(CALLS[1])
+    after, plan = posed.run(posed.plan("")), posed.plan(beside.DQ_FIRST)
+    stop, right = threading.Event(), list[bool]()
+
+    def launch() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                right.append(same(posed.run(plan), after))
+            right.append(True)  # no error
+
+    thread = threading.Thread(target=launch)
+    torch.cuda.synchronize()
+    thread.start()
+    try:
+        for _ in range(5):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = posed.run(plan)
+            graph.replay()
+            torch.cuda.current_stream().synchronize()
+            assert same(found, after)
+    finally:
+        stop.set()
+        thread.join()
+    assert len(right) > 1 and all(right)
+
+
+@threaded
+@pytest.mark.parametrize("shared", [False, True], ids=["streams of their own", "one stream"])
+def test_two_threads(shared: bool) -> None:
+    cases = [Posed(CALLS[0]), Posed(CALLS[3])]
+    after = [one.run(one.plan("")) for one in cases]
+    plans = [one.plan(beside.DQ_AT_ONCE) for one in cases]
+    streams = [torch.cuda.Stream()] * 2 if shared else [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    right: list[bool] = []
+
+    def launch(place: int) -> None:
+        with torch.cuda.stream(streams[place]):
+            for _ in range(200):
+                right.append(same(cases[place].run(plans[place]), after[place]))
+
+    threads = [threading.Thread(target=launch, args=(place,)) for place in (0, 1)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(right) == 400 and all(right)
+
+
+@pytest.mark.parametrize("order", beside.ORDERS)
+def test_memory_that_is_given_out_again_at_once(order: str) -> None:
+    """Inputs and workspaces are freed right after the call, and their memory is overwritten on the same stream."""
+    posed = Posed(CALLS[3])
+    after, plan = posed.run(posed.plan("")), posed.plan(order)
+    for _ in range(20):
+        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
+        do, q, k, v, o = copies
+        found = plan(do, None, q, k, v, o, posed.lse)
+        sizes = [one.numel() for one in copies]
+        del copies, do, q, k, v, o
+        for size in (*sizes, plan.kernels.size // 2):
+            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        assert same(found, after)
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, deterministic: bool) -> Any:
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    return torch.autograd.grad(fa2tune.attention(q, k, v, deterministic=deterministic), (q, k, v), do)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_through_the_public_call(deterministic: bool) -> None:
+    posed = Posed(CALLS[0])
+    problem, choices = posed.problem, posed.choices
+    if not (order := split_backward_schedule.order_of(problem, choices, posed.parts, dispatch.gpu_of(0))):
+        pytest.skip("not expected to be faster on this GPU")
+    given = posed.q, posed.k, posed.v, posed.do
+    found = gradients(*given, deterministic)
+    assert any(
+        isinstance(plan, passes.BackwardPlan) and plan.order == order for plan in dispatch.BACKWARD_PLANS.values()
+    )
+    assert same(found, posed.run(posed.plan("")))
+    compiled = torch.compile(lambda q, k, v: fa2tune.attention(q, k, v, deterministic=deterministic))
+    q, k, v = (t.detach().requires_grad_() for t in given[:3])
+    assert same(torch.autograd.grad(compiled(q, k, v), (q, k, v), posed.do), found)
+
+
+def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    posed = Posed(CALLS[0])
+    after, plan = posed.run(posed.plan("")), posed.plan(beside.DQ_FIRST)
+    monkeypatch.setattr(beside, "KEPT", len(beside.SIDES))
+    fresh = torch.cuda.Stream(priority=-1)
+    known = (0, fresh.cuda_stream) in beside.SIDES
+    with torch.cuda.stream(fresh):
+        assert same(posed.run(plan), after)
+    assert known or (0, fresh.cuda_stream) not in beside.SIDES
+
+
+def test_every_gpu_has_sides_of_its_own() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    posed = Posed(CALLS[0])
+    after = gradients(posed.q, posed.k, posed.v, posed.do, False)
+    other = [one.to("cuda:1") for one in (posed.q, posed.k, posed.v, posed.do)]
+    found = gradients(*other, False)  # the current device is the first
+    assert same(tuple(one.to("cuda:0") for one in found), after)
