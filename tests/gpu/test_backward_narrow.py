@@ -145,7 +145,8 @@ def test_runs_agree_to_the_bit(case: Case) -> None:
     for _ in range(10):
         again = run(FOUND[0], config, asked, tensors, portable=False)
         assert torch.equal(first["dk"], again["dk"]) and torch.equal(first["dv"], again["dv"])
-    wide = run(FOUND[0], {**config, "NARROW": False, "STAGES": 2}, asked, tensors, portable=False)
+    padded = {**config, "NARROW": False, "STAGES": 2, "REDUCE": "vector"}  # dQ by TMA may have no room
+    wide = run(FOUND[0], padded, asked, tensors, portable=False)
     for name, gradient in wide.items():
         torch.testing.assert_close(first[name], gradient, atol=2e-2, rtol=2e-2)
 
