@@ -407,7 +407,7 @@ def test_a_chain_places_tensors_and_workspaces(driver: Driver, monkeypatch: pyte
 
     class Recorder:
         def __init__(self, name: str) -> None:
-            self.function: Any = SimpleNamespace(image=SimpleNamespace(name=name))
+            self.doing = f"launching {name}"
             self.code = 0
 
         def packed(self, addresses: list[int], stream: int) -> cuda.Packed:
