@@ -76,7 +76,8 @@ class SideStream:
 
     def __init__(self, stream: int, device_index: int) -> None:
         """With the priority of ``stream``. CudaError: the driver has none left."""
-        driver, own, priority = cuda.library(), c_void_p(stream), c_int()
+        driver = cuda.library()  # type: ignore[attr-defined]  # where tests replace it
+        own, priority = c_void_p(stream), c_int()
         side, begun, ended = c_void_p(), c_void_p(), c_void_p()
         ensure_context(device_index)
         with relaxed_mode():  # a capture may be under way, here or in another thread
