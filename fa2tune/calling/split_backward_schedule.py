@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     band: int  #: heads that are given out together, tile after tile
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return len(self.costs) * self.heads
 
 
@@ -92,7 +92,7 @@ def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
 
 def _given_out(free: list[float], tiles: Tiles) -> list[float]:
     """When each multiprocessor is free again, of when it is free; both in any order."""
-    if tiles.count > fused_schedule.MOST_TILES:  # those that are free before the mean end get tiles until then
+    if tiles.number > fused_schedule.MOST_TILES:  # those that are free before the mean end get tiles until then
         free, work, taken = sorted(free), tiles.heads * sum(tiles.costs), 0.0
         for count, one in enumerate(free, 1):
             taken += one
@@ -113,13 +113,13 @@ def _given_out(free: list[float], tiles: Tiles) -> list[float]:
 def _last(tiles: Tiles, sm_count: int) -> float:
     """When a kernel alone is done."""
     if min(tiles.costs) == max(tiles.costs):
-        return -(-tiles.count // sm_count) * tiles.costs[0]
+        return -(-tiles.number // sm_count) * tiles.costs[0]
     return max(_given_out([0.0] * sm_count, tiles))
 
 
 def delta_us(problem: Problem, choice: Choice, gpu: Gpu) -> float:
     """Of dQ's kernel over no keys."""
-    tiles = _dq_tiles(problem, choice).count
+    tiles = _dq_tiles(problem, choice).number
     ends = NO_KEYS * ENDS_US[DQ] * _shares(problem, choice)[1]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     moved = rows * (problem.head_dim + 2 * problem.head_dim_v) * 2 / BYTES_PER_US
@@ -139,13 +139,13 @@ def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -
 
 def at_once(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
     """Whether multiprocessors are left for delta beside all of dQ's tiles."""
-    return 2 * _dq_tiles(problem, choice).count <= gpu.sm_count
+    return 2 * _dq_tiles(problem, choice).number <= gpu.sm_count
 
 
 def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
     """Those that a call may have, a measured one first."""
-    measured = DQ_AT_ONCE if 2 * dq.count <= sm_count else DQ_FIRST
-    return (measured, DKDV_FIRST) if dq.count + dkdv.count > sm_count else (measured,)
+    measured = DQ_AT_ONCE if 2 * dq.number <= sm_count else DQ_FIRST
+    return (measured, DKDV_FIRST) if dq.number + dkdv.number > sm_count else (measured,)
 
 
 def predicted_us(

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from fa2tune.launching import cuda, launch
-from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, check, ensure_context, relaxed_mode
+from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Place
 from fa2tune.spec.problem import Problem
@@ -66,7 +66,7 @@ _NO_TIMES = 2  #: CU_EVENT_DISABLE_TIMING
 _PER_THREAD = 2  #: CU_STREAM_PER_THREAD: one name for many streams
 
 
-class Side:
+class SideStream:
     """A stream beside another one of a device, and the two events that order them. Threads that launch on the other stream may
     share it: what one waits for is at least as late as what it recorded itself."""
 
@@ -76,14 +76,15 @@ class Side:
 
     def __init__(self, stream: int, device_index: int) -> None:
         """With the priority of ``stream``. CudaError: the driver has none left."""
-        driver, own, priority = cuda.library(), c_void_p(stream), c_int()
+        driver = cuda.library()  # type: ignore[attr-defined]  # where tests replace it
+        own, priority = c_void_p(stream), c_int()
         side, begun, ended = c_void_p(), c_void_p(), c_void_p()
         ensure_context(device_index)
         with relaxed_mode():  # a capture may be under way, here or in another thread
-            check(driver.cuStreamGetPriority(own, byref(priority)), "asking for a stream's priority")
-            check(driver.cuStreamCreateWithPriority(byref(side), _NON_BLOCKING, priority), "making a stream")
+            cuda.check(driver.cuStreamGetPriority(own, byref(priority)), "asking for a stream's priority")
+            cuda.check(driver.cuStreamCreateWithPriority(byref(side), _NON_BLOCKING, priority), "making a stream")
             for event in (begun, ended):
-                check(driver.cuEventCreate(byref(event), _NO_TIMES), "making an event")
+                cuda.check(driver.cuEventCreate(byref(event), _NO_TIMES), "making an event")
         self.stream: int = side.value or 0
         self.begun, self.ended = begun, ended  #: events
         self.begin: list[Packed] = [
@@ -98,18 +99,18 @@ class Side:
 
 #: (device, stream) -> its side. torch hands its 65 streams of a device out again and again; of other streams, which come and
 #: go, each name is one more, so they are bounded. What is made stays: a graph or a launch under way may still need it.
-SIDES: dict[tuple[int, int], Side] = {}
+SIDES: dict[tuple[int, int], SideStream] = {}
 KEPT = 256
 _making = threading.Lock()
 
 
-def side_of(device_index: int, stream: int) -> Side | None:
+def side_of(device_index: int, stream: int) -> SideStream | None:
     """None: this stream gets none, and launches go one after the other."""
     if (found := SIDES.get((device_index, stream))) is not None or stream == _PER_THREAD:
         return found
     with _making:
         if (device_index, stream) not in SIDES and len(SIDES) < KEPT:
-            SIDES[device_index, stream] = Side(stream, device_index)
+            SIDES[device_index, stream] = SideStream(stream, device_index)
         return SIDES.get((device_index, stream))
 
 
@@ -149,10 +150,10 @@ class ForkedChain(Chain):
 
 
 #: A launch, and where it finds its tensors.
-Placed = tuple[Any, Sequence[Place]]
+Bundle = tuple[Any, Sequence[Place]]
 
 
-def chain(order: str, made: Mapping[str, Sequence[Placed]], device_index: int) -> Chain | InterpretedChain:
+def chain(order: str, made: Mapping[str, Sequence[Bundle]], device_index: int) -> Chain | InterpretedChain:
     """Of the launches by kernel, DELTA's first. The kernel that is to begin is on the stream itself, right behind delta's: the
     side begins a little later, when its event has come. ``order``: one of ORDERS."""
     delta, dq, dkdv = (list(made[kernel]) for kernel in (DELTA, DQ, DKDV))

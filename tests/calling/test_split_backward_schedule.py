@@ -191,9 +191,9 @@ def test_last_tiles_of_a_causal_call_come_first() -> None:
     problem = Problem("bf16", 1, 2, 2, 300, 100, 192, 192, CAUSAL)
     choices = chosen(problem)
     dq = schedule._dq_tiles(problem, choices["bwd_dq"])
-    assert dq.count == 6 and list(dq.costs) == sorted(dq.costs, reverse=True) and dq.costs[-1] < dq.costs[0]
+    assert dq.number == 6 and list(dq.costs) == sorted(dq.costs, reverse=True) and dq.costs[-1] < dq.costs[0]
     dkdv = schedule._dkdv_tiles(problem, choices["bwd_dkdv"], 1)
-    assert dkdv.count == 4 and dkdv.costs[0] > dkdv.costs[1]
+    assert dkdv.number == 4 and dkdv.costs[0] > dkdv.costs[1]
 
 
 # ---- where it is said

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,7 +406,7 @@ def test_a_chain_places_tensors_and_workspaces(driver: Driver, monkeypatch: pyte
 
     class Recorder:
         def __init__(self, name: str) -> None:
-            self.function: Any = SimpleNamespace(image=SimpleNamespace(name=name))
+            self.doing = f"launching {name}"
             self.code = 0
 
         def packed(self, addresses: list[int], stream: int) -> cuda.Packed:
