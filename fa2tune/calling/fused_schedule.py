@@ -127,23 +127,29 @@ def _form(config: Config) -> FusedForm:
     )  # fmt: skip
 
 
-def _row_bytes(problem: Problem, form: FusedForm) -> tuple[int, int]:
-    """Of a query row: what preparing it moves (o and do are read, zeros are written), and what finishing its dQ does."""
-    columns, item = bwd_fused.columns(problem.specialization), ITEMSIZE[problem.dtype]
-    used = sum(head_dim_parts(problem.head_dim)) if form.in_parts else columns
-    return 2 * item * problem.head_dim_v + SUM_BYTES * columns, SUM_BYTES * used + item * problem.head_dim
+class RowCosts(NamedTuple):
+    """Of a query row."""
+
+    columns: int
+    prepared: int  #: bytes that preparing it moves: o and do are read, zeros are written
+    prepare_us: float  #: of the whole GPU where nothing else runs
+    finish_us: float
+    prepare_beside_us: float  #: of one multiprocessor beside others
+    finish_beside_us: float
 
 
-def _beside_us(problem: Problem, form: FusedForm) -> tuple[float, float]:
-    """Of a query row, of one multiprocessor that prepares it beside others, and of one that finishes its dQ."""
-    columns, size = bwd_fused.columns(problem.specialization), ITEMSIZE[problem.dtype] * problem.head_dim_v
-    whole = SUM_BYTES * columns / LINE  # of zeros; o and do of as many columns have as many
-    lines = size / LINE + (size % LINE > 0)
-    _, finished = _row_bytes(problem, form)
-    return (
-        BESIDE_US[columns] * (whole + 2 * lines) / (2 * whole),
-        FINISH_BESIDE_US[columns] * finished / (1.5 * SUM_BYTES * columns),
-    )
+@lru_cache(maxsize=256)
+def _row_costs(spec: Specialization, in_parts: bool) -> RowCosts:
+    columns, item = bwd_fused.columns(spec), ITEMSIZE[spec.dtype]
+    zeros, o = SUM_BYTES * columns, item * spec.head_dim_v
+    prepared = zeros + 2 * o
+    finished = SUM_BYTES * (sum(head_dim_parts(spec.head_dim)) if in_parts else columns) + item * spec.head_dim
+    lines = o / LINE + (o % LINE > 0)
+    return RowCosts(
+        columns, prepared, prepared / PREPARE_RATE, finished / FINISH_RATE,
+        BESIDE_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
+        FINISH_BESIDE_US[columns] * finished / (1.5 * zeros),
+    )  # fmt: skip
 
 
 def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
@@ -171,19 +177,16 @@ def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tup
 @lru_cache(maxsize=4096)
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
-    sm_count, columns = gpu.sm_count, bwd_fused.columns(problem.specialization)
+    sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts)
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
-    costs = _tile_us(problem, group, columns, form)
+    costs = _tile_us(problem, group, row.columns, form)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
-    before, after = (
-        size / rate * others
-        for size, rate in zip(_row_bytes(problem, form), (PREPARE_RATE, FINISH_RATE), strict=True)
-    )  # fmt: skip
+    before, after = row.prepare_us * others, row.finish_us * others
     if not form.beside:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
@@ -196,8 +199,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     else:
         share, whole, count = bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), min(tiles, sm_count)
     workers = min(-(-sm_count * share // whole), sm_count)
-    prepare, finish = _beside_us(problem, form)
-    each = bwd_fused.CHUNK * prepare
+    each = bwd_fused.CHUNK * row.prepare_beside_us
     bands = -(-sm_count // (len(costs) * form.heads_per_wave))
     first = min(bands * form.heads_per_wave * group * chunks_of_head, chunks)
     begun = END_US + -(-first // sm_count) * each
@@ -208,7 +210,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         ended = max(ended, late + max(costs))
     left = float(rows)
     if form.finish_beside:
-        finished = (sm_count - count) * max(0.0, ended - late) / finish
+        finished = (sm_count - count) * max(0.0, ended - late) / row.finish_beside_us
         left -= min(finished, rows * max(0.0, 1 - count / tiles))
     return fixed + BESIDE_CALL_US + ended + left * after
 
@@ -246,7 +248,8 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
     config = choice.config
     if not covers(choice.variant, problem):
         return
-    prepared = problem.batch * problem.heads_q * problem.seqlen_q * _row_bytes(problem, _form(config))[0]
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    prepared = rows * _row_costs(problem.specialization, False).prepared
     found = [(apart(config), LONG_MARGIN if prepared > LONG_BYTES else MARGIN)] if config["BESIDE"] else []
     if bwd_fused.columns(problem.specialization) == 64 and config["BLOCK_M"] == 128:
         found.append((halves(config), HALF_MARGIN))
