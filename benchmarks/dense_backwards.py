@@ -61,12 +61,13 @@ def posed(call: Mapping[str, Any]) -> Problem:
 
 
 def recorded() -> dict[str, tuple[Problem, Mapping[str, Any]]]:
-    """Name -> (call, what was recorded of its backward), of both drawings; without those that were wrong then."""
+    """Name -> (call, what was recorded of its backward), of all drawings; without those that were wrong then, and those whose
+    first queries were filled in."""
     found = {}
     for place, run in enumerate(json.loads(gzip.decompress(RECORD.read_bytes()))["runs"]):
         for name, call in run["calls"].items():
-            if "served" in call.get("bwd", {}):
-                found[f"{'ab'[place]} {name}"] = posed(call), call["bwd"]
+            if "served" in call.get("bwd", {}) and "filled in" not in call["bwd"]["served"]:
+                found[f"{'abc'[place]} {name}"] = posed(call), call["bwd"]
     return found
 
 

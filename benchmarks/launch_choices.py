@@ -3,11 +3,14 @@
     python benchmarks/launch_choices.py --seed 1 --shapes 72 --seconds 240 --out launch_choices_fwd.json
     python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out launch_choices_bwd.json
     python benchmarks/launch_choices.py --small --shapes 12 --out launch_choices_small.json
+    python benchmarks/launch_choices.py --narrow --shapes 13 --out launch_choices_narrow.json
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
 mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: prompts, then drawn forward calls of 0.1
-to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. Each candidate is a CUDA graph of up to 16
+to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. With --narrow: calls of few tiles at head
+dims up to 64, in the drawing behind a peer or near it; candidates are one config for each tile, number of Q stages and
+programs a multiprocessor, "lazy". Each candidate is a CUDA graph of up to 16
 calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
 dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
 """
@@ -15,6 +18,7 @@ dispatcher would have chosen. A candidate that differs from the first by more th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -43,6 +47,17 @@ PROMPTS = (
     (1, 32, 8, 777, 777, 128, True), (1, 32, 8, 1024, 1024, 128, True), (1, 32, 8, 1536, 1536, 128, True),
     (4, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 4096, 128, True), (8, 16, 16, 256, 256, 128, False),
 )  # fmt: skip
+#: The calls of --narrow, likewise.
+NARROW = (
+    (2, 65, 5, 136, 136, 56, False), (2, 20, 20, 1024, 1024, 64, False), (2, 20, 20, 1024, 77, 64, False),
+    (29, 3, 3, 898, 898, 64, False), (1, 5, 5, 538, 538, 32, False), (9, 22, 2, 376, 376, 32, False),
+    (17, 90, 2, 94, 94, 24, False), (7, 31, 31, 93, 93, 48, False), (1, 61, 61, 1099, 1099, 40, False),
+    (16, 16, 16, 512, 512, 64, False), (21, 8, 2, 131, 131, 64, True), (6, 12, 4, 2607, 2607, 24, True),
+    (10, 84, 1, 66, 66, 56, True),
+)  # fmt: skip
+NAMES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "causal")
+#: What differs between the candidates of --narrow.
+FORM = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "maxnreg")
 
 
 def drawn(seed: int, count: int, backward: bool) -> list[dict[str, Any]]:
@@ -78,9 +93,8 @@ def _mask(shape: dict[str, Any]) -> Mask:
 def drawn_small(seed: int, count: int, dim: int) -> list[dict[str, Any]]:
     """Few tiles: prompts and short sequences, batch 1 to 8; ``dim``: the head dim."""
     rng = random.Random(seed)
-    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "causal")
     found: list[dict[str, Any]] = [
-        {**dict(zip(names, one, strict=True)), "head_dim": dim, "space": True} for one in PROMPTS[:count]
+        {**dict(zip(NAMES, one, strict=True)), "head_dim": dim, "space": True} for one in PROMPTS[:count]
     ]
     while len(found) < count:
         seqlen, batch = int(math.exp(rng.uniform(math.log(64), math.log(4000)))), rng.choice((1, 1, 1, 2, 4, 8))
@@ -102,6 +116,21 @@ def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
     return [point for point in points if space.broken(point, spec, 90) is None]
 
 
+@functools.cache
+def narrow_of(dim: int, mask: str) -> list[dict[str, Any]]:
+    """One config for each FORM: of the rows of 64 columns under either mask, else the last of the space, which has the most
+    stages and keeps Q where it fits."""
+    space = registry.variant_named("sm90/fwd").space
+    known = [config for one in (FULL, CAUSAL) for config in configs_of("fwd", 64, one.name)]
+    found = {tuple(config[name] for name in FORM): config for config in space_of(dim, mask)}
+    spec = Specialization("bf16", dim, dim, _mask({"causal": mask == CAUSAL.name}))
+    for row in known:
+        config = space.completed({**row, "RESCALE": "lazy", "HEADS_PER_WAVE": 0})
+        if space.broken(config, spec, 90) is None:
+            found[tuple(config[name] for name in FORM)] = dict(config)
+    return list(found.values())
+
+
 def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
     """Distinct configs of the measured warp-specialised rows."""
     found: dict[str, dict[str, Any]] = {}
@@ -118,7 +147,9 @@ def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
 def candidates(shape: dict[str, Any], backward: bool) -> list[dict[str, dict[str, Any]]]:
     """kernel -> config, of each candidate."""
     dim, mask = shape["head_dim"], _mask(shape).name
-    if shape.get("space"):
+    if shape.get("narrow"):
+        made = [{"fwd": config} for config in narrow_of(dim, mask)]
+    elif shape.get("space"):
         made = [{"fwd": config} for config in space_of(dim, mask)]
     elif not backward:
         made = [
@@ -253,16 +284,20 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--backward", is_flag=True)
 @click.option("--small", is_flag=True)
+@click.option("--narrow", is_flag=True)
 @click.option("--dim", type=int, default=128, help="Head dim of --small calls.")
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, small: bool, dim: int, seed: int, shapes: int, seconds: float, out: Path) -> None:
+def main(backward: bool, small: bool, narrow: bool, dim: int, seed: int, shapes: int, seconds: float,
+         out: Path) -> None:  # fmt: skip
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
     random.seed(seed)
     asked = drawn_small(seed, shapes, dim) if small else drawn(seed, shapes, backward)
+    if narrow:
+        asked = [{**dict(zip(NAMES, one, strict=True)), "narrow": True} for one in NARROW[:shapes]]
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -278,7 +313,7 @@ def main(backward: bool, small: bool, dim: int, seed: int, shapes: int, seconds:
         best = first[0]
         print(f"{list(shape.values())} chosen {cases[-1]['chosen_us']} best {best['us']} "
               f"({cases[-1]['chosen_us'] / best['us']:.3f})", flush=True)  # fmt: skip
-        if small:
+        if small or narrow:
             print(f"    chosen {cases[-1]['chosen']['fwd']}")
             for one in first:
                 print(f"    {one['us']:7.2f} {differing(one['configs']['fwd'], cases[-1]['chosen']['fwd'])}")

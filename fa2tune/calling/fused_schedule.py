@@ -26,30 +26,36 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
 
-#: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M). Of 32 columns nothing was
-#: timed: blocks count as 0.75 of those of 64 columns (machine code predicts 0.6 to 0.75, docs/experiments/head-dims.md),
-#: ends as those of 64.
-BLOCK_US = {(32, 64): 0.93, (32, 128): 1.6, (64, 64): 1.24, (64, 128): 2.13, (128, 64): 1.87}
-TILE_US = {(32, 64): 1.65, (32, 128): 3.9, (64, 64): 1.65, (64, 128): 3.9, (128, 64): 4.6}
+#: Of a block of queries with a tile of keys, and of a tile's start and end, by (columns, BLOCK_M). Of 32 columns: blocks by a
+#: race of long calls (benchmarks/calls/narrow_backward.json), ends as those of 64.
+BLOCK_US = {(32, 64): 0.98, (32, 128): 1.55, (64, 64): 1.17, (64, 128): 2.11, (128, 64): 1.95}
+TILE_US = {(32, 64): 2.1, (32, 128): 4.1, (64, 64): 2.1, (64, 128): 4.1, (128, 64): 3.55}
 #: More of a tile: where a program has one tile and ends; of each of its query heads, whose rows it waits for, with BESIDE.
-ENDS_US, AWAIT_US = 0.93, 0.87
+ENDS_US, AWAIT_US = 0.96, 0.76
 #: Of a block in parts (IN_PARTS), how much of the share of columns that are not computed is saved.
-PARTS_SAVE = 0.22
+PARTS_SAVE = 0.25
 #: A block takes longer by this share for each doubling of the query heads that a program walks, up to so many heads.
-GROUP_COSTS, MOST_HEADS = 0.035, 16
-#: Of a query row, by columns: of one multiprocessor that prepares it, or finishes its dQ, beside others; and of the whole GPU
-#: where nothing else runs, to prepare it and to finish it. Of 32 columns 0.75 of 64 for 0.55 of its bytes, not timed.
-BESIDE_US = {32: 0.0067, 64: 0.0089, 128: 0.0164}
-PREPARE_US = {32: 0.000099, 64: 0.000132, 128: 0.000264}
-FINISH_US = {32: 0.000068, 64: 0.000091, 128: 0.000182}
-#: Of a call, of each launch, and at least of what runs before and after the tiles.
-CALL_US, LAUNCH_US, END_US = 0.9, 1.9, 0.8
+GROUP_COSTS, MOST_HEADS = 0.02, 16
+#: Of a query row, by columns: of one multiprocessor that prepares it beside others, where rows of o and do are whole lines of
+#: LINE bytes, and finishes its dQ beside others. A row that is no whole number of lines lies in one more on average. Of 32
+#: columns by bytes, not timed.
+BESIDE_US = {32: 0.00435, 64: 0.0087, 128: 0.0160}
+FINISH_BESIDE_US = {32: 0.0036, 64: 0.0072, 128: 0.0171}
+LINE, SUM_BYTES = 128, 4
+#: Bytes a microsecond of the whole GPU where nothing else runs, which prepares rows and finishes them.
+PREPARE_RATE, FINISH_RATE = 3.6e6, 4.4e6
+#: Of a call, of BESIDE, of each launch, and at least of what runs before and after the tiles.
+CALL_US, BESIDE_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
 #: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
-#: four parts waits for memory, once for dK and once for dV.
-SPREAD_RATE, GATHER_RATE, GATHER_WAITS_US = 0.73, 0.31, 0.8
-#: Another form than the row's must be predicted to be faster by this share, half blocks, which few records have, by that; and
-#: either by the time of a launch, as of the smallest calls little else is left.
-MARGIN, HALF_MARGIN = 0.06, 0.12
+#: so many parts, which are loaded at once, waits for memory.
+SPREAD_RATE, GATHER_RATE, GATHERED, GATHER_WAITS_US = 0.73, 0.43, 7, 0.6
+#: Another form than the row's must be predicted to be faster by this share and so many microseconds, half blocks by that
+#: share.
+MARGIN, HALF_MARGIN, LEAST_US = 0.04, 0.12, 0.5
+#: Where more bytes are prepared than in tuned workloads, whose rows were measured with BESIDE, the kernel alone on the GPU may
+#: be predicted to be slower by so much: of four such calls it was faster in all, by 1 to 14 %, and the model knows only a part
+#: of the reasons (docs/experiments/dense-backward.md).
+LONG_BYTES, LONG_MARGIN = 400e6, -0.04
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
@@ -124,6 +130,31 @@ def _form(config: Config) -> FusedForm:
     )  # fmt: skip
 
 
+class RowCosts(NamedTuple):
+    """Of a query row."""
+
+    columns: int
+    prepared: int  #: bytes that preparing it moves: o and do are read, zeros are written
+    prepare_us: float  #: of the whole GPU where nothing else runs
+    finish_us: float
+    prepare_beside_us: float  #: of one multiprocessor beside others
+    finish_beside_us: float
+
+
+@lru_cache(maxsize=256)
+def _row_costs(spec: Specialization, in_parts: bool, narrow: bool) -> RowCosts:
+    columns, item = bwd_fused.columns(spec, {"NARROW": narrow}), ITEMSIZE[spec.dtype]
+    zeros, o = SUM_BYTES * columns, item * spec.head_dim_v
+    prepared = zeros + 2 * o
+    finished = SUM_BYTES * (sum(head_dim_parts(spec.head_dim)) if in_parts else columns) + item * spec.head_dim
+    lines = o / LINE + (o % LINE > 0)
+    return RowCosts(
+        columns, prepared, prepared / PREPARE_RATE, finished / FINISH_RATE,
+        BESIDE_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
+        FINISH_BESIDE_US[columns] * finished / (1.5 * zeros),
+    )  # fmt: skip
+
+
 def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
     """Of what runs before and after, where groups are in so many parts."""
     if parts == 1:
@@ -132,7 +163,7 @@ def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
     size = problem.batch * problem.heads_kv * parts * problem.seqlen_k * dims * ITEMSIZE[problem.dtype]
     rate = gpu.hbm_gbs * 1e3
     copied = LAUNCH_US + size / (rate * SPREAD_RATE) if group_parts.copies(problem) else 0.0
-    return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), 2 * -(-parts // 4) * GATHER_WAITS_US)
+    return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), -(-parts // GATHERED) * GATHER_WAITS_US)
 
 
 def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tuple[float, ...]:
@@ -149,19 +180,20 @@ def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tup
 @lru_cache(maxsize=4096)
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
-    sm_count, columns = gpu.sm_count, bwd_fused.columns(problem.specialization, {"NARROW": form.narrow})
+    sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.narrow)
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
-    costs = _tile_us(problem, group, columns, form)
+    costs = _tile_us(problem, group, row.columns, form)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
+    before, after = row.prepare_us * others, row.finish_us * others
     if not form.beside:
-        prepared = max(END_US, chunks * bwd_fused.CHUNK * PREPARE_US[columns] * others)
+        prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
-        return fixed + LAUNCH_US + prepared + ended + rows * FINISH_US[columns] * others
+        return fixed + LAUNCH_US + prepared + ended + rows * after
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
     if form.finish_beside:
         ours = group_parts.split(problem, parts)
@@ -170,7 +202,7 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     else:
         share, whole, count = bwd_fused.ROWS_WORTH, max(1, round(problem.keys_seen)), min(tiles, sm_count)
     workers = min(-(-sm_count * share // whole), sm_count)
-    each = bwd_fused.CHUNK * BESIDE_US[columns]
+    each = bwd_fused.CHUNK * row.prepare_beside_us
     bands = -(-sm_count // (len(costs) * form.heads_per_wave))
     first = min(bands * form.heads_per_wave * group * chunks_of_head, chunks)
     begun = END_US + -(-first // sm_count) * each
@@ -181,9 +213,9 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         ended = max(ended, late + max(costs))
     left = float(rows)
     if form.finish_beside:
-        finished = (sm_count - count) * max(0.0, ended - late) / BESIDE_US[columns]
+        finished = (sm_count - count) * max(0.0, ended - late) / row.finish_beside_us
         left -= min(finished, rows * max(0.0, 1 - count / tiles))
-    return fixed + ended + left * FINISH_US[columns] * others
+    return fixed + BESIDE_CALL_US + ended + left * after
 
 
 def predicted_us(problem: Problem, config: Config, gpu: Gpu, parts: int = 1, exact: bool = True) -> float:
@@ -219,7 +251,9 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
     config = choice.config
     if not covers(choice.variant, problem):
         return
-    found = [(apart(config), MARGIN)] if config["BESIDE"] else []
+    rows, narrow = problem.batch * problem.heads_q * problem.seqlen_q, bool(config.get("NARROW"))
+    prepared = rows * _row_costs(problem.specialization, False, narrow).prepared
+    found = [(apart(config), LONG_MARGIN if prepared > LONG_BYTES else MARGIN)] if config["BESIDE"] else []
     if bwd_fused.columns(problem.specialization, config) <= 64 and config["BLOCK_M"] == 128:
         found.append((halves(config), HALF_MARGIN))
     for other, margin in found:
@@ -245,7 +279,7 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     now, least = least_us(problem, choice.config, gpu), math.inf
     best: Config | None = None
     for other, margin in others:
-        wanted = min((1 - margin) * now, now - LAUNCH_US, least)
+        wanted = min((1 - margin) * now - LEAST_US, least)
         if (time := least_us(problem, other, gpu, wanted)) < wanted:
             best, least = other, time
     return choice if best is None else replace(choice, config=best, otherwise=choice.config)

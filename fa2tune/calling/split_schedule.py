@@ -56,11 +56,12 @@ PORTABLE_PACES = {
     64: Pace(0.45, 48e3, 1.36, 2.7, 0.15, 3, 4.6),
     128: Pace(0.45, 48e3, 1.1, 2.7, 0.15, 1, 4.6),
 }
-#: The warp-specialised one, by the wider padded head dim: fitted to few_queries_hopper.json, at 256 to one call of
-#: random_calls.json.gz (0 unequal of seed 723622b).
-HOPPER_PACES = {
-    wide: Pace(rate, 70e3, 0.57, 3.2, 0.1, combine_us=4.6) for wide, rate in ((64, 0.78), (128, 0.78), (256, 0.5))
-}
+#: The warp-specialised one, by the wider padded head dim: shares fitted to every second call of few_queries_hopper.json.
+HOPPER_RATES = {64: 0.77, 128: 0.81, 256: 0.78}
+HOPPER_PACES = {wide: Pace(rate, 70e3, 0.57, 3.2, 0.1, combine_us=4.6) for wide, rate in HOPPER_RATES.items()}
+#: Up to so many columns of K and V together exponentials are most of a block, and kernels reach that share of their rates:
+#: fitted to the same calls.
+NARROW, NARROW_RATE = 128, 0.64
 #: The tuned kernels, where there is no row's time: warp-specialised, portable.
 TUNED_PACES = Pace(0.73, 70e3, 0.57, 3.2, 0.1), Pace(0.5, 46e3, 0.57, 3.2, 0.1)
 #: Splitting must be predicted to be faster by this share, as the other configs were measured. Of predictions this near to the
@@ -110,9 +111,12 @@ def _busy_us(problem: Problem, work: TileWork, gpu: Gpu) -> float:
     for one another, what the busiest multiprocessor computes or loads, or what all of them take from memory."""
     loaded = work.keys * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]  # bytes a block
     pace = work.pace
-    peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * pace.rate / gpu.sm_count  # operations a microsecond
+    slower = 1 / NARROW_RATE if work.columns <= NARROW and work.rows > fwd_split.ROWS[0] else 1.0
+    peak = (
+        gpu.peak(problem.dtype, problem.precision) * 1e6 * pace.rate / slower / gpu.sm_count
+    )  # operations a microsecond
     computed = 2 * work.rows * work.keys * work.columns / peak
-    least = pace.block_us * work.keys * work.columns / (64 * 256)
+    least = pace.block_us * slower * work.keys * work.columns / (64 * 256)
     shared = loaded / work.sharing / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
 
     def turn(programs: int) -> float:

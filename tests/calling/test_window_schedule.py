@@ -80,6 +80,18 @@ def test_predictions_are_near_what_was_measured() -> None:
     assert compared >= 3
 
 
+def test_the_choice_is_the_fastest_form_that_was_raced() -> None:
+    raced: dict[str, list[dict[str, Any]]] = {}
+    for entry in json.loads(RECORD.with_name("windows_race.json").read_text("utf-8"))["entries"]:
+        raced.setdefault(entry["shape"], []).append(entry)
+    assert len(raced) == 2
+    for shape, entries in raced.items():
+        batch, heads, heads_kv, length, dim, keys = map(int, re.findall(r"\d+", shape))
+        found = chosen(replace(windowed(heads, length, dim, keys - 1, batch=batch), heads_kv=heads_kv))
+        (us,) = (entry["us"] for entry in entries if tuple(entry["form"]) == window_schedule.form(found.config))
+        assert us == min(entry["us"] for entry in entries)
+
+
 def test_a_narrow_window_of_head_dim_64_takes_small_tiles() -> None:
     asked = replace(windowed(64, 16384, 64, 127), heads_kv=8)
     found = chosen(asked)

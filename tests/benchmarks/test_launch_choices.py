@@ -1,0 +1,20 @@
+"""benchmarks/launch_choices.py --narrow without a GPU: what it times."""
+
+from __future__ import annotations
+
+from benchmark_scripts import script
+
+from fa2tune.compiling import registry
+from fa2tune.spec.problem import Specialization
+
+choices = script("launch_choices")
+
+
+def test_narrow_calls_race_each_form_once() -> None:
+    space = registry.variant_named("sm90/fwd").space
+    for dim, mask in ((24, "full"), (64, "causal")):
+        found = choices.narrow_of(dim, mask)
+        forms = [tuple(config[name] for name in choices.FORM) for config in found]
+        assert len(set(forms)) == len(forms) == 14 and (64, 64, 1, 80) in forms and (64, 128, 1, 128) in forms
+        assert all(space.broken(config, Specialization("bf16", dim, dim, mask), 90) is None for config in found)
+    assert {len(call) for call in choices.NARROW} == {len(choices.NAMES)}
