@@ -129,7 +129,7 @@ class SplitPlan:
     def __init__(
         self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
     ) -> None:
-        self.problem, self.softmax_scale = problem, softmax_scale
+        self.problem, self.softmax_scale, self.config = problem, softmax_scale, config
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}

@@ -1,7 +1,7 @@
 """Tiles whose rows are (query, query head) pairs of one key head, for kernels/sm90/fwd_grouped.py: which rows a tile has, the
 warp that loads them, where they are stored. Device side.
 
-Of a tile's MEMBERS query heads, a power of two, row r is query r // MEMBERS and query head r % MEMBERS. Q and O are seen through
+Of a tile's MEMBERS query heads, a power of two, row r is query r // MEMBERS and head r % MEMBERS. Q and O are seen through
 descriptors of five dimensions (batch, key head, query, member of its group, column), whose box [1, 1, 64 / MEMBERS, MEMBERS,
 columns] lies in shared memory as 64 rows. Members behind the group, and queries behind the last one, are out of bounds: they
 are loaded as zeros, and stores leave them out."""
@@ -98,8 +98,8 @@ def _load_q(q, members, row, turn, smem, barriers, MEMBERS: gl.constexpr, form):
         expect_parts(q, ready)
         tma_load(q[0], [members.b, members.h_kv, query, members.first, 0], ready, smem.q[0].index(c))
         if len(q) > 1:
-            WIDTH: gl.constexpr = smem.q[0].shape[-1]
-            tma_load(q[1], [members.b, members.h_kv, query, members.first, WIDTH], ready, smem.q[1].index(c))
+            behind = [members.b, members.h_kv, query, members.first, smem.q[0].shape[-1]]
+            tma_load(q[1], behind, ready, smem.q[1].index(c))
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Forward for Hopper whose tiles have the query heads of a key head as rows: that of kernels/sm90/fwd.py for grouped query heads
-of few queries, which fill no tile of their own. K and V are read once for all heads of a tile.
+"""Forward for Hopper whose tiles have the query heads of a key head as rows: that of kernels/sm90/fwd.py for grouped heads of
+few queries, which fill no tile of their own. K and V are read once for all heads of a tile.
 
 Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy"."""
 
@@ -72,7 +72,7 @@ def _one_tile(
     turn, done, start, head, tiles, heads, out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr,
     form,
 ):  # fmt: skip
-    """This group's rows of a program's turn-th tile, that of the queries from ``start`` on. Returns what the next tile is called
+    """This group's rows of a program's turn-th tile, that of queries from ``start`` on. Returns what the next tile is called
     with: (done, start, head)."""
     QUERIES: gl.constexpr = ROWS // MEMBERS
     dtype: gl.constexpr = smem.q[0].dtype

@@ -1,4 +1,4 @@
-"""Tiles of kernels/sm90/fwd_grouped.py: they follow from the head dims, the mask and the call's heads and lengths, and nothing is
+"""Tiles of kernels/sm90/fwd_grouped.py: they follow from head dims, mask and the call's heads and lengths, and nothing is
 searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "lazy" and one Q tile."""
 
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES
@@ -28,8 +28,8 @@ def _shared_bytes(spec: Specialization, config: Config) -> int:
 
 
 def fits(spec: Specialization, config: Config) -> bool:
-    """Whether shared memory holds Q, O and the stages of K and V, and registers what the rows of kernels/sm90/fwd.py are to leave
-    room for: scores, output, the weights of the block before, Q where it stays; at the launch one product."""
+    """Whether shared memory holds Q, O and the stages of K and V, and registers what those of kernels/sm90/fwd.py are to hold:
+    scores, output, the weights of the block before, Q where it stays; at the launch one product."""
     (d, dv), keys = fwd.columns(spec, config), config["BLOCK_N"]
     live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
     product = max(keys, fwd.blocks(spec, config)["BLOCK_DV"]) // 2 + 30
