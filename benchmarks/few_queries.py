@@ -5,16 +5,16 @@
     python benchmarks/few_queries.py --hopper --out benchmarks/calls/few_queries_hopper.json
     python benchmarks/few_queries.py --grouped --out benchmarks/calls/few_queries_grouped.json
 
-Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt, short
-prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers of
-parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers of
-parts. With --hopper: chunks of a prompt, and other calls of few tiles, by the warp-specialised kernel that splits keys
-(kernels/sm90/fwd_split.py), beside the fastest split of the portable one as it is estimated. With --grouped: calls
-of grouped query heads, by the kernel whose tiles have several (kernels/sm90/fwd_grouped.py), beside what serves otherwise.
-cuDNN and FlashAttention-2 come from torch's SDPA; where the mask is causal and there are several queries, the latter aligns it at the bottom right and cuDNN is
-left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order; medians of seven bursts.
-Every result is first compared with float32 attention; memory that is allocated is filled with NaN. Binaries that Triton's cache
-lacks are compiled first.
+Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt,
+short prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers
+of parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers
+of parts. With --hopper: chunks of a prompt, and other calls of few tiles, by the warp-specialised kernel that splits keys
+(kernels/sm90/fwd_split.py), beside the fastest split of the portable one as it is estimated. With --grouped: calls of grouped
+query heads, by the kernel whose tiles have several (kernels/sm90/fwd_grouped.py), beside what serves otherwise. cuDNN and
+FlashAttention-2 come from torch's SDPA; where the mask is causal and there are several queries, the latter aligns it at the
+bottom right and cuDNN is left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order;
+medians of seven bursts. Every result is first compared with float32 attention; memory that is allocated is filled with NaN.
+Binaries that Triton's cache lacks are compiled first.
 """
 
 from __future__ import annotations
