@@ -18,6 +18,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, splitting
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd_grouped
+from fa2tune.search_spaces.sm90.fwd import in_parts
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
@@ -27,10 +28,6 @@ from fa2tune.spec.variant import Variant
 GROUPED_TILES = False
 #: It must be predicted to be faster by this share than what serves otherwise, and no slower than its own tiles of one head.
 MARGIN = 0.06
-#: Of predictions this near to the least the one of larger blocks of keys, then of more rows, then of fewer tiles, is taken.
-AS_NEAR = 0.01
-#: Compute capabilities that the constants were measured on.
-MEASURED_ON = (90,)
 #: Up to so many tiles of 128 rows a multiprocessor, of the rows that there are: of more, what tiles waste is a small share.
 MOST_TILES = 64
 
@@ -47,16 +44,22 @@ def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
         posed = replace(posed, mask=FULL, seqlen_k=max(1, round(blocks * keys)))
     elif problem.mask != CAUSAL:
         posed = replace(posed, mask=FULL)
-    return posed, {**config, "BLOCK_M": queries, "Q_STAGES": 1, "HEADS_PER_WAVE": 0}
+    return posed, {
+        **config,
+        "BLOCK_M": queries,
+        "Q_STAGES": 1,
+        "HEADS_PER_WAVE": 0,
+        "IN_PARTS": in_parts(problem.specialization),
+    }
 
 
 def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles of several heads, estimated."""
     posed, tiles = _rows_of_heads(problem, config)
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
-    wide = schedule.columns_of_parts(problem.specialization, config["IN_PARTS"])
-    block = schedule.FEW_BLOCK_US * (rows // 64) * (keys // 64) * schedule._of_columns(wide, 256)
-    held = fwd_grouped.programs_held(config)
+    wide = sum(fwd_grouped.columns(problem.specialization))
+    block = schedule.FEW_BLOCK_US * (rows // 64) * (keys // 64) * (1 + schedule.COLUMN_SHARE * (wide / 256 - 1))
+    held = fwd_grouped.HELD[rows][0]
     if held > 1:
         start = schedule.FEW_START * 64 / keys
         return schedule.FEW_LAUNCH_US + block * held * schedule.busiest(posed, tiles, gpu.sm_count, start)
@@ -73,12 +76,13 @@ def candidates(problem: Problem, arch: int) -> Iterator[Config]:
 
 @lru_cache(maxsize=1024)
 def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
-    """(estimated microseconds, config) of the fastest tiles of several heads; None: the kernel cannot compute this call."""
+    """(estimated microseconds, config) of the fastest tiles of several heads, of those as near the ones of larger blocks of
+    keys, then of more rows, then the fewest; None: the kernel cannot compute this call."""
     found = [(grouped_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
     if not found:
         return None
     least = min(time for time, _ in found)
-    near = (one for one in found if one[0] <= (1 + AS_NEAR) * least)
+    near = (one for one in found if one[0] <= (1 + split_schedule.AS_NEAR) * least)
     return max(near, key=lambda one: (one[1]["BLOCK_N"], one[1]["BLOCK_M"], -fwd_grouped.programs(problem, one[1])))
 
 
@@ -95,7 +99,7 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (
         GROUPED_TILES
-        and gpu.arch in MEASURED_ON
+        and gpu.arch in split_schedule.MEASURED_ON
         and problem.group > 1
         and not is_empty(problem)
         and not problem.extent.ragged
@@ -129,7 +133,7 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have; none without
     GROUPED_TILES."""
-    if not GROUPED_TILES or arch not in MEASURED_ON:
+    if not GROUPED_TILES or arch not in split_schedule.MEASURED_ON:
         return []
     posed = replace(problem, heads_q=problem.heads_kv * fwd_grouped.MEMBERS[-1])
     return [one for config in candidates(posed, arch) for one in kernels(problem, config, arch)]

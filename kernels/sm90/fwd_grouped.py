@@ -235,7 +235,7 @@ def fwd_hopper_grouped_kernel(
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
-    return min(fwd_grouped.programs(problem, config), sm_count * fwd_grouped.programs_held(config))
+    return min(fwd_grouped.programs(problem, config), sm_count * fwd_grouped.HELD[config["BLOCK_M"]][0])
 
 
 VARIANT = Variant(
@@ -249,8 +249,8 @@ VARIANT = Variant(
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
     grid=_grid,
     constants=lambda spec, config: {
-        "NEGATE": spec.negate, **fwd.blocks(spec, config), "QUERIES": fwd.ROWS // config["MEMBERS"],
-        "CONSUMER_REGISTERS": fwd.registers(config),
+        "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
+        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2],
     },
     min_arch=90,
     max_arch=90,

@@ -1,49 +1,53 @@
 """Tiles of kernels/sm90/fwd_grouped.py: they follow from head dims, mask and the call's heads and lengths, and nothing is
 searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "lazy" and one Q tile."""
 
-from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES
-from fa2tune.search_spaces.sm90 import fwd
-from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import SearchSpace
 
 #: BLOCK_M: one consumer group, or two.
 ROWS = (64, 128)
-#: BLOCK_M -> maxnreg, for two programs a multiprocessor, or one.
-LAUNCH_REGISTERS = {64: 128, 128: 0}
+#: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
+HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
+#: Of a consumer thread, beside its tiles: with fewer ptxas spills; and at the launch beside a product.
+SPARE_REGISTERS, BESIDE_A_PRODUCT = 32, 30
 #: Keys of a block.
 KEYS = (64, 128)
 #: Query heads of a key head that are rows of one tile, the last of them perhaps not there.
 MEMBERS = (2, 4, 8, 16, 32, 64)
 
 
-def programs_held(config: Config) -> int:
-    """Programs that a multiprocessor holds at once."""
-    return fwd.PROGRAMS[config["maxnreg"]]
+def blocks(spec: Specialization) -> dict[str, int]:
+    """Columns of the parts of Q's and V's head dims; REST_D and REST_DV are 0 where there is one part."""
+    d, dv = head_dim_parts(spec.head_dim), head_dim_parts(spec.head_dim_v)
+    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
 
 
-def _shared_bytes(spec: Specialization, config: Config) -> int:
-    d, dv = fwd.columns(spec, config)
-    o = config["BLOCK_M"] * dv if config["O_THROUGH"] == "own" else 0
-    return 2 * (config["BLOCK_M"] * d + o + config["STAGES"] * config["BLOCK_N"] * (d + dv)) + BARRIER_BYTES
+def columns(spec: Specialization) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
+    return sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
 
 
 def fits(spec: Specialization, config: Config) -> bool:
-    """Whether shared memory holds Q, O and the stages of K and V, and registers what those of kernels/sm90/fwd.py are to hold:
-    scores, output, the weights of the block before, Q where it stays; at the launch one product."""
-    (d, dv), keys = fwd.columns(spec, config), config["BLOCK_N"]
+    """Whether shared memory holds Q, O and the stages of K and V, and registers scores, output, the weights of the block
+    before, and Q where it stays; at the launch one product. Each program uses 1 KiB more of shared memory."""
+    (d, dv), rows, keys = columns(spec), config["BLOCK_M"], config["BLOCK_N"]
+    held, at_launch, registers = HELD[rows]
+    own = rows * dv if config["O_THROUGH"] == "own" else 0
+    shared = 2 * (rows * d + own + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES
     live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
-    product = max(keys, fwd.blocks(spec, config)["BLOCK_DV"]) // 2 + 30
+    product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + BESIDE_A_PRODUCT
     return (
-        _shared_bytes(spec, config) <= fwd.SHARED_BYTES_SM // programs_held(config) - 1024
-        and live <= fwd.registers(config) - fwd.SPARE_REGISTERS
-        and product <= (config["maxnreg"] or product)
-        and (config["O_THROUGH"] == "own" or _alike(spec, config))
+        shared <= (SHARED_BYTES + 1024) // held - 1024
+        and live <= registers - SPARE_REGISTERS
+        and product <= (at_launch or product)
+        and (config["O_THROUGH"] == "own" or _alike(spec))
     )
 
 
-def _alike(spec: Specialization, config: Config) -> bool:
+def _alike(spec: Specialization) -> bool:
     """Whether O's parts have the shapes of Q's, so that it can leave through Q's memory."""
-    found = fwd.blocks(spec, config)
+    found = blocks(spec)
     return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
 
 
@@ -53,8 +57,7 @@ def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
     several = rows > ROWS[0] and widest <= 128
     tile = {
         "BLOCK_M": rows, "BLOCK_N": keys, "PINGPONG": several, "Q_IN_REGISTERS": rows == ROWS[0],
-        "NUMBERED": several and (spec.mask != "full" or widest == 128), "IN_PARTS": fwd.in_parts(spec),
-        "num_warps": 4, "maxnreg": LAUNCH_REGISTERS[rows],
+        "NUMBERED": several and (spec.mask != "full" or widest == 128), "num_warps": 4, "maxnreg": HELD[rows][1],
     }  # fmt: skip
     found = ({**tile, "O_THROUGH": o, "STAGES": stages} for o in ("own", "q") for stages in (3, 2))
     return next((one for one in found if fits(spec, one)), None)
@@ -102,7 +105,6 @@ SPACE = SearchSpace(
         "Q_IN_REGISTERS": (False, True),
         "O_THROUGH": ("own", "q"),
         "NUMBERED": (False, True),
-        "IN_PARTS": ("none", "qk", "both"),
         "num_warps": (4,),
         "maxnreg": (0, 128),
     },

@@ -66,7 +66,7 @@ def test_it_compiles_within_the_limits(case: Case, built: Callable[[Asked], Buil
     assert limits.before_compile(GROUPED, case.spec, case.config, H200) is None
     found = built(case.asked)
     assert limits.after_compile(found.binary, H200) is None
-    assert limits.blocks_per_sm(found.binary, H200) >= fwd_grouped.programs_held(case.config)
+    assert limits.blocks_per_sm(found.binary, H200) >= fwd_grouped.HELD[case.rows][0]
     assert not operandcheck.unsound(found.listing)
     if TESTED:
         assert not re.findall(r"C75\d\d", found.said), "products one after the other"
@@ -86,6 +86,6 @@ def test_q_and_o_are_copied_by_boxes_of_five_dimensions(case: Case, built: Calla
     """Of each group and part one store, which its warps share, and at least one load; o leaves by nothing else, and of lse each
     thread stores two rows."""
     groups, listing = case.rows // 64, built(case.asked).listing
-    parts = 2 if case.config["IN_PARTS"] == "both" else 1
+    parts = 2 if fwd_grouped.blocks(case.spec)["REST_DV"] else 1
     assert listing.count("UTMALDG.5D") >= groups * parts and listing.count("UTMASTG.5D") == groups * parts
     assert "UTMASTG.4D" not in listing and len(re.findall(r"\bSTG\.E", listing)) == 2 * groups
