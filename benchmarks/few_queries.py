@@ -3,16 +3,18 @@
     python benchmarks/few_queries.py --out benchmarks/calls/few_queries.json
     python benchmarks/few_queries.py --tiles --out benchmarks/calls/few_queries_tiles.json
     python benchmarks/few_queries.py --hopper --out benchmarks/calls/few_queries_hopper.json
+    python benchmarks/few_queries.py --grouped --out benchmarks/calls/few_queries_grouped.json
 
-Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt, short
-prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers of
-parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers of
-parts. With --hopper: chunks of a prompt, and other calls of few tiles, by the warp-specialised kernel that splits keys
-(kernels/sm90/fwd_split.py), beside the fastest split of the portable one as it is estimated. cuDNN and FlashAttention-2 come
-from torch's SDPA; where the mask is causal and there are several queries, the latter aligns it at the bottom right and cuDNN is
-left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order; medians of seven bursts.
-Every result is first compared with float32 attention; memory that is allocated is filled with NaN. Binaries that Triton's cache
-lacks are compiled first.
+Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt,
+short prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers
+of parts, in microseconds and bytes of K and V a second. With --tiles: other tiles, stages and loads in place of other numbers
+of parts. With --hopper: chunks of a prompt, and other calls of few tiles, by the warp-specialised kernel that splits keys
+(kernels/sm90/fwd_split.py), beside the fastest split of the portable one as it is estimated. With --grouped: calls of grouped
+query heads, by the kernel whose tiles have several (kernels/sm90/fwd_grouped.py), beside what serves otherwise. cuDNN and
+FlashAttention-2 come from torch's SDPA; where the mask is causal and there are several queries, the latter aligns it at the
+bottom right and cuDNN is left out. Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order;
+medians of seven bursts. Every result is first compared with float32 attention; memory that is allocated is filled with NaN.
+Binaries that Triton's cache lacks are compiled first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa2tune.calling import choosing, dispatch, split_schedule
+from fa2tune.calling import choosing, dispatch, grouped_schedule, split_schedule
 from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -82,6 +84,18 @@ HOPPER_CALLS = {
         (1, 3, 3, 4096, 4096, 128, FULL),
     )
 }  # fmt: skip
+#: Of grouped query heads, where FlashAttention-4, or -3, was faster (docs/experiments/few-queries.md), and some more.
+GROUPED_CALLS = {
+    f"grouped {b} x {hq} / {hk}, {queries} queries, {keys} keys, head dim {dim}, {mask}": (
+        b, hq, hk, queries, keys, dim, mask
+    )
+    for b, hq, hk, queries, keys, dim, mask in (
+        (2, 65, 5, 136, 136, 56, FULL), (2, 20, 5, 291, 291, 160, FULL), (21, 8, 2, 131, 131, 64, CAUSAL),
+        (9, 22, 2, 376, 376, 32, FULL), (17, 90, 2, 94, 94, 24, FULL), (10, 84, 1, 66, 66, 56, CAUSAL),
+        (23, 92, 23, 303, 303, 120, FULL), (3, 66, 2, 410, 410, 224, CAUSAL), (10, 21, 1, 178, 178, 184, CAUSAL),
+        (4, 32, 8, 256, 256, 128, CAUSAL), (8, 32, 8, 512, 512, 128, CAUSAL), (16, 32, 4, 40, 1024, 128, FULL),
+    )
+}  # fmt: skip
 #: Of these other tiles are tried.
 TILES = (
     "decode 1 x 8k", "decode 8 x 8k", "decode 64 x 2k, 8 / 1 heads", "8 queries, 8 x 8k", "64 queries, 1 x 16k",
@@ -90,17 +104,21 @@ TILES = (
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SHAPE = ("dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 BURST_MS = 3.0
+ALL_CALLS = CALLS | HOPPER_CALLS | GROUPED_CALLS
 SHOWN = 6
 
 Calls = dict[str, Callable[[], torch.Tensor]]
 
 
 def posed(name: str) -> Problem:
-    batch, heads_q, heads_kv, queries, keys, dim, mask = (CALLS | HOPPER_CALLS)[name]
+    batch, heads_q, heads_kv, queries, keys, dim, mask = ALL_CALLS[name]
     return Problem("bf16", batch, heads_q, heads_kv, queries, keys, dim, dim, mask)
 
 
 def label(config: Config) -> str:
+    if key_splits.is_grouped(config):
+        size = f"M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
+        return f"grouped {size}{', in turn' if config['PINGPONG'] else ''} s{config['STAGES']}"
     if key_splits.splitting(config).name == key_splits.HOPPER_KERNEL:
         forms = ("PINGPONG", "in turn"), ("NUMBERED", "numbered"), ("Q_IN_REGISTERS", "Q kept")
         found = [f"hopper M{config['BLOCK_M']} N{config['BLOCK_N']}", *(said for name, said in forms if config[name])]
@@ -160,12 +178,30 @@ def hopper_splits(problem: Problem, fastest: Config) -> Iterator[Config]:
         yield from (form for form in forms if hopper_split.fits(spec, form))
 
 
+def grouped_tiles(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Tiles of several heads: the one that would serve, the estimated fastest of each size, the four estimated fastest; and
+    what serves otherwise, if its keys are split."""
+    choice = choosing.choose(problem, "fwd", gpu, True)
+    split, best = split_schedule.config_of(problem, choice.config, gpu, choice.row), grouped_schedule.best(problem, gpu)
+    ordered = sorted(
+        grouped_schedule.candidates(problem, gpu.arch), key=lambda one: grouped_schedule.grouped_us(problem, one, gpu)
+    )
+    fastest = {(one["BLOCK_M"], one["BLOCK_N"]): one for one in reversed(ordered)}  # of each size
+    found = [best[1]] if best else []
+    return [*found, *fastest.values(), *ordered[:4], *([split] if split else [])]
+
+
 def kernels_of(name: str, config: Config) -> list[tuple[Variant, Config, Problem]]:
-    """What runs for a config of a forward whose keys are split or, without SPLITS, of a tuned one."""
+    """What runs for a config of a kernel that runs in place of the tuned one, or of a tuned one."""
     problem = posed(name)
-    if "SPLITS" in config:
+    if in_place(config):
         return key_splits.kernels(problem, config, 90)
     return [(*one, problem) for one in passes.runs("fwd", problem.specialization, config, 90)]
+
+
+def in_place(config: Config) -> bool:
+    """Whether a config is of a kernel that runs in place of the tuned one."""
+    return "SPLITS" in config or key_splits.is_grouped(config)
 
 
 def compile_one(job: tuple[str, Config]) -> None:
@@ -182,7 +218,7 @@ def compile_all(wanted: dict[str, list[Config]]) -> int:
     for name, configs in wanted.items():
         for config in configs:
             spec = posed(name).specialization
-            variant = key_splits.splitting(config) if "SPLITS" in config else registry.variant_of("fwd", config)
+            variant = key_splits.splitting(config) if in_place(config) else registry.variant_of("fwd", config)
             binary = compiler.binary_config(variant, config)
             jobs.setdefault(
                 repr((spec, variant.name, sorted(binary.items()), config.get("SPLITS", 1) > 4)), (name, config)
@@ -229,19 +265,21 @@ def exact(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stream) -> dict[str, Any]:
     problem = posed(name)
-    b, hq, hk, sq, sk, d, _ = (CALLS | HOPPER_CALLS)[name]
+    b, hq, hk, sq, sk, d, _ = ALL_CALLS[name]
     q = torch.randn(b, hq, sq, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(b, hk, sk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     scale = d**-0.5
     choice = choosing.choose(problem, "fwd", gpu, True)
     tuned = choice.config
-    chosen = split_schedule.config_of(problem, tuned, gpu, choice.row)
+    chosen = grouped_schedule.instead_of(problem, tuned, gpu, choice.row)
     predicted = {
         "tuned": split_schedule.ordinary_us(problem, tuned, gpu, choice.row),
         "split": split_schedule.best(problem, gpu)[0],
     }
     if hopper := split_schedule.hopper_best(problem, gpu):
         predicted["hopper"] = hopper[0]
+    if problem.group > 1 and (grouped := grouped_schedule.best(problem, gpu)):
+        predicted["grouped"] = grouped[0]
     plan = passes.ForwardPlan(problem, q, k, v, scale, tuned)
     calls: Calls = {"tuned": lambda: plan(q, k, v)[0]}
     refused = 0
@@ -287,8 +325,10 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     }
 
 
-def candidates(problem: Problem, gpu: Gpu, tiles: bool, hopper: bool) -> list[Config]:
-    """What is timed beside the tuned kernel; ``tiles``, ``hopper``: as the options say."""
+def candidates(problem: Problem, gpu: Gpu, tiles: bool, hopper: bool, grouped: bool = False) -> list[Config]:
+    """What is timed beside the tuned kernel; ``tiles``, ``hopper``, ``grouped``: as the options say."""
+    if grouped:
+        return list({label(one): one for one in grouped_tiles(problem, gpu)}.values())
     fastest, found = split_schedule.best(problem, gpu)[1], list[Config]()
     if not hopper:
         found = [fastest, *(other_tiles if tiles else other_splits)(problem, fastest)]
@@ -300,18 +340,19 @@ def candidates(problem: Problem, gpu: Gpu, tiles: bool, hopper: bool) -> list[Co
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--tiles", is_flag=True, help="Try other tiles, not other numbers of parts.")
 @click.option("--hopper", is_flag=True, help="Calls of few tiles, by the warp-specialised kernel that splits keys.")
+@click.option("--grouped", is_flag=True, help="Grouped query heads, by the kernel whose tiles have several.")
 @click.option("--only", default="", help="Calls whose names contain this.")
 @click.option("--seconds", type=float, default=55.0, help="Begin no call after so many.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(tiles: bool, hopper: bool, only: str, seconds: float, out: Path) -> None:
+def main(tiles: bool, hopper: bool, grouped: bool, only: str, seconds: float, out: Path) -> None:
     started, stream = time.monotonic(), torch.cuda.Stream()
     random.seed(1)
     torch.manual_seed(1)
     gpu = dispatch.gpu_of(0)
     wanted: dict[str, list[Config]] = {}
-    for name in HOPPER_CALLS if hopper else TILES if tiles else CALLS:
+    for name in GROUPED_CALLS if grouped else HOPPER_CALLS if hopper else TILES if tiles else CALLS:
         if only in name:
-            wanted[name] = candidates(posed(name), gpu, tiles, hopper)
+            wanted[name] = candidates(posed(name), gpu, tiles, hopper, grouped)
     tuned = {name: [choosing.choose(posed(name), "fwd", gpu, True).config] for name in wanted}
     count = compile_all({name: [*tuned[name], *configs] for name, configs in wanted.items()})
     print(f"{count} binaries after {time.monotonic() - started:.0f} s", flush=True)

@@ -26,7 +26,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import group_schedule, split_backward_schedule, split_schedule, unseen
+from fa2tune.calling import group_schedule, grouped_schedule, split_backward_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -157,7 +157,7 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         for kernel, choice in choices.items():
             split = None
             if kernel == "fwd":
-                split = split_schedule.config_of(chooser.problem, choice.config, gpu, choice.row)
+                split = grouped_schedule.instead_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
             parts[kernel] = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
             kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts[kernel]}

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fa2tune.calling import defaults, split_backward_schedule, split_schedule
+from fa2tune.calling import defaults, grouped_schedule, split_backward_schedule
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
+from fa2tune.launching.key_splits import is_grouped
 from fa2tune.rows import lookup
 from fa2tune.rows.describe import PASSES
 from fa2tune.rows.row import MEASURED, PORTED, PREDICTED, Row, over_portable
@@ -51,8 +52,10 @@ class Served:
     filled_in: int = 0  #: first queries of a head that see no key and are not computed, which is expected to be faster
     #: of a split backward whose kernels run at a time, which is expected to be faster, how they begin ("dQ first"), of "bwd"
     order: str = ""
-    split: Config | None = None  #: of the kernel that splits keys among programs and runs in place of the row's, if any
-    unsplit: str = ""  #: why keys are not split although that is expected to be faster
+    #: of the kernel that splits keys among programs, or has tiles of several heads, and runs in place of the row's, if any
+    split: Config | None = None
+    unsplit: str = ""  #: why it does not although that is expected to be faster
+    unsplit_of: Config | None = None  #: of the kernel with tiles of several heads, if it is that one that does not
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
     otherwise: Config | None = None  #: that would run if none of the schedule model's did
@@ -65,6 +68,11 @@ class Served:
     def estimated(self) -> bool:
         """Whether a config runs that the schedule model has for the call's shape, and no row has."""
         return self.split is not None or self.few_tiles or self.form != ""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether what runs in place of the row's kernel has tiles of several query heads."""
+        return self.split is not None and is_grouped(self.split)
 
     @property
     def kernel(self) -> str:
@@ -121,7 +129,9 @@ class Served:
         """Half a line: "measured on h200 for the bucket of 512 (16k tokens, heads x head dim 2048), fresh"."""
         if not self.estimated:
             return self._of_row
-        what = "keys split among programs" if self.split is not None else self.form or "few tiles"
+        what = self.form or "few tiles"
+        if self.split is not None:
+            what = "tiles of several query heads" if self.grouped else "keys split among programs"
         if self.row is None:
             return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
@@ -303,9 +313,12 @@ class Explanation:
         ]
         for one in self.kernels:
             if one.split is not None:
-                said.append(split_schedule.about(self.problem, one.split))
+                said.append(grouped_schedule.about(self.problem, one.split))
             elif one.unsplit:
-                said.append(f"{one.kernel}: to split keys among programs is expected to be faster, but {one.unsplit}.")
+                what = (
+                    "to split keys among programs is" if one.unsplit_of is None else "tiles of several query heads are"
+                )
+                said.append(f"{one.kernel}: {what} expected to be faster, but {one.unsplit}.")
             elif one.few_tiles:
                 why = "short sequences" if self.problem.extent.ragged else "few tiles"
                 said.append(
@@ -356,7 +369,8 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "runs": {name: dict(config) for name, config in (served.runs or {}).items()},
         "binaries": dict(served.binaries or {}),
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
-        "split": dict(served.split) if served.split is not None else None, "unsplit": served.unsplit or None,
+        "split": dict(served.split) if served.split is not None and not served.grouped else None,
+        "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "form": served.form or None, "order": served.order or None,
     }  # fmt: skip

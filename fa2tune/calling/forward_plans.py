@@ -1,4 +1,5 @@
-"""The plan of a forward by its config: the tuned kernel, or keys split among programs where that is expected to be faster."""
+"""The plan of a forward by its config: the tuned kernel, or keys split among programs, or tiles of
+several heads, where that is expected to be faster."""
 
 from __future__ import annotations
 
@@ -7,23 +8,27 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling import copies, split_schedule
+from fa2tune.calling import copies, grouped_schedule
 from fa2tune.calling.choosing import log_once
 from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
-from fa2tune.launching.key_splits import SplitPlan, splitting
+from fa2tune.launching.key_splits import SplitPlan, is_grouped, splitting
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
 from fa2tune.spec.problem import Config, Problem
 
 #: How a forward is served whose keys are split among programs, for counting.
 KEYS_SPLIT = "schedule model, keys split"
+#: And one whose tiles have the query heads of a key head as rows.
+GROUPED = "schedule model, tiles of several heads"
 #: Behind how each kernel of a split backward is served, where both run at a time.
 AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
 #: so that no step of a decode loop waits for it, until ``dispatch.reload`` -> why.
 _REFUSED = dict[tuple[object, ...], str]()
+#: Whether tiles of several heads were -> what the log says of the tuned kernel.
+_TUNED_NEXT = {False: "keys are not split", True: "tiles of one head each"}
 
 
 def forward_plan(
@@ -40,7 +45,7 @@ def forward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
-            log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: keys are not split")
+            log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {_TUNED_NEXT[is_grouped(split)]}")
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
 
 
@@ -50,9 +55,9 @@ def forget() -> None:
 
 
 def split_of(problem: Problem, choice: Choice, gpu: Gpu) -> tuple[Config | None, str]:
-    """How keys are to be split of a forward that ``choice`` would serve otherwise, None: they are not to be; and why the
-    kernels for it could not be had before in this process, "": they were not refused."""
-    split = split_schedule.config_of(problem, choice.config, gpu, choice.row)
+    """How keys are to be split, or query heads to share tiles, of a forward that ``choice`` would serve otherwise, None: they
+    are not to be; and why the kernels for it could not be had before in this process, "": they were not refused."""
+    split = grouped_schedule.instead_of(problem, choice.config, gpu, choice.row)
     return split, "" if split is None else _REFUSED.get(_binary(problem, split, gpu), "")
 
 
@@ -60,9 +65,14 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
     """How each kernel of a plan is served, for counting. ``choices``: that the plan was asked for."""
     made = plan.plan if isinstance(plan, copies.Copying) else plan
     if isinstance(made, SplitPlan):
-        return [KEYS_SPLIT]
+        return [how(made.config)]
     at_a_time = AT_A_TIME if isinstance(made, BackwardPlan) and made.order else ""
     return [choice.step + at_a_time for choice in choices.values()]
+
+
+def how(config: Config) -> str:
+    """KEYS_SPLIT or GROUPED, by what a ``SplitPlan`` is made with."""
+    return GROUPED if is_grouped(config) else KEYS_SPLIT
 
 
 def _binary(problem: Problem, split: Config, gpu: Gpu) -> tuple[object, ...]:

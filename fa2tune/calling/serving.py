@@ -97,19 +97,21 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
-    found, unsplit = _Runs(needed, gpu, choice.measured), ""
+    found, unsplit, refused_tiles = _Runs(needed, gpu, choice.measured), "", None
     split, otherwise = None, in_row if choice.estimated else None
     if kernel == "fwd":
         split, unsplit = forward_plans.split_of(problem, choice, gpu)
         if split is not None:
             parted = _Runs(key_splits.kernels(problem, split, gpu.arch), gpu)
             unsplit = unsplit or parted.lacking
+            refused_tiles = split if unsplit and key_splits.is_grouped(split) else None
             split, found, otherwise = (None, found, otherwise) if unsplit else (split, parted, choice.config)
     if found.lacking and split is None and choice.otherwise is not None:
         return _served(chooser, kernel, kind, choice.of_row)
     return Served(
         choosing.key_of(problem, kernel, gpu), split or choice.config, answer, refused, changed, found.binaries,
         _nearest(chooser, kernel), scheduled, problem.mask, problem.unmeasured, parts, split=split, unsplit=unsplit,
+        unsplit_of=refused_tiles,
         few_tiles=choice.few_tiles, otherwise=otherwise, runs=found.configs, lacking=found.lacking,
         form=fused_schedule.about(choice),
     )  # fmt: skip
@@ -258,7 +260,7 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
-    forward whose keys are split among programs, the kernels that run in its place."""
+    forward whose keys are split among programs, or whose tiles have several heads, the kernels that run in its place."""
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}

@@ -150,7 +150,9 @@ def _ladder(served: Served, here: Toolchain, strategy: str) -> Iterator[str]:
     answer = served.answer
     step = answer.step if answer else "no row serves"
     if served.estimated:
-        by = forward_plans.KEYS_SPLIT if served.split is not None else BY_FORM if served.form else BY_FEW_TILES
+        by = BY_FORM if served.form else BY_FEW_TILES
+        if served.split is not None:
+            by = forward_plans.how(served.split)
         yield f"{served.kernel}: {by}"
         for kernel, config in (served.runs or {}).items():
             yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing, fused_schedule, packed_schedule, schedule, split_schedule
+from fa2tune.calling import choosing, fused_schedule, grouped_schedule, packed_schedule, schedule, split_schedule
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
@@ -133,6 +133,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from group_parts.helpers(problem, arch)
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
+        yield from grouped_schedule.all_kernels(problem, arch)
     few = schedule.for_few_tiles(spec, arch) if problem.mask.measured else None
     if few is not None and schedule.covers(variant):
         yield from ((*one, problem) for one in runs(kernel, spec, few, arch))

@@ -3,6 +3,9 @@
 Each part's sums go to a workspace and are put together after (kernels/portable/fwd_combine.py); of one part there is nothing to
 put together. Tiles of kernels/portable/fwd_split.py have the queries of all heads of a key head as rows, those of
 kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts: ``calling/split_schedule.py``.
+
+A forward by kernels/sm90/fwd_grouped.py, whose keys are not split, is planned here as well: it, too, runs in place of the tuned
+kernel (``calling/grouped_schedule.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, Place, Workspace, bind, chain, form, strides_of
 from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, lse_shape, without_memory
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
+from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -25,10 +29,23 @@ from fa2tune.spec.score import NONE
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 SPLIT_KERNEL, HOPPER_KERNEL, COMBINE_KERNEL = "portable/fwd_split", "sm90/fwd_split", "portable/fwd_combine"
+GROUPED_KERNEL = "sm90/fwd_grouped"
+
+
+def is_grouped(config: Config) -> bool:
+    """Whether a config is of the kernel whose tiles have the query heads of a key head as rows."""
+    return "MEMBERS" in config
+
+
+def parts_of(config: Config) -> int:
+    """Into how many parts keys are split."""
+    return int(config.get("SPLITS", 1))
 
 
 def splitting(config: Config) -> Variant:
     """The kernel that a config is of."""
+    if is_grouped(config):
+        return variant_named(GROUPED_KERNEL)
     return variant_named(HOPPER_KERNEL if implementation_of(config) == WARP_SPECIALIZED else SPLIT_KERNEL)
 
 
@@ -48,8 +65,8 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     """What runs for a config of the first, in order, each with its config and a problem whose specialization it is compiled
     for."""
     found = [(splitting(config), config, problem)]
-    if config["SPLITS"] > 1:
-        found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, config["SPLITS"]), plain(problem)))
+    if parts_of(config) > 1:
+        found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, parts_of(config)), plain(problem)))
     return found
 
 
@@ -73,6 +90,15 @@ def hopper_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
     return hopper_split.tiles(problem.specialization, arch)
 
 
+def grouped_tiles(problem: Problem, arch: int) -> tuple[tuple[int, int], ...]:
+    """(rows, keys of a block) that a tile of kernels/sm90/fwd_grouped.py may have; none, where it cannot compute this call, or
+    this Triton it."""
+    variant = variants().get(GROUPED_KERNEL)
+    if variant is None or problem.group < 2 or not problem.tma or refused_mask(variant, problem.specialization):
+        return ()
+    return fwd_grouped.tiles(problem.specialization, arch)
+
+
 def bound(
     problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
 ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
@@ -82,8 +108,8 @@ def bound(
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
     places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
     block: list[torch.Tensor] = []
-    if config["SPLITS"] > 1:
-        places["o_parts"], places["stats"] = made = sums(problem, config["SPLITS"])
+    if parts_of(config) > 1:
+        places["o_parts"], places["stats"] = made = sums(problem, parts_of(config))
         block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
     scalars = {"heads_kv": problem.heads_kv}
     launches = []
@@ -103,7 +129,7 @@ class SplitPlan:
     def __init__(
         self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, config: Config
     ) -> None:
-        self.problem, self.softmax_scale = problem, softmax_scale
+        self.problem, self.softmax_scale, self.config = problem, softmax_scale, config
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
         tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}

@@ -269,6 +269,12 @@ def _addressed(
     return [_MOST_ROWS, _MOST_ROWS, heads, _PACKED_ROWS, dim], [back, row_step, head_step, row_step, one]
 
 
+def _by_member(shape: Sequence[int], steps: Sequence[int], group: int) -> tuple[list[int], list[int]]:
+    """(shape, strides) of a (batch, heads, rows, dim) tensor as (batch, key heads, rows, heads of a key head, dim)."""
+    (batch, heads, rows, dim), (batch_step, head_step, row_step, one) = shape, steps
+    return [batch, heads // group, rows, group, dim], [batch_step, group * head_step, row_step, head_step, one]
+
+
 @dataclass(frozen=True)
 class Form:
     """What the binary of a config says of a kernel's parameters."""
@@ -313,7 +319,10 @@ def _bound(
         if name in formed.described:
             whole = variant.rest_of.get(name, name)
             shape, steps = _addressed(whole, problem, strides.get(whole), workspaces)
-            maps = Maps(next(formats), shape, steps)
+            wanted = next(formats)
+            if len(wanted.block) > len(shape):  # a tile of several query heads
+                shape, steps = _by_member(shape, steps, problem.group)
+            maps = Maps(wanted, shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)
             except CudaError as error:

@@ -1,4 +1,4 @@
-"""What benchmarks/few_queries.py --hopper will time, on a machine without a GPU."""
+"""What benchmarks/few_queries.py --hopper and --grouped will time, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from benchmark_scripts import script
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, split_schedule
+from fa2tune.calling import choosing, grouped_schedule, split_schedule
 from fa2tune.compiling import limits
 
 few_queries = script("few_queries")
@@ -37,3 +37,22 @@ def test_they_span_what_the_choice_depends_on() -> None:
     chosen = [split_schedule.config_of(problem, one.config, H200, one.row) for problem, one in choices.items()]
     by_hopper = [split for split in chosen if split and split_schedule.splitting(split).name == "sm90/fwd_split"]
     assert 0 < len(by_hopper) < len(chosen), "some for which it is predicted to be worth it, and some not"
+
+
+@pytest.mark.parametrize("name", few_queries.GROUPED_CALLS)
+@pytest.mark.parametrize("on", [False, True])
+def test_a_call_of_grouped_heads_is_timed_by_what_would_serve_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, on: bool
+) -> None:
+    monkeypatch.setattr(grouped_schedule, "GROUPED_TILES", on)
+    problem = few_queries.posed(name)
+    configs = few_queries.candidates(problem, H200, False, False, True)
+    labels = [few_queries.label(config) for config in configs]
+    assert len(set(labels)) == len(labels) <= 10
+    assert sum(label.startswith("grouped") for label in labels) >= 3, labels
+    choice = choosing.choose(problem, "fwd", H200, True)
+    chosen = grouped_schedule.instead_of(problem, choice.config, H200, choice.row)
+    assert chosen is None or few_queries.label(chosen) in labels
+    for config in configs:
+        for variant, its_config, what in few_queries.kernels_of(name, config):
+            assert limits.before_compile(variant, what.specialization, its_config, H200) is None

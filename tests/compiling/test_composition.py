@@ -47,7 +47,15 @@ def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
 FUSED_HOPPER = {"sm90/bwd_fused", "sm90/bwd_beside"}
 FUSED_AMPERE = {"sm80/bwd_fused", "sm80/bwd_ordered"}
-HOPPER = {"sm90/fwd", "sm90/fwd_split", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90/bwd_dq", "sm90/bwd_dkdv"}
+HOPPER = {
+    "sm90/fwd",
+    "sm90/fwd_split",
+    "sm90/fwd_grouped",
+    *FUSED_HOPPER,
+    "sm90/bwd_prepare",
+    "sm90/bwd_dq",
+    "sm90/bwd_dkdv",
+}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ HOPPER = {"sm90/fwd", "sm90/fwd_split", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90
         ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
          PORTABLE | HOPPER | {"sm80/fwd", *FUSED_AMPERE}, {"band"}),
         ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
-         {"sm90/fwd", "sm90/fwd_split", "sm90/bwd_dq", "sm80/fwd", *FUSED_AMPERE}, {"causal"}),
+         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm80/fwd", *FUSED_AMPERE}, {"causal"}),
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
          {"sm90/bwd_fused", "sm90/bwd_dkdv", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
@@ -72,7 +80,7 @@ HOPPER = {"sm90/fwd", "sm90/fwd_split", *FUSED_HOPPER, "sm90/bwd_prepare", "sm90
         ("kernels.scores.none", "transformed=transformed", "transformed=None", set(), set()),
         # constants of a search space: taken by a kernel's file, by a file that it imports, by a kernel that runs before it
         ("search_spaces.sm90.fwd", "PRODUCER_REGISTERS = 24", "PRODUCER_REGISTERS = 32",
-         {"sm90/fwd", "sm90/fwd_split"}, None),
+         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped"}, None),
         ("search_spaces.portable.fwd_norms", "PARTS = 32", "PARTS = 64", {"portable/fwd_norms", "sm90/fwd"}, None),
         # what decides which calls a config is chosen for, which points are searched, what is tried first
         ("search_spaces.sm90.fwd", "LEAST_QUERIES = 1024", "LEAST_QUERIES = 2048", set(), set()),

@@ -1,0 +1,257 @@
+"""Forward for Hopper whose tiles have the query heads of a key head as rows: that of kernels/sm90/fwd.py for grouped heads of
+few queries, which fill no tile of their own. K and V are read once for all heads of a tile.
+
+Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy"."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.common import LOWEST
+from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper_forward import (
+    K_EMPTY,
+    ROWS,
+    V_EMPTY,
+    Barriers,
+    Call,
+    Form,
+    Shared,
+    await_turn,
+    hand_back,
+    heads_in_band,
+    of_carried,
+    pass_turn_on,
+    quotients,
+    repack,
+    sum_parts,
+    to_carry,
+    turns_of,
+    words_suit,
+)
+from fa2tune.kernels.lib.hopper_grouped import (
+    members_of,
+    place_of,
+    produce_grouped,
+    rows_for,
+    rows_in,
+    slots,
+    store_rows,
+    tiles_of,
+    where_seen,
+)
+from fa2tune.kernels.lib.hopper_key_parts import pass_entries
+from fa2tune.kernels.lib.hopper_keys import Seen, issue_scores, over_keys
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    descriptors_of,
+    first_parts,
+    loaded,
+    product_layout,
+    products_done,
+    shared_for,
+    tiles_in,
+    zeros_for,
+)
+from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Outputs(NamedTuple):
+    o: tuple  #: descriptors of its parts
+    lse: gl.tensor  #: pointer to [B, Hq, Sq]
+
+
+@gluon.jit
+def _one_tile(
+    turn, done, start, head, tiles, heads, out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr,
+    form,
+):  # fmt: skip
+    """This group's rows of a program's turn-th tile, that of queries from ``start`` on. Returns what the next tile is called
+    with: (done, start, head)."""
+    QUERIES: gl.constexpr = ROWS // MEMBERS
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_N)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
+    AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
+    row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    offset = seqlen_k - seqlen_q  # bottom-right: query i sees keys up to i + offset
+    first = start + CONSUMER * QUERIES
+    rows = first + gl.arange(0, ROWS, layout=row_s) // MEMBERS
+    below = form.BLOCKS_BELOW(first + QUERIES, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    n_blocks = below - form.FIRST_BLOCK(start, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + QUERIES, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    n_masked = 1
+    if form.RIGHT_BOUNDED:
+        n_masked = gl.maximum(below - clear_end, 1)
+    n_clear = n_blocks  # from there on blocks lie under the mask's left side
+    if form.LEFT_BOUNDED:
+        n_masked = gl.minimum(n_masked, n_blocks)
+        n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
+    if form.RIGHT_BOUNDED:  # blocks that only later groups see
+        ends = form.BLOCKS_BELOW(start + form.BLOCK_M // MEMBERS, seqlen_q, seqlen_k, window, form.BLOCK_N)
+        done = pass_entries(done, ends - below, barriers, CONSUMER, form)
+    q_tile = rows_in(smem.q, CONSUMER)
+    mbarrier.wait(barriers.q_ready.index(CONSUMER), turn & 1)
+    if form.Q_IN_REGISTERS:
+        q_tile = loaded(q_tile, gl.DotOperandLayout(0, s_layout, 2))
+
+    # ---- the last block, which may be ragged
+    s = issue_scores(q_tile, smem, barriers, done, True, CONSUMER, form)
+    if form.PINGPONG:
+        pass_turn_on(CONSUMER, form.GROUPS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    hand_back(barriers.k_empty, done, True, K_EMPTY, form)
+    if form.NEGATE:
+        s = -s
+    s = form.HIDE(s, rows, (below - 1) * form.BLOCK_N, offset, seqlen_k, window, s_layout)
+    peak = gl.maximum(gl.max(s, 1) * qk_scale, LOWEST)
+    weights = gl.exp2(gl.fma(s, qk_scale, -peak[:, None]))
+    total = sum_parts(weights)
+    p = to_carry(weights, dtype, p_layout, AS_WORDS)
+    acc = zeros_for(smem.v, ROWS)
+    seen = Seen(rows, offset, seqlen_k, window, below, done)
+    if form.RIGHT_BOUNDED:
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
+        )  # fmt: skip
+    p = repack(p)
+    acc, total, peak, p = over_keys(
+        acc, total, peak, p, n_masked, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, False
+    )  # fmt: skip
+    if form.LEFT_BOUNDED:
+        p = repack(p)
+        acc, total, peak, p = over_keys(
+            acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
+        )  # fmt: skip
+    if form.O_THROUGH != "q":
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
+
+    # ---- the last P V, and beside it where this tile goes and which one is next
+    done += n_blocks
+    v_stage = (done - 1) % form.STAGES
+    mbarrier.wait(barriers.v_ready.index(v_stage), ((done - 1) // form.STAGES) & 1)
+    acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
+    members = members_of(head, call, MEMBERS)
+    next_start, next_head = place_of(turn + 1, tiles, heads, call, MEMBERS, form)
+    acc = products_done(acc)
+    hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
+
+    # a row whose scores are all -inf has total 0: 0 / 0 = NaN, as softmax has it; a row with no key at all is 0
+    row_total = gl.sum(total, 1)
+    word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
+    o = quotients(acc, row_total)
+    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED:
+        word = gl.where(form.SEES_A_KEY(rows, offset, seqlen_k, window), word, float("-inf"))
+        o = where_seen(o, first, offset, seqlen_k, window, MEMBERS, form.SEES_A_KEY)
+    member = members.first + gl.arange(0, ROWS, layout=row_s) % MEMBERS
+    heads_before = members.b * call.heads_q + members.h_kv * call.group
+    place = (heads_before + member).to(gl.int64) * seqlen_q + rows
+    gl.store(out.lse + place, word, mask=(rows < seqlen_q) & (member < call.group))
+    store_rows(o, out.o, members, first, smem.o, CONSUMER)
+    if form.O_THROUGH == "q":
+        tma_store_wait(0)
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
+    return done, next_start, next_head
+
+
+@gluon.jit
+def _consume(out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form):
+    """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
+    if form.PINGPONG and CONSUMER == form.GROUPS - 1:
+        pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
+    tiles, heads = tiles_of(call, MEMBERS, form)
+    start, head = place_of(0, tiles, heads, call, MEMBERS, form)
+    done = 0  # key blocks of earlier tiles
+    for turn in range(turns_of(tiles * heads)):
+        done, start, head = _one_tile(
+            turn, done, start, head, tiles, heads, out, smem, barriers, qk_scale, call, CONSUMER, MEMBERS, form
+        )
+    if form.PINGPONG and CONSUMER == 0:
+        await_turn(CONSUMER)  # the last group has passed on once more than it was passed
+    tma_store_wait(0)
+
+
+@gluon.jit
+def fwd_hopper_grouped_kernel(
+    q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
+    q_rest, k_rest, v_rest, o_rest,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
+    BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
+
+    q, o: descriptors of blocks [1, 1, 64 / MEMBERS, MEMBERS, columns] of [B, Hkv, Sq, group, columns]; k, v, the rest of each,
+    qk_scale and Sk as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. Any number of programs: each takes
+    every n-th tile."""
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
+    LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
+    COLUMNS: gl.constexpr = BLOCK_D + REST_D + BLOCK_DV + REST_DV
+    q, k = descriptors_of(q, q_rest), descriptors_of(k, k_rest)
+    v, o = descriptors_of(v, v_rest), descriptors_of(o, o_rest)
+    q_smem = rows_for(q, GROUPS, MEMBERS, BLOCK_D, REST_D)
+    k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
+    v_smem = shared_for(v, STAGES, BLOCK_N, BLOCK_DV, REST_DV)
+    o_smem = first_parts(q_smem, o) if O_THROUGH == "q" else rows_for(o, GROUPS, MEMBERS, BLOCK_DV, REST_DV)
+    q_ready, q_empty = slots(GROUPS, 1), slots(GROUPS, 1)
+    k_ready, v_ready = slots(STAGES, 1), slots(STAGES, 1)
+    k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
+    if not NUMBERED:
+        k_empty, v_empty = slots(STAGES, GROUPS), slots(STAGES, GROUPS)
+    fence_async_shared()
+    out = Outputs(o, lse)
+    smem = Shared(q_smem, k_smem, v_smem, o_smem)
+    barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
+    band = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
+    call = Call(batch, heads_q, group, seqlen_q, seqlen_k, band, (window_left, window_right))
+    form: gl.constexpr = Form(
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, PINGPONG=PINGPONG, RESCALE="lazy",
+        Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=False, BLOCKS_BELOW=BLOCKS_BELOW,
+        FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
+        RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
+    )  # fmt: skip
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (_consume, (out, smem, barriers, qk_scale, call, 0, MEMBERS, form)),
+            (produce_grouped, (q, k, v, smem, barriers, call, MEMBERS, form)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (out, smem, barriers, qk_scale, call, 0, MEMBERS, form)),
+            (_consume, (out, smem, barriers, qk_scale, call, 1, MEMBERS, form)),
+            (produce_grouped, (q, k, v, smem, barriers, call, MEMBERS, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
+    return min(fwd_grouped.programs(problem, config), sm_count * fwd_grouped.HELD[config["BLOCK_M"]][0])
+
+
+VARIANT = Variant(
+    kernel=fwd_hopper_grouped_kernel,
+    space=fwd_grouped.SPACE,
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": ""},
+    descriptors={"q": (1, 1, "QUERIES", "MEMBERS", "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
+                 "o": (1, 1, "QUERIES", "MEMBERS", "BLOCK_DV"),
+                 "q_rest": (1, 1, "QUERIES", "MEMBERS", "REST_D"), "k_rest": ("BLOCK_N", "REST_D"),
+                 "v_rest": ("BLOCK_N", "REST_DV"), "o_rest": (1, 1, "QUERIES", "MEMBERS", "REST_DV")},
+    rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "o_rest": "o"},
+    grid=_grid,
+    constants=lambda spec, config: {
+        "NEGATE": spec.negate, **fwd_grouped.blocks(spec), "QUERIES": fwd.ROWS // config["MEMBERS"],
+        "CONSUMER_REGISTERS": fwd_grouped.HELD[config["BLOCK_M"]][2],
+    },
+    min_arch=90,
+    max_arch=90,
+)  # fmt: skip

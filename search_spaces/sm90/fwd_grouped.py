@@ -1,0 +1,113 @@
+"""Tiles of kernels/sm90/fwd_grouped.py: they follow from head dims, mask and the call's heads and lengths, and nothing is
+searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "lazy" and one Q tile."""
+
+from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
+from fa2tune.spec.variant import SearchSpace
+
+#: BLOCK_M: one consumer group, or two.
+ROWS = (64, 128)
+#: BLOCK_M -> programs that a multiprocessor holds at once, maxnreg for that, and registers that a consumer thread gets then.
+HELD = {64: (2, 128, 232), 128: (1, 0, 240)}
+#: Of a consumer thread, beside its tiles: with fewer ptxas spills; and at the launch beside a product.
+SPARE_REGISTERS, BESIDE_A_PRODUCT = 32, 30
+#: Keys of a block.
+KEYS = (64, 128)
+#: Query heads of a key head that are rows of one tile, the last of them perhaps not there.
+MEMBERS = (2, 4, 8, 16, 32, 64)
+
+
+def blocks(spec: Specialization) -> dict[str, int]:
+    """Columns of the parts of Q's and V's head dims; REST_D and REST_DV are 0 where there is one part."""
+    d, dv = head_dim_parts(spec.head_dim), head_dim_parts(spec.head_dim_v)
+    return {"BLOCK_D": d[0], "REST_D": d[1], "BLOCK_DV": dv[0], "REST_DV": dv[1]}
+
+
+def columns(spec: Specialization) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of those of V and O: of all parts."""
+    return sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
+
+
+def fits(spec: Specialization, config: Config) -> bool:
+    """Whether shared memory holds Q, O and the stages of K and V, and registers scores, output, the weights of the block
+    before, and Q where it stays; at the launch one product. Each program uses 1 KiB more of shared memory."""
+    (d, dv), rows, keys = columns(spec), config["BLOCK_M"], config["BLOCK_N"]
+    held, at_launch, registers = HELD[rows]
+    own = rows * dv if config["O_THROUGH"] == "own" else 0
+    shared = 2 * (rows * d + own + config["STAGES"] * keys * (d + dv)) + BARRIER_BYTES
+    live = keys // 2 + dv // 2 + keys // 4 + (d // 4 if config["Q_IN_REGISTERS"] else 0)
+    product = max(keys, blocks(spec)["BLOCK_DV"]) // 2 + BESIDE_A_PRODUCT
+    return (
+        shared <= (SHARED_BYTES + 1024) // held - 1024
+        and live <= registers - SPARE_REGISTERS
+        and product <= (at_launch or product)
+        and (config["O_THROUGH"] == "own" or _alike(spec))
+    )
+
+
+def _alike(spec: Specialization) -> bool:
+    """Whether O's parts have the shapes of Q's, so that it can leave through Q's memory."""
+    found = blocks(spec)
+    return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
+
+
+def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
+    """With memory of O's own, else that of Q, then with as many stages as fit; None: nothing fits."""
+    widest = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+    several = rows > ROWS[0] and widest <= 128
+    tile = {
+        "BLOCK_M": rows, "BLOCK_N": keys, "PINGPONG": several, "Q_IN_REGISTERS": rows == ROWS[0],
+        "NUMBERED": several and (spec.mask != "full" or widest == 128), "num_warps": 4, "maxnreg": HELD[rows][1],
+    }  # fmt: skip
+    found = ({**tile, "O_THROUGH": o, "STAGES": stages} for o in ("own", "q") for stages in (3, 2))
+    return next((one for one in found if fits(spec, one)), None)
+
+
+def tiles(spec: Specialization, arch: int) -> tuple[tuple[int, int], ...]:
+    """(rows, keys of a block) that a tile may have; none, where the kernel cannot compute such a call."""
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.ragged or spec.score != "none":
+        return ()
+    return tuple((rows, keys) for rows in ROWS for keys in KEYS if _tile(spec, rows, keys) is not None)
+
+
+def config_of(spec: Specialization, rows: int, keys: int, members: int) -> Config:
+    """``members``: one of MEMBERS. ValueError: ``rows`` and ``keys`` are none of ``tiles``."""
+    tile = _tile(spec, rows, keys)
+    if tile is None:
+        raise ValueError(
+            f"rows, keys: got {rows}, {keys} for head dims {spec.head_dim} and {spec.head_dim_v}, which no such tile fits"
+        )
+    return {**tile, "MEMBERS": members}
+
+
+def default(spec: Specialization, arch: int) -> Config:
+    return config_of(spec, ROWS[-1], KEYS[0], MEMBERS[1])
+
+
+def query_heads(problem: Problem, config: Config) -> int:
+    """Heads that tiles have, counted over a batch entry: of each key head so many query heads at once."""
+    return problem.heads_kv * -(-problem.group // config["MEMBERS"])
+
+
+def programs(problem: Problem, config: Config) -> int:
+    """Tiles: what is shared out among programs."""
+    return int(problem.query_tiles(config["BLOCK_M"] // config["MEMBERS"]) * query_heads(problem, config))
+
+
+SPACE = SearchSpace(
+    name="fwd_hopper_grouped",
+    dimensions={
+        "BLOCK_M": ROWS,
+        "BLOCK_N": KEYS,
+        "MEMBERS": MEMBERS,
+        "STAGES": (2, 3),
+        "PINGPONG": (False, True),
+        "Q_IN_REGISTERS": (False, True),
+        "O_THROUGH": ("own", "q"),
+        "NUMBERED": (False, True),
+        "num_warps": (4,),
+        "maxnreg": (0, 128),
+    },
+    constraints=(),
+    default=default,
+)

@@ -1,0 +1,91 @@
+"""The Hopper forward whose tiles have the query heads of a key head as rows, compiled for sm_90 without a GPU: limits, spills,
+its loops and its copies, read off its machine code. What it computes: tests/launching/test_grouped_in_python.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from hopper_builds import TESTED, Asked, Built, builder
+
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
+from fa2tune.search_spaces.sm90 import fwd_grouped
+from fa2tune.spec.problem import Config, Specialization
+
+H200 = gpus.named("h200")
+GROUPED = registry.variant_named("sm90/fwd_grouped")
+#: Words of a thread that may be spilled outside of the loops.
+MOST_SPILLS = 14
+
+
+class Case(NamedTuple):
+    dims: tuple[int, int]
+    mask: str
+    rows: int
+    keys: int
+    members: int
+
+    @property
+    def spec(self) -> Specialization:
+        return Specialization("bf16", *self.dims, self.mask)
+
+    @property
+    def config(self) -> Config:
+        return fwd_grouped.config_of(self.spec, self.rows, self.keys, self.members)
+
+    @property
+    def asked(self) -> Asked:
+        return GROUPED.name, self.spec, tuple(sorted(compiler.binary_config(GROUPED, self.config).items()))
+
+
+CASES = [
+    Case((128, 128), "full", 128, 128, 4), Case((128, 128), "causal", 128, 128, 8), Case((128, 128), "causal", 64, 64, 4),
+    Case((128, 128), "band", 128, 128, 4), Case((64, 64), "causal", 64, 64, 4), Case((64, 64), "full", 128, 128, 16),
+    Case((64, 64), "causal", 64, 128, 64), Case((32, 32), "full", 128, 128, 2), Case((24, 24), "full", 64, 64, 8),
+    Case((56, 56), "causal", 128, 64, 32), Case((160, 160), "full", 64, 64, 2), Case((160, 160), "full", 128, 128, 2),
+    Case((184, 184), "causal", 128, 64, 16), Case((224, 224), "causal", 128, 64, 32), Case((256, 256), "full", 128, 64, 4),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Callable[[Asked], Built]]:
+    with builder([case.asked for case in CASES]) as build:
+        yield build
+
+
+def of_keys(listing: str, config: Config) -> list[Any]:
+    """The loops over key blocks."""
+    return [loop for loop in sass.loops(listing) if loop.mufu >= config["BLOCK_N"] // 2]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_compiles_within_the_limits(case: Case, built: Callable[[Asked], Built]) -> None:
+    assert limits.before_compile(GROUPED, case.spec, case.config, H200) is None
+    found = built(case.asked)
+    assert limits.after_compile(found.binary, H200) is None
+    assert limits.blocks_per_sm(found.binary, H200) >= fwd_grouped.HELD[case.rows][0]
+    assert not operandcheck.unsound(found.listing)
+    if TESTED:
+        assert not re.findall(r"C75\d\d", found.said), "products one after the other"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_loop_over_keys_spills(case: Case, built: Callable[[Asked], Built]) -> None:
+    found = built(case.asked)
+    spilled = sorted(loop.local_bytes for loop in of_keys(found.listing, case.config))
+    assert len(spilled) >= case.rows // 64 and spilled[0] == 0
+    if TESTED:
+        assert spilled[-1] == 0 and found.binary.spills <= MOST_SPILLS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_q_and_o_are_copied_by_boxes_of_five_dimensions(case: Case, built: Callable[[Asked], Built]) -> None:
+    """Of each group and part one store, which its warps share, and at least one load; o leaves by nothing else, and of lse each
+    thread stores two rows."""
+    groups, listing = case.rows // 64, built(case.asked).listing
+    parts = 2 if fwd_grouped.blocks(case.spec)["REST_DV"] else 1
+    assert listing.count("UTMALDG.5D") >= groups * parts and listing.count("UTMASTG.5D") == groups * parts
+    assert "UTMASTG.4D" not in listing and len(re.findall(r"\bSTG\.E", listing)) == 2 * groups
