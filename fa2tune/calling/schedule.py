@@ -21,7 +21,7 @@ import numpy as np
 from fa2tune.calling.empty import is_empty
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns, few_tiles, suited
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import Variant
 
@@ -45,12 +45,11 @@ ALONE = 1 / 1.5
 FEW_LAUNCH_US, FEW_START, FEW_BLOCK_US = 2.4, 3.0, 0.4
 #: Tiles for each multiprocessor up to which ``few_tiles`` was measured.
 FEW_TILES = 7
-#: Head dims up to this keep their rows' configs under a mask: those have tiles of 64 rows where they were measured to be
-#: faster. Without a mask no row has. A block costs so much more there: five causal calls of ``launch_choices.py --small``.
-NARROW_DIM, NARROW_COST = 64, 1.1
+#: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
+FEW_TILES_ABOVE = 64
 #: It must be predicted to be faster than a row's config by this share; by the second one where the head dims have parts, as one
-#: such call was timed (docs/experiments/head-dims.md: 160, 0.78 of the time of tiles of 128 rows), or are narrow.
-FEW_MARGIN, FEW_MARGIN_ELSEWHERE = 0.04, 0.1
+#: such call was timed (docs/experiments/head-dims.md: 160, 0.78 of the time of tiles of 128 rows).
+FEW_MARGIN, FEW_MARGIN_IN_PARTS = 0.04, 0.1
 #: Another order, and another row, must be predicted to be faster by this share: a measured choice stands against a guess, and
 #: times of rows were taken at clocks that differ.
 MARGIN, ROW_MARGIN = 0.02, 0.03
@@ -229,8 +228,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     few = for_few_tiles(problem.specialization, row.key.arch)
     if few is None or (time := few_tiles_us(problem, few, sm_count)) is None:
         return row, config
-    timed = few["IN_PARTS"] == "none" and not _is_narrow(problem.specialization)
-    margin = FEW_MARGIN if timed else FEW_MARGIN_ELSEWHERE
+    margin = FEW_MARGIN if few["IN_PARTS"] == "none" else FEW_MARGIN_IN_PARTS
     return row, few if time < (1 - margin) * least else config
 
 
@@ -242,13 +240,9 @@ def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Co
 
 @lru_cache(maxsize=1024)
 def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
-    """The config for calls of few tiles; None: these head dims have none, or keep their rows' (NARROW_DIM)."""
-    few, kept = few_tiles(spec), _is_narrow(spec) and (spec.mask != FULL.name or spec.ragged)
-    return None if kept or SPACE.broken(few, spec, arch) is not None else few
-
-
-def _is_narrow(spec: Specialization) -> bool:
-    return min(spec.head_dim, spec.head_dim_v) <= NARROW_DIM
+    """The config for calls of few tiles; None: these head dims have none, or are too narrow (FEW_TILES_ABOVE)."""
+    few, wide = few_tiles(spec), min(spec.head_dim, spec.head_dim_v) > FEW_TILES_ABOVE
+    return few if wide and SPACE.broken(few, spec, arch) is None else None
 
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
@@ -262,7 +256,6 @@ def few_tiles_us(problem: Problem, few: Config, sm_count: int) -> float | None:
         return None
     wide = columns_of_parts(problem.specialization, few["IN_PARTS"])
     block = FEW_BLOCK_US * PROGRAMS[few["maxnreg"]] * (2 * _of_columns(wide, 512) if wide > 256 else 1.0)
-    block *= NARROW_COST if _is_narrow(problem.specialization) else 1.0
     return FEW_LAUNCH_US + block * busiest(problem, few, sm_count, FEW_START)
 
 
