@@ -159,7 +159,7 @@ def fitted(spec: Specialization, config: Config) -> Config:
     add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and
     1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See docs/experiments/head-dims.md."""
     if not has_parts(spec) or max(block_dims(spec)) == 64:
-        loop = NARROW_LOOP if is_narrow(spec) and not joined(config) else {}
+        loop = NARROW_LOOP if is_narrow(spec) and config["PERSISTENT"] and not joined(config) else {}
         return {**config, **loop, "IN_PARTS": False, "NARROW": is_narrow(spec)}
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
     return {**config, "REDUCE": "vector", "IN_PARTS": True, "NARROW": False, "HEADS_PER_WAVE": heads, "num_warps": 4}
