@@ -76,7 +76,7 @@ class Known:
     node: lookup.Toolchain
     fitted: dict[int, Fitted] = field(default_factory=dict)  #: by identity of the row, which it holds
     of_other_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, by its identity
-    found: dict[tuple[str, Kind], Lookup] = field(
+    found: dict[tuple[object, ...], Lookup] = field(
         default_factory=dict
     )  #: by kernel and kind, backward and deterministic
     better_defaults: dict[str, Config | None] = field(default_factory=dict)
