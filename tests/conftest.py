@@ -52,6 +52,8 @@ COMPILING = tuple(
         "hopper_forward",
         "hopper_masks",
         "hopper_split",
+        "hopper_grouped",
+        "backward_narrow",
         "hostside",
         "sm80",
         "hopper",

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -129,6 +130,7 @@ def among_rows(shape):
         return chosen(shape)[1]
 
 
+@cache
 def losses(path):
     """(of the config chosen when it was recorded, of the one chosen now), over the best candidate, for 64 random calls. Every
     shipped config in five tile orders was raced on an H200 by benchmarks/launch_choices.py."""
