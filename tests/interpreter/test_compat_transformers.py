@@ -313,9 +313,7 @@ def test_a_vision_model_whose_layers_say_that_they_are_causal_looks_both_ways():
         pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
         one = transformers.Phi4MultimodalVisionModel(config).eval()
         with torch.no_grad():
-            for (
-                weight
-            ) in one.parameters():  # its own first weights make scores of hundreds, and float32 rounds those coarsely
+            for weight in one.parameters():  # the model's own make scores of hundreds, which float32 rounds coarsely
                 weight.normal_(std=0.1)
             found.append(one(pixel_values=pixels).last_hidden_state)
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
