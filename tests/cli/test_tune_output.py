@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,10 @@ import pytest
 from fa2tune.rows import reader
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes and signals of POSIX")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="pipes and signals of POSIX"),
+    pytest.mark.usefixtures("quick_starts"),
+]
 
 #: The command with fake functions: no compiler. The name of an A100 means a prediction wherever this runs.
 COMMAND = """
@@ -51,7 +53,8 @@ WHOLE = {(dtype, bucket) for dtype in ("bf16", "fp16") for bucket in (512, 1024)
 
 class Tune:
     def __init__(self, folder: Path) -> None:
-        self.cache = folder / "c.sqlite"
+        self.cache, self.command = folder / "c.sqlite", folder / "command.py"
+        self.command.write_text(COMMAND)
         self.environment = {
             **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "XDG_CACHE_HOME": str(folder),
             "FA2TUNE_FAKE_LOG": str(folder / "log"), "PYTHONUNBUFFERED": "",
@@ -61,8 +64,8 @@ class Tune:
         arguments = ["tune", "--gpu", "a100", "--headdim", "64", "--pass", "fwd", "--causal", "--seqlen", "512,1024",
                      "--trials", "4", "--workers", "1", "--cache", str(self.cache), *more]  # fmt: skip
         return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(COMMAND), *arguments], cwd=ROOT, text=True, stdout=stdout,
-            stderr=subprocess.PIPE, start_new_session=True, env={**self.environment, "PAUSE_AFTER_A_ROW": str(pause)},
+            [sys.executable, str(self.command), *arguments], cwd=ROOT, text=True, stdout=stdout,
+            stderr=subprocess.PIPE, process_group=0, env={**self.environment, "PAUSE_AFTER_A_ROW": str(pause)},
         )  # fmt: skip
 
     def stopped(self, process: subprocess.Popen[str]) -> str:
