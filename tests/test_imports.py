@@ -17,7 +17,7 @@ PACKAGES = {
 }
 
 #: The rooms, lowest first. A room imports from itself and from those before it; spec and the modules of fa2tune/ itself
-#: (catalogue, gpus, devices, versions, text) come before all.
+#: (catalogue, gpus, devices, versions, text, logs) come before all.
 ROOMS = (
     "search_spaces", "kernels", "rows", "compiling", "launching", "calling", "compat", "predicting", "measuring", "sharing",
     "tuning", "fleet", "bench", "report", "cli", "__main__",
@@ -123,7 +123,7 @@ def test_calling_and_tuning_are_apart() -> None:
 def test_every_room_has_its_place() -> None:
     assert {path.parent.name for path in (ROOT / "fa2tune").glob("*/__init__.py")} <= {*ROOMS, "spec"}
     loose = {path.stem for path in (ROOT / "fa2tune").glob("*.py")}
-    assert loose == {"__init__", "__main__", "catalogue", "gpus", "devices", "versions", "text"}
+    assert loose == {"__init__", "__main__", "catalogue", "gpus", "devices", "logs", "versions", "text"}
 
 
 def test_tests_have_the_rooms_of_the_code() -> None:

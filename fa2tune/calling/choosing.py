@@ -20,6 +20,7 @@ from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
 from fa2tune.compiling.registry import Misfit, fitting
 from fa2tune.gpus import Gpu
+from fa2tune.logs import warn_once
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import TuningKey
@@ -42,11 +43,6 @@ def layers() -> list[reader.Layer]:
 def toolchain() -> lookup.Toolchain:
     """What is running here, for the life of this process."""
     return measured_code.toolchain()
-
-
-@cache
-def log_once(message: str) -> None:
-    log.warning("fa2tune: %s", message)
 
 
 def key_of(problem: Problem, kernel: str, gpu: Gpu) -> TuningKey:
@@ -244,7 +240,7 @@ class Chooser:
         if answer is not None:
             return self.suited(answer)
         problem, gpu = self.problem, self.gpu
-        log_once(
+        warn_once(
             f"no tuned row for {kernel} on {gpu.name} (head dim {problem.head_dim}, {problem.dtype}): default config"
         )
         return self.default(kernel)

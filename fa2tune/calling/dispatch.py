@@ -19,7 +19,7 @@ import torch
 
 from fa2tune import gpus, uncollected
 from fa2tune.calling import arguments, choosing, copies, forward_plans, group_schedule, split_backward_schedule, unseen
-from fa2tune.calling.choosing import Chooser, choose_backward, log_once
+from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
@@ -37,6 +37,7 @@ from fa2tune.launching.passes import (
     in_one_batch,
     lse_of,
 )
+from fa2tune.logs import warn_once
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
@@ -127,7 +128,7 @@ def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Ma
             continue
         tried.append(asked)
         if failure:
-            log_once(f"the first choice for {', '.join(first)} failed on {chooser.gpu.name} ({failure}); next: {name}")
+            warn_once(f"the first choice for {', '.join(first)} failed on {chooser.gpu.name} ({failure}); next: {name}")
         try:
             plan = make(choices)
         except Exception as error:
@@ -160,7 +161,7 @@ def _backward_plan(
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            log_once(
+            warn_once(
                 f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"
             )
         else:
@@ -181,7 +182,7 @@ def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str]
         ) from None
     if setting != TAKE_DEFAULT:
         raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {RAISE} and {TAKE_DEFAULT}") from None
-    log_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
+    warn_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
     with relaxed_capture():
         try:
             plan = make({kernel: chooser.default(kernel) for kernel in kernels})

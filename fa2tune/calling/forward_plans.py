@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from fa2tune.calling import copies, grouped_schedule
-from fa2tune.calling.choosing import log_once
 from fa2tune.calling.refusals import cannot_be_had
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SplitPlan, is_grouped, splitting
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
+from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
 
 #: How a forward is served whose keys are split among programs, for counting.
@@ -45,7 +45,9 @@ def forward_plan(
             if not cannot_be_had(error):
                 raise
             _REFUSED[_binary(problem, split, gpu)] = str(error)
-            log_once(f"the first choice for fwd failed on {gpu.name} ({error}); next: {_TUNED_NEXT[is_grouped(split)]}")
+            warn_once(
+                f"the first choice for fwd failed on {gpu.name} ({error}); next: {_TUNED_NEXT[is_grouped(split)]}"
+            )
     return ForwardPlan(problem, q, k, v, softmax_scale, choice)
 
 

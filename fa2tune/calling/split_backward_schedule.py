@@ -160,7 +160,7 @@ def predicted_us(
     return fixed + at_a_time(dq, dkdv, order, made, gpu.sm_count)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)  # a key has a number for each tile of a head
 def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) -> str:
     longest, means = [max(dq.costs), max(dkdv.costs)], [one.heads * sum(one.costs) / sm_count for one in (dq, dkdv)]
     least = fixed + max(*longest, sum(means))  # that any order takes, and more than that

@@ -75,6 +75,8 @@ MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
 #: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
 FEW_ROWS, IDLE_SHARE, FULL_TILE = 256, 0.5, 128
+#: The least tile takes up to so many rows a key head: with more of them it was not measured, and each tile reads all keys.
+LEAST_TILE_ROWS = 128
 #: The warp-specialised kernel: up to so many such tiles a multiprocessor, since of more the last turn counts for little, and
 #: from so many queries on, since fewer leave most of a tile empty. And tiles have to be alike, as the estimate counts turns of
 #: equal ones: under no mask, in a window, or with so many times as many keys as queries.
@@ -187,10 +189,11 @@ def _blocks(problem: Problem, rows: int, keys: int, longest: bool = False) -> in
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
-    """Configs of the portable kernel that are worth an estimate: no tile of twice the rows that there are."""
+    """Configs of the portable kernel that are worth an estimate: no tile of twice the rows that there are, and the least one
+    up to LEAST_TILE_ROWS."""
     spec, all_rows = problem.specialization, problem.seqlen_q * problem.group
     for rows in fwd_split.tiles(spec, arch):
-        if rows == fwd_split.ROWS[0] or rows < 2 * all_rows:
+        if all_rows <= LEAST_TILE_ROWS if rows == fwd_split.ROWS[0] else rows < 2 * all_rows:
             yield from _splits(problem, rows, 1, partial(fwd_split.config_of, spec, arch, problem.tma, rows))
 
 

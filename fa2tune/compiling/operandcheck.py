@@ -31,6 +31,7 @@ from typing import Any
 
 from fa2tune.compiling import compiler, sass
 from fa2tune.compiling.compiler import Binary, CompileError
+from fa2tune.logs import warn_once
 from fa2tune.rows.whole import publish
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant
@@ -239,12 +240,11 @@ def check(binary: Binary) -> tuple[UnsoundOperand, ...]:
     return _check(binary.cubin_path) if binary.arch == ARCH else ()
 
 
-@cache
-def _warn_once(why: str) -> None:
-    log.warning(
-        "fa2tune: machine code that Triton compiles for Hopper is launched without the check for operands at wrong addresses, "
-        "which a fault of ptxas may cause: %s", why,
-    )  # fmt: skip
+def _warn(why: str) -> None:
+    warn_once(
+        "machine code that Triton compiles for Hopper is launched without the check for operands at wrong addresses, which a "
+        f"fault of ptxas may cause: {why}"
+    )
 
 
 def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch: int) -> Any:
@@ -258,9 +258,9 @@ def compile_kernel(variant: Variant, spec: Specialization, config: Config, arch:
         try:
             found = _check(path)
         except OSError as error:
-            _warn_once(str(error))
+            _warn(str(error))
         except subprocess.CalledProcessError as error:  # an nvdisasm that does not know this code
-            _warn_once(f"{error.cmd[0]} ended with status {error.returncode}: {(error.stderr or '').strip()[-200:]}")
+            _warn(f"{error.cmd[0]} ended with status {error.returncode}: {(error.stderr or '').strip()[-200:]}")
         else:
             if found:
                 raise CompileError(f"{variant.short_name} is miscompiled: {found[0]}")

@@ -13,16 +13,20 @@ is kept for longer; and a capture of the stream takes the side in and lets it go
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from fa2tune.launching import cuda, launch
 from fa2tune.launching.cuda import Chain, CudaError, Launch, Packed, ensure_context, relaxed_mode
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Place
+from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
 
@@ -80,11 +84,14 @@ class SideStream:
         own, priority = c_void_p(stream), c_int()
         side, begun, ended = c_void_p(), c_void_p(), c_void_p()
         ensure_context(device_index)
-        with relaxed_mode():  # a capture may be under way, here or in another thread
+        with relaxed_mode(), ExitStack() as made:  # a capture may be under way, here or in another thread
             cuda.check(driver.cuStreamGetPriority(own, byref(priority)), "asking for a stream's priority")
             cuda.check(driver.cuStreamCreateWithPriority(byref(side), _NON_BLOCKING, priority), "making a stream")
+            made.callback(driver.cuStreamDestroy_v2, side)
             for event in (begun, ended):
                 cuda.check(driver.cuEventCreate(byref(event), _NO_TIMES), "making an event")
+                made.callback(driver.cuEventDestroy_v2, event)
+            made.pop_all()
         self.stream: int = side.value or 0
         self.begun, self.ended = begun, ended  #: events
         self.begin: list[Packed] = [
@@ -105,12 +112,17 @@ _making = threading.Lock()
 
 
 def side_of(device_index: int, stream: int) -> SideStream | None:
-    """None: this stream gets none, and launches go one after the other."""
+    """None: this stream gets none, and launches go one after the other, as they do where no memory is left for one."""
     if (found := SIDES.get((device_index, stream))) is not None or stream == _PER_THREAD:
         return found
     with _making:
         if (device_index, stream) not in SIDES and len(SIDES) < KEPT:
-            SIDES[device_index, stream] = SideStream(stream, device_index)
+            try:
+                SIDES[device_index, stream] = SideStream(stream, device_index)
+            except CudaError as error:
+                warn_once(
+                    f"both kernels of a backward run one after the other, where they might run at a time: {error}"
+                )
         return SIDES.get((device_index, stream))
 
 
@@ -138,12 +150,13 @@ class ForkedChain(Chain):
             found.append(one.packed(given, side.stream if place in self.beside else stream))
         return found + side.end
 
-    def _again(self, code: int, call: Callable[[], int], kept: Any, stream: int) -> None:
-        """What is on the side is waited for even if a launch after it fails: its memory is given out again."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What is on the side is waited for even where a launch fails or Ctrl-C comes: its memory is given out again."""
         try:
-            super()._again(code, call, kept, stream)
-        except CudaError:
-            side = side_of(self.device_index, stream)
+            super().__call__(tensors)
+        except BaseException:
+            stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+            side = SIDES.get((self.device_index, stream))
             for end, _ in side.end if side else ():
                 end()
             raise

@@ -26,6 +26,7 @@ from fa2tune.compiling import binaries, compiler, fingerprint, overrules
 from fa2tune.compiling.binaries import BinariesError, Entry
 from fa2tune.compiling.fingerprint import triton_version
 from fa2tune.launching.image import Image, MapFormat
+from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant
 from fa2tune.text import plain
@@ -131,7 +132,7 @@ def find(
     if not held.files:
         return None, _no_files(held)
     if (why := overrules.found()) is not None:
-        _warn_once(f"precompiled binaries are not used: {why}")
+        warn_once(f"precompiled binaries are not used: {why}")
         return None, why
     damaged, others = [], set[str]()
     for place, file, entry in _ordered(held, code_of(variant, spec, config, arch), measured):
@@ -173,11 +174,6 @@ def _ordered(held: binaries.Trusted, code: str, measured: str) -> list[tuple[bin
         return not (measured and one[2].compiled_by(measured)), made != build, [-n for n in versions.numbers(made)]
 
     return sorted(found, key=order)
-
-
-@cache
-def _warn_once(message: str) -> None:
-    log.warning("fa2tune: %s", message)
 
 
 def _no_files(held: binaries.Trusted) -> str:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fa2tune import gpus
+from fa2tune import gpus, logs
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
 from fa2tune.search_spaces.portable import fwd_split
 from fa2tune.spec import maskfile
@@ -226,7 +226,7 @@ def cubin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "k.cubin"
     path.write_bytes(b"code")
     monkeypatch.setattr(compiler, "compile_kernel", lambda *_: SimpleNamespace(metadata_group={path.name: path}))
-    operandcheck._warn_once.cache_clear()
+    logs.warn_once.cache_clear()
     return path
 
 

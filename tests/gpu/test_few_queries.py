@@ -228,14 +228,12 @@ WIDE = [(72, 72), (80, 80), (96, 96), (104, 104), (136, 136), (160, 160), (72, 1
 OF_ROWS = [((72, 72), CAUSAL), ((80, 80), CAUSAL)]
 
 
-@pytest.mark.parametrize(
-    ("dims", "mask"), [one for one in itertools.product(WIDE, (CAUSAL, FULL)) if one not in OF_ROWS], ids=str
-)
+@pytest.mark.parametrize(("dims", "mask"), list(itertools.product(WIDE, (CAUSAL, FULL))), ids=str)
 def test_calls_of_few_tiles(dims, mask):
     """Tiles of 64 rows, two programs a multiprocessor, for head dims that are padded or in parts."""
     asked = Problem("bf16", 2, 4, 2, 300, 300, *dims, mask)
     choice = choosing.choose(asked, "fwd", dispatch.gpu_of(0))
-    assert choice.few_tiles
+    assert choice.few_tiles or (dims, mask) in OF_ROWS
     assert split_schedule.config_of(asked, choice.config, dispatch.gpu_of(0), choice.row) is None
     inputs = reference.make_inputs(asked, "cuda", on_device=True)
     oracle, same = reference.oracle_and_reference(inputs, mask=mask)

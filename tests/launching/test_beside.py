@@ -12,6 +12,7 @@ import torch
 from gpu_in_python import PythonGpu
 from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
 
+from fa2tune import logs
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import beside, cuda, passes
@@ -25,13 +26,14 @@ KERNELS = {"bwd_dq": "sm90/bwd_dq", "bwd_dkdv": "sm90/bwd_dkdv"}
 
 
 class Driver:
-    """Numbers streams and events from 1 on, and writes down what is done to them. ``codes``: of the next launches."""
+    """Numbers streams and events from 1 on, and writes down what is done to them. ``codes``: of the next launches;
+    ``events``: for which memory is left."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.made: list[tuple[str, int]] = []
         self.codes: list[int] = []
-        self.priority = -3
+        self.priority, self.events, self.interrupted = -3, 1000, False
 
     def _number(self, kind: str, flags: int) -> int:
         self.made.append((kind, flags))
@@ -58,7 +60,18 @@ class Driver:
         return 0
 
     def cuEventCreate(self, found: Any, flags: int) -> int:
+        if self.events == 0:
+            return cuda.OUT_OF_MEMORY
+        self.events -= 1
         found._obj.value = self._number("event", flags)
+        return 0
+
+    def cuStreamDestroy_v2(self, stream: Any) -> int:
+        self.made.remove(("stream", 1))
+        return 0
+
+    def cuEventDestroy_v2(self, event: Any) -> int:
+        self.made.remove(("event", 2))
         return 0
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:
@@ -71,6 +84,8 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, handle: Any, arguments: Any, extra: Any) -> int:
         self.done.append(("launch", handle, config._obj.stream))
+        if self.interrupted:
+            raise KeyboardInterrupt
         return self.codes.pop(0) if self.codes else 0
 
 
@@ -192,6 +207,26 @@ def test_the_side_is_waited_for_where_a_launch_after_it_fails(driver: Driver) ->
     with pytest.raises(CudaError, match="no luck"):
         made(tuple(tensors))
     assert driver.done[-2:] == JOIN
+
+
+def test_the_side_is_waited_for_after_ctrl_c(driver: Driver) -> None:
+    made, tensors = plan("dQ at once")
+    driver.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        made(tuple(tensors))
+    assert driver.done[-3:] == [("launch", 0, 1), *JOIN]
+
+
+@pytest.mark.parametrize("events", [0, 1])
+def test_where_no_memory_is_left_for_a_stream_launches_go_one_after_the_other(
+    driver: Driver, events: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs.warn_once.cache_clear()
+    driver.events = events
+    made, tensors = plan("dQ first")
+    made(tuple(tensors))
+    assert driver.done == [("launch", 0, STREAM), ("launch", 0, STREAM), ("launch", 1, STREAM)] and not driver.made
+    assert "one after the other" in caplog.text and "no luck" in caplog.text
 
 
 @pytest.mark.parametrize(

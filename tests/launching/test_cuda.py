@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fa2tune import gpus
+from fa2tune import gpus, logs
 from fa2tune.calling import choosing, dispatch, forward_plans, ops
 from fa2tune.calling.choosing import Chooser
 from fa2tune.calling.defaults import default_config
@@ -696,7 +696,7 @@ def test_nor_does_one_whose_config_does_not_compile(
         return compile_(source, **options)
 
     monkeypatch.setattr(triton, "compile", refusing)
-    choosing.log_once.cache_clear()
+    logs.warn_once.cache_clear()
     assert kept(gradients) == []
     assert "the first choice for" in caplog.text and serving.launched
 
@@ -770,7 +770,7 @@ def loaded(serving: Driver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(choosing, "toolchain", lambda: measured_code.toolchain(driver=""))
     monkeypatch.setattr(dispatch, "SERVED", Counter())
     monkeypatch.setattr(forward_plans, "_REFUSED", {})
-    choosing.log_once.cache_clear()
+    logs.warn_once.cache_clear()
     return found
 
 
