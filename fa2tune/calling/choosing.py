@@ -210,7 +210,7 @@ class Chooser:
                 "its sums of dQ, 128 rows for each sequence at least, would take too much memory for so many short ones"
             )
         guessed = row.obtained == PREDICTED and not any(kinds_of(row).values())
-        if guessed and not deterministic and (better := self._fused_behind()):
+        if guessed and not (deterministic or large) and (better := self._fused_behind()):
             return f"it was only predicted, for portable kernels: the fused {better} kernel was measured to be faster"
         for kernel in STRATEGIES[row.strategy]:
             if (asked := kinds_of(row).get(kernel)) and not self.find(kernel, asked)[0]:

@@ -23,7 +23,7 @@ from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Config, Problem, padded_head_dim
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
@@ -58,8 +58,8 @@ def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
     blocks of 128 rows. 10,000 sequences of 10 tokens, 32 heads of 128, take 22.6 GB. The split kernels have no sums."""
     if not problem.extent.ragged:
         return False
-    rows = bwd_fused.padded_rows(problem)
-    held = 4 * problem.heads_q * rows * padded_head_dim(problem.head_dim)
+    spec, rows = problem.specialization, bwd_fused.padded_rows(problem)
+    held = 4 * problem.heads_q * rows * bwd_fused.columns(spec, {"NARROW": bwd_fused.is_narrow(spec)})
     return rows > 2 * problem.seqlen_q and held > gpu.hbm_bytes * MOST_MEMORY
 
 

@@ -165,13 +165,13 @@ def compared(
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
 def test_packings(packing, mask, dim):
     compared(packing, mask, dims=(dim, dim))
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [32, 64, 128])
 def test_forms(form, dim):
     compared("equal", CAUSAL, form, dims=(dim, dim), poisoned=(2, 1))
 
@@ -196,6 +196,7 @@ def test_query_groups(heads):
 def test_query_groups_in_parts(heads, parts, form):
     compared("unequal", CAUSAL, form, heads=heads, groups_in=parts, poisoned=(3, 0))
     compared("equal", FULL, form, heads=heads, dims=(64, 64), groups_in=parts)
+    compared("many", CAUSAL, form, heads=heads, dims=(24, 32), groups_in=parts, poisoned=(3, 0))
 
 
 def test_few_key_heads_of_long_sequences_are_split_when_called():
