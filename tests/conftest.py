@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pipe
 CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests start is no child
+MOST_SECONDS = 600.0  #: of one test's set-up, call or end
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
 COMPILING = tuple(
     next(TESTS.rglob(f"test_{name}.py"))
@@ -262,6 +264,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # --- every process
+
+
+@contextmanager
+def within_the_limit() -> Iterator[None]:
+    """A test that hangs fails, and its traceback says where: without this the whole run would hang."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError(f"longer than {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def limited(item: pytest.Item) -> Iterator[None]:
+    if isinstance(item, ChildsItem) or not hasattr(signal, "SIGALRM"):
+        return (yield)
+    with within_the_limit():
+        return (yield)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(wrapper=True)(limited)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,26 @@
+"""Device functions take few arguments: what belongs together travels in one tuple."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+MOST = 20
+#: Sums that its loop carries, each a value of its own: in a tuple the machine code was another (docs/experiments/compilers.md).
+MORE = {"sm90/bwd_fused.py:_over_queries": 23}
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.relative_to(KERNELS).as_posix())
+def test_device_functions_take_few_arguments(path: Path) -> None:
+    """The kernels themselves, whose arguments are the contract with the launcher, aside."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    given = (keyword for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords)
+    kernels = {ast.unparse(keyword.value) for keyword in given if keyword.arg == "kernel"}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name not in kernels:
+            name = f"{path.relative_to(KERNELS).as_posix()}:{node.name}"
+            if any("jit" in ast.unparse(one) for one in node.decorator_list):
+                assert len(node.args.args) <= MORE.get(name, MOST), name
