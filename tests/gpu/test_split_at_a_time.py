@@ -167,6 +167,20 @@ def test_memory_that_is_given_out_again_at_once(order: str) -> None:
         assert same(found, after)
 
 
+@every
+@pytest.mark.parametrize("order", beside.ORDERS)
+def test_nan_in_fresh_memory_goes_nowhere(call: tuple[Any, ...], order: str) -> None:
+    """Results and workspaces are filled with NaN on the stream, right before the kernels on both begin."""
+    posed = Posed(call, with_dlse=True)
+    after, plan = posed.run(posed.plan("")), posed.plan(order)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert all(same(posed.run(plan), after) for _ in range(10))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(one.isfinite().all() for one in after)
+
+
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, deterministic: bool) -> Any:
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     return torch.autograd.grad(fa2tune.attention(q, k, v, deterministic=deterministic), (q, k, v), do)
