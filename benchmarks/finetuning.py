@@ -249,13 +249,18 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-def check(training: Training, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Name -> {"absent": why}, {"wrong": what} or its ``errors``."""
+def check(
+    training: Training, rows: Sequence[Row], found: dict[str, Any], begins: Callable[[], bool], save: Callable[[], None]
+) -> None:
+    """Adds to ``found`` name -> {"absent": why}, or a row's ``errors``, with {"wrong": what} where they are too large.
+    ``begins``: whether another row may begin."""
     right = alone(training)
     training.free()
     baseline = errors(training, BASELINE, right)
-    found: dict[str, dict[str, Any]] = {}
     for row in rows:
+        if not begins():
+            click.echo(f"not reached: {row.name}")
+            continue
         try:
             reason = absent(row, training.device)
             result = {} if reason else baseline if row == BASELINE else errors(training, row, right)
@@ -263,10 +268,10 @@ def check(training: Training, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
             reason = said(error)
         if reason is not None:
             found[row.name] = {"absent": reason}
-            continue
-        fault = wrong(result, baseline, training.settings.dtype)
-        found[row.name] = {**result} if fault is None else {**result, "wrong": fault}
-    return found
+        else:
+            fault = wrong(result, baseline, training.settings.dtype)
+            found[row.name] = {**result} if fault is None else {**result, "wrong": fault}
+        save()
 
 
 # ---- timing
@@ -281,6 +286,9 @@ def measure(
     order = [
         name for name, one in found.items() if not {"absent", "wrong"} & {*one} and len(one.get("ms", ())) < rounds
     ]
+    if order and not begins():
+        click.echo("not reached: any round")
+        return
     for name in order.copy():
         try:
             for _ in range(WARM):
@@ -441,7 +449,9 @@ def _device(name: str) -> torch.device:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths, tokens, weights and turns.")
 @click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Timed in a turn.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Of turns.")
-@click.option("--seconds", type=float, default=200.0, show_default=True, help="Begins no round after so long.")
+@click.option(
+    "--seconds", type=float, default=200.0, show_default=True, help="Begins no row and no round after so long."
+)
 @click.option("--only", default="", help="Rows whose name has this text, or one of several: sdpa,flex.")
 @click.option("--device", "place", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; what it has is not measured again.")
@@ -465,12 +475,13 @@ def main(steps: int, rounds: int, seconds: float, only: str, place: str, out: Pa
         if out is not None:
             whole.publish(out, lambda path: path.write_text(json.dumps(record, indent=1), "utf-8"))
 
-    lacking = [row for row in rows if row.name not in record["rows"]]
-    if lacking:
-        record["rows"] |= check(training, lacking)
-        save()
-    asked = {row.name: record["rows"][row.name] for row in rows}
-    measure(training, asked, rounds, steps, lambda: time.monotonic() - started < seconds, save)
+    def begins() -> bool:
+        return time.monotonic() - started < seconds
+
+    if lacking := [row for row in rows if row.name not in record["rows"]]:
+        check(training, lacking, record["rows"], begins, save)
+    asked = {row.name: record["rows"][row.name] for row in rows if row.name in record["rows"]}
+    measure(training, asked, rounds, steps, begins, save)
     save()
     click.echo("\n".join(table(record)))
     faults = [name for name, row in asked.items() if "wrong" in row]

@@ -71,15 +71,24 @@ def test_the_whole_run_and_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert other.exit_code == 2 and "--out" in other.output and "has settings" in other.output
 
 
-def test_a_run_that_is_out_of_time_is_continued(tmp_path: Path) -> None:
+def test_a_run_that_is_out_of_time_is_continued(training: Any, tmp_path: Path) -> None:
     out = tmp_path / "f.json"
     stopped = run("--out", str(out), "--only", "sdpa", "--seconds", "0")
-    assert stopped.exit_code == 0, stopped.output
-    assert "not reached: rounds 1 to 1" in stopped.output and "- packed sdpa: not timed yet" in stopped.output
-    assert run("--out", str(out), "--only", "packed sdpa,none").exit_code == 0
-    assert {name: len(row["ms"]) for name, row in json.loads(out.read_text())["rows"].items()} == {
-        "padded sdpa": 0, "packed sdpa": 1,
-    }  # fmt: skip
+    assert stopped.exit_code == 0 and "not reached: padded sdpa" in stopped.output, stopped.output
+    assert json.loads(out.read_text())["rows"] == {}
+
+    found: dict[str, Any] = {}
+    rows = [finetuning.ROWS[name] for name in ("padded sdpa", "packed sdpa", "packed flex_attention")]
+    finetuning.check(training, rows[:1], found, lambda: True, lambda: None)
+    for answers in ([False], [True, True, False]):
+        begins = iter(answers)
+        finetuning.measure(training, found, 2, 1, lambda begins=begins: next(begins), lambda: None)
+        assert len(found["padded sdpa"].get("ms", ())) == answers.count(True) // 2
+    finetuning.check(training, rows[1:], found, lambda: True, lambda: None)
+    finetuning.measure(training, found, 2, 1, lambda: True, lambda: None)
+    assert {name: len(row.get("ms", ())) for name, row in found.items()} == {row.name: 2 for row in rows[:2]} | {
+        "packed flex_attention": 0
+    }
 
 
 def test_rows_have_the_gradients_of_padded_sdpa(training: Any) -> None:
