@@ -98,20 +98,21 @@ def _busiest(
         return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + start))
     count = tiles * played
     programs = min(count, sm_count * shared)
-    index = np.arange(count)
-    turn, place = np.divmod(index, programs)
-    program = np.where(turn % 2 == 0, place, programs - 1 - place)
     ends = np.full(tiles, seqlen_k)  # [tiles]
     if mask == "causal":
         ends = (np.arange(tiles) + 1) * rows + (seqlen_k - seqlen_q)
-    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + start
-    nth = index // (tiles * band)
-    width = np.minimum(played - nth * band, band)
-    tile = (index - nth * tiles * band) // width
-    if mask == "causal":
-        longest_first = (-(-played // band) - nth) % 2 == 1
-        tile = np.where(longest_first, tiles - 1 - tile, tile)
-    work = np.bincount(program, weights=cost[tile], minlength=programs)  # [programs]
+    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + start  # [tiles]
+    work = np.zeros((-(-count // programs), programs))  # [turns, programs], in the order in which tiles are given out
+    if mask == "causal":  # band after band, in the last one and in every second before it the longest tiles first
+        bands = -(-played // band)
+        last = played - (bands - 1) * band  # its heads
+        shorter_first, longer_first = (np.repeat(costs, band) for costs in (cost, cost[::-1]))
+        parts = [longer_first if (bands - nth) % 2 else shorter_first for nth in range(bands - 1)]
+        work.reshape(-1)[:count] = np.concatenate([*parts, np.repeat(cost[::-1], last)])
+    else:
+        work.reshape(-1)[:count] = np.tile(cost, played)
+    work[1::2] = work[1::2, ::-1]  # every second turn begins with the program that was the last
+    work = work.sum(0)  # [programs]
     if shared == 1:
         return float(work.max()) * heads / played
     # Programs of one multiprocessor share its tensor cores. One alone leaves them idle while it exponentiates.
@@ -172,14 +173,23 @@ def _of_columns(now: int, measured: int) -> float:
     return 1 + COLUMN_SHARE * (now / measured - 1)
 
 
-def predicted_us(problem: Problem, row: Row, config: Mapping[str, Any], sm_count: int) -> float | None:
-    """Microseconds that ``config``, the row's or one that differs in the tile order alone, is expected to take."""
+def _launch_and_block_us(problem: Problem, row: Row, config: Config) -> tuple[float, float] | None:
+    """Microseconds that do not depend on the tile order, and of a key block, with ``config``, which is the row's in any order;
+    None: the row has no time."""
     block = block_us(row)
     if block is None:
         return None
     in_parts, tuned = SPACE.completed(config)["IN_PARTS"], row.key.workload().specialization
-    block *= _of_columns(columns_of_parts(problem.specialization, in_parts), columns_of_parts(tuned, in_parts))
-    return _fixed_us(problem, config) + block * busiest(problem, config, sm_count)
+    share = _of_columns(columns_of_parts(problem.specialization, in_parts), columns_of_parts(tuned, in_parts))
+    return _fixed_us(problem, config), block * share
+
+
+def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
+    """Microseconds that ``config``, the row's or one that differs in the tile order alone, is expected to take."""
+    if (known := _launch_and_block_us(problem, row, config)) is None:
+        return None
+    fixed, block = known
+    return fixed + block * busiest(problem, config, sm_count)
 
 
 def _tuned_on(row: Row, problem: Problem) -> bool:
@@ -219,10 +229,13 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     faster: list[tuple[float, Row, Config]] = []
     for row in (served, *others):
         most = now * (1 - (MARGIN if row is served else ROW_MARGIN))
+        fitted = suited(problem, row.config)
+        if (known := _launch_and_block_us(problem, row, fitted)) is None:
+            continue
         for order in ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
-            ordered = {**suited(problem, row.config), "HEADS_PER_WAVE": order}
-            time = predicted_us(problem, row, ordered, sm_count)
-            if time is not None and time < most:
+            ordered = {**fitted, "HEADS_PER_WAVE": order}
+            time = known[0] + known[1] * busiest(problem, ordered, sm_count)
+            if time < most:
                 faster.append((time, row, ordered))
     least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
     few = for_few_tiles(problem.specialization, row.key.arch)
