@@ -11,10 +11,9 @@ Checked against ``benchmarks/launch_choices.py``: docs/experiments/schedule.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 
