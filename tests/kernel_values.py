@@ -308,6 +308,13 @@ class Descriptor:
         count = int(np.prod(self.block_shape))
         self.block_type = SimpleNamespace(shape=self.block_shape, numel=count, nbytes=count * size)
 
+    def load(self, coordinates: Sequence[Any]) -> Any:
+        """As a portable kernel has it."""
+        known = self.buffer.words is not None
+        place = Shared(self.dtype, self.block_shape, np.zeros(self.block_shape, ARRAYS[self.dtype]) if known else None)
+        self.copy("load", coordinates, place)
+        return place.load()
+
     def copy(self, kind: str, coordinates: Sequence[Any], place: Shared) -> None:
         if list(place.shape) != list(self.block_shape):
             raise Fault(f"{kind} of a block {self.block_shape} and shared memory {place.shape}")

@@ -195,6 +195,10 @@ def _filled(shape: Sequence[int], value: Any, dtype: Any = tl.float32, *_: Any, 
     return Int(np.full(shape, value)) if dtype in (tl.int32, tl.int64) else Real(np.full(shape, value), dtype)
 
 
+def _zeros_like(x: Any) -> Any:
+    return _real(np.zeros_like)(x) if isinstance(x, Real) else x * 0  # infinity times 0 is NaN
+
+
 def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
     program, started = _HERE.program, []
     for number, ((function, given), count) in enumerate(zip(partitions, (program.warps, *warps), strict=True)):
@@ -243,6 +247,11 @@ def _product(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = Fal
     if not is_async:
         _HERE.products.wait(0)
     return found
+
+
+def _dot(a: Any, b: Any, acc: Any = None, **_: Any) -> Any:
+    found = _mma(a, b, 0.0)
+    return found if acc is None else found + acc
 
 
 def _arange(start: Any, end: Any, **_: Any) -> Any:
@@ -316,9 +325,10 @@ _LANGUAGE = SimpleNamespace(
     convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
     load=load_words, store=store_words, atomic_add=atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),
-    zeros=lambda shape, *rest, **_: _filled(shape, 0, *rest), full=_filled, zeros_like=lambda x: x * 0, split=_split,
+    zeros=lambda shape, *rest, **_: _filled(shape, 0, *rest), full=_filled, zeros_like=_zeros_like, split=_split,
     to_tensor=lambda x: x if isinstance(x, Int | Unknown | Real) else Int(x), reshape=lambda x, shape: x.reshape(shape),
-    permute=lambda x, order: x.permute(order), allocate_shared_memory=_allocate, warp_specialize=_specialize,
+    dot=_dot, trans=lambda x: x.permute([1, 0]), permute=lambda x, order: x.permute(order),
+    allocate_shared_memory=_allocate, warp_specialize=_specialize,
     int16=tl.int16, int32=tl.int32, int64=tl.int64, float32=tl.float32, float16=tl.float16, bfloat16=tl.bfloat16,
     **dict.fromkeys(_LAYOUTS, UNKNOWN), **{name: _real(how) for name, how in _FLOATING.items()},
     math=SimpleNamespace(**{name: _real(_FLOATING[name]) for name in ("exp2", "log2")}),

@@ -1,0 +1,220 @@
+"""Public calls with gradients, chosen for as on an H200, each kernel run by Python (tests/public_gpu.py): what is served on
+each road, and its results by the error rule beside float64. Uninitialised memory holds NaN, lse has a gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import kernels_in_python
+import pytest
+import torch
+from public_gpu import PublicGpu, public_gpu
+
+import fa2tune
+from fa2tune.calling import copies, dispatch, unseen
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Problem
+
+FUSED = ("sm90/bwd_prepare", "sm90/bwd_fused", "sm90/bwd_finish")
+#: Prepared, and perhaps finished, beside the tiles.
+BESIDE = ("sm90/bwd_beside", *FUSED[1:])
+SPLIT = ("sm90/bwd_dq", "sm90/bwd_dkdv")
+#: With delta made before by dQ's kernel.
+AT_A_TIME = ("sm90/bwd_dq", *SPLIT)
+SPREAD, GATHER = "portable/bwd_spread", "portable/bwd_gather"
+FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
+ORDER = "portable/packed_order"
+
+
+class Road(NamedTuple):
+    """A call, and the kernels that serve it, in the order of launches."""
+
+    lengths: tuple[int, int]
+    dims: tuple[int, int]
+    mask: Mask
+    runs: tuple[str, ...]
+    heads: tuple[int, int] = (2, 2)
+    deterministic: bool = False
+    dtype: str = "bf16"
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dims[0]}-{self.mask}-{self.dtype}"
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.empty fills with NaN; where cores are few, a wait is long."""
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 120)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def gpu() -> Iterator[PublicGpu]:
+    with public_gpu() as found:
+        yield found
+
+
+def inputs(road: Road, batch: int = 1) -> reference.Inputs:
+    asked = Problem(road.dtype, batch, *road.heads, *road.lengths, *road.dims, FULL)
+    return reference.make_inputs(asked, "cpu", with_dlse=True)
+
+
+def results(road: Road, given: reference.Inputs) -> dict[str, torch.Tensor]:
+    """What the public call gives. The inputs' strides are the call's."""
+    q, k, v = (tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v))
+    options = {"mask": road.mask, "softmax_scale": road.scale, "deterministic": road.deterministic}
+    o, lse = fa2tune.attention(q, k, v, return_lse=True, **options)
+    gradients = torch.autograd.grad((o, lse), (q, k, v), (given.do, given.dlse))
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+def check(road: Road, given: reference.Inputs) -> None:
+    found = results(road, given)
+    verify.compare(found, *reference.oracle_and_reference(given, mask=road.mask, softmax_scale=road.scale))
+
+
+ROADS = [
+    Road((113, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
+    Road((113, 203), (64, 64), CAUSAL, (FEW, "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
+    Road((113, 203), (32, 32), CAUSAL, (FEW, *FUSED), (4, 2)),
+    Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *BESIDE)),
+    Road((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
+    Road((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
+    Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
+    Road((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
+    Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (4, 2)),
+    Road((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
+    Road((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
+    Road((3, 1), (128, 128), CAUSAL, ("sm90/fwd", *SPLIT), (2, 1), True),
+    Road((200, 250), (64, 64), band(40, 10), (FEW, *BESIDE)),
+    Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=-0.3),
+    Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("road", ROADS, ids=str)
+def test_roads(gpu: PublicGpu, road: Road) -> None:
+    check(road, inputs(road))
+    assert tuple(gpu.ran) == road.runs
+
+
+def test_a_side_stream_may_be_early_or_late() -> None:
+    """Both kernels of a split backward at a time: dQ's before the other's launches, or behind all of them."""
+    road = Road((133, 144), (192, 192), CAUSAL, ())
+    given, found = inputs(road), []
+    for late in (False, True):
+        with public_gpu(late=late) as gpu:
+            found.append(results(road, given))
+            dq, dkdv = SPLIT
+            assert gpu.ran[-3:] == ([dq, dkdv, dq] if late else list(AT_A_TIME))
+    verify.compare(found[0], *reference.oracle_and_reference(given, mask=CAUSAL))
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
+def test_keys_split_by_the_warp_specialised_kernel(gpu: PublicGpu) -> None:
+    road = Road((256, 1500), (256, 256), FULL, ("sm90/fwd_split", COMBINE), (2, 1))
+    given = inputs(road)
+    o, lse = fa2tune.attention(given.q, given.k, given.v, return_lse=True)
+    verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
+    assert tuple(gpu.ran) == road.runs
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_tensors_that_tma_cannot_address_are_copied(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """Where that is expected to pay, as it is said to be here."""
+    monkeypatch.setattr(copies, "pays", lambda *asked: True)
+    road = Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *(SPLIT if deterministic else FUSED)), (2, 2), deterministic)
+    given = inputs(road)
+    wide = torch.full((1, 2, 113, 97), torch.nan, dtype=given.q.dtype)
+    q, do = wide[..., 1:].copy_(given.q), torch.ones(1, 1, 1, 96, dtype=given.do.dtype).expand(1, 2, 113, 96)
+    check(road, reference.Inputs(q, given.k, given.v, do, given.dlse))
+    assert tuple(gpu.ran) == road.runs
+
+
+def test_tensors_that_tma_cannot_address_are_read_by_pointer(gpu: PublicGpu) -> None:
+    road = Road((70, 90), (64, 64), CAUSAL, ("portable/fwd", "portable/bwd_dq", "portable/bwd_dkdv"), (2, 1))
+    given = inputs(road)
+    k = torch.full((1, 1, 90, 65), torch.nan, dtype=given.k.dtype)[..., :64].copy_(given.k)
+    check(road, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
+    assert tuple(gpu.ran) == road.runs
+
+
+@pytest.mark.parametrize(("dim", "order"), [(64, "bhsd"), (72, "bshd"), (192, "bshd")])
+def test_queries_that_see_no_key_are_filled_in(
+    gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, dim: int, order: str
+) -> None:
+    """Where that is expected to pay, as it is said to be here."""
+    monkeypatch.setattr(unseen, "filled_in", lambda problem, gpu, pass_: unseen.count(problem))
+    road = Road((150, 61), (dim, dim), CAUSAL, (), (2, 1))
+    given = inputs(road, batch=2)
+    if order == "bshd":
+        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
+        given = reference.Inputs(q, k, v, do, given.dlse)
+    check(road, given)
+    assert any(isinstance(plan, unseen.Backward) for plan in dispatch.BACKWARD_PLANS.values())
+
+
+def test_heads_that_are_views_of_one_tensor(gpu: PublicGpu) -> None:
+    """(batch, seqlen, 3, heads, dim), as a projection gives them."""
+    road = Road((150, 150), (128, 128), CAUSAL, ("sm90/fwd", *FUSED))
+    given = inputs(road)
+    whole = torch.stack([one.transpose(1, 2) for one in (given.q, given.k, given.v)], 2)
+    q, k, v = (one.transpose(1, 2) for one in whole.unbind(2))
+    check(road, reference.Inputs(q, k, v, given.do, given.dlse))
+    assert tuple(gpu.ran) == road.runs
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_goes_where_it_has_to(gpu: PublicGpu, where: str) -> None:
+    given = inputs(Road((70, 300), (64, 64), FULL, ()))
+    getattr(given, where)[0, 0, 7, 3] = torch.nan
+    o = fa2tune.attention(given.q, given.k, given.v)
+    expected, _ = reference.attention(given.q.double(), given.k.double(), given.v.double())
+    assert torch.equal(o.isnan(), expected.isnan())
+
+
+# ---- packed sequences
+
+PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
+SPARE = 9  #: rows behind the last sequence
+PACKED = [
+    Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", *FUSED, GATHER), (4, 1)),
+    Road((0, 0), (64, 64), band(40, 10), (ORDER, "sm90/fwd", *BESIDE)),
+    Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", ORDER, *SPLIT), deterministic=True),
+    Road((0, 0), (32, 32), FULL, (ORDER, "sm90/fwd", *FUSED)),
+]
+
+
+@pytest.mark.parametrize("road", PACKED, ids=str)
+def test_packed_sequences(gpu: PublicGpu, road: Road) -> None:
+    ends = [list(itertools.accumulate(side)) for side in zip(*PACKING, strict=True)]
+    given = inputs(road._replace(lengths=(ends[0][-1] + SPARE, ends[1][-1] + SPARE)))
+    offsets = [torch.tensor([0, *side], dtype=torch.int32) for side in ends]
+    q, k, v = (t[0].transpose(0, 1).contiguous().requires_grad_() for t in (given.q, given.k, given.v))
+    options: dict[str, Any] = {"mask": road.mask, "deterministic": road.deterministic, "return_lse": True}
+    o, lse = fa2tune.attention_varlen(q, k, v, *offsets, **options)
+    gradients = torch.autograd.grad((o, lse), (q, k, v), (given.do[0].transpose(0, 1), given.dlse[0]))
+    names = dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *gradients), strict=True))
+    assert not any(one[ends[name in ("dk", "dv")][-1] :].any() for name, one in names.items())
+    found = {name: one.transpose(0, 1)[None] for name, one in names.items()} | {"lse": lse.detach()[None]}
+    right: list[dict[str, list[torch.Tensor]]] = [{name: [] for name in found} for _ in "12"]
+    for (rows, keys), *last in zip(PACKING, *ends, strict=True):
+        of_q, of_k = (slice(end - count, end) for end, count in zip(last, (rows, keys), strict=True))
+        assert given.dlse is not None
+        one = reference.Inputs(
+            given.q[:, :, of_q], given.k[:, :, of_k], given.v[:, :, of_k], given.do[:, :, of_q], given.dlse[:, :, of_q]
+        )
+        for parts, answer in zip(right, reference.oracle_and_reference(one, mask=road.mask), strict=True):
+            for name, part in answer.items():
+                parts[name].append(part)
+    found = {name: one[:, :, : ends[name in ("dk", "dv")][-1]] for name, one in found.items()}
+    verify.compare(found, *({name: torch.cat(parts, 2) for name, parts in side.items()} for side in right))
+    assert tuple(gpu.ran) == road.runs
