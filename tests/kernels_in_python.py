@@ -284,7 +284,7 @@ class _AsyncCopy:
 def _mma(a: Any, b: Any, acc: Any) -> Any:
     if any(isinstance(one, Unknown) for one in (a, b)):
         return Unknown(acc.shape)
-    return computed(lambda x, y, z: np.matmul(x, y) + z, a, b, acc)
+    return computed(lambda x, y, z: np.matmul(x.astype(np.float32), y.astype(np.float32)) + z, a, b, acc)
 
 
 def _hidden_behind(x: Any, columns: Any, last: Any, bits: str) -> Any:
