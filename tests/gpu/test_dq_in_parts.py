@@ -86,12 +86,15 @@ def test_masks_groups_and_lengths(heads: tuple[int, int, int], lengths: tuple[in
         posed.check(posed.run(posed.plan(parts)))
 
 
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=str)
 @pytest.mark.parametrize(
-    "dims", [(136, 136), (144, 64), (64, 160), (160, 160), (184, 184), (192, 128), (216, 216), (256, 256)], ids=str
-)
-def test_head_dims(dims: tuple[int, int], mask: Mask) -> None:
-    for dtype, order in (("bf16", "bshd"), ("fp16", "bhsd")):
+    ("dtype", "dims", "mask"),
+    [("bf16", (136, 136), FULL), ("bf16", (144, 64), CAUSAL), ("bf16", (64, 160), WINDOW), ("bf16", (160, 160), CAUSAL),
+     ("bf16", (184, 184), FULL), ("bf16", (192, 128), CAUSAL), ("bf16", (216, 216), CAUSAL), ("bf16", (256, 256), FULL),
+     ("bf16", (256, 256), WINDOW), ("fp16", (192, 128), FULL), ("fp16", (256, 256), CAUSAL)],
+    ids=str,
+)  # fmt: skip
+def test_head_dims(dtype: str, dims: tuple[int, int], mask: Mask) -> None:
+    for order in ("bhsd", "bshd"):
         posed = Posed(Problem(dtype, 2, 4, 2, 137, 900, *dims, mask), order)
         for parts in (2, 7):
             posed.check(posed.run(posed.plan(parts)))
