@@ -5,13 +5,17 @@
     python benchmarks/dense_backwards.py --list                                      # what would be timed; no GPU
     python benchmarks/dense_backwards.py --table dense_backwards.json                # a file, as text
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
+    python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
 columns; also with rows prepared and dQ finished beside), each in the number of parts that is chosen for it, and the choice in
-neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. Each result is compared with
-float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are interleaved; the file
-holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute capability 9.0.
+neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
+serves now, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
+
+Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
+interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
+capability 9.0.
 """
 
 from __future__ import annotations
@@ -37,13 +41,26 @@ from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, 
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import beside, group_parts, passes
-from fa2tune.spec.mask import row_mask_named
+from fa2tune.spec.mask import CAUSAL, FULL, row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Problem
 
 RECORD = Path(__file__).parent / "calls/random_calls.json.gz"
 FUSED_KERNEL, SPLIT_KERNEL = "bwd_fused", "bwd_dkdv"
 EVERY = 8
 LEVEL = 0.99
+#: Calls of few queries and many keys: name -> call, and microseconds when it was drawn (random_calls_2.json.gz), if it was.
+KEY_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    "296 queries": (Problem("bf16", 3, 1, 1, 296, 22766, 216, 216, FULL), {"fa2tune": 651.0, "cudnn": 218.0}),
+    "92 queries": (Problem("bf16", 2, 3, 3, 92, 25268, 136, 136, FULL), {"fa2tune": 497.0, "cudnn": 185.0}),
+    "110 queries": (Problem("bf16", 7, 1, 1, 110, 7124, 184, 184, CAUSAL), {"fa2tune": 174.0}),
+    "114 queries": (Problem("bf16", 4, 3, 3, 114, 1864, 200, 200, CAUSAL), {"fa2tune": 64.1}),
+    "128 queries": (Problem("bf16", 1, 8, 8, 128, 8192, 256, 256, CAUSAL), {}),
+    "512 queries": (Problem("bf16", 1, 4, 4, 512, 32768, 192, 128, FULL), {}),
+    "1024 queries": (Problem("bf16", 1, 1, 1, 1024, 32768, 256, 256, FULL), {}),
+    "grouped heads": (Problem("bf16", 1, 16, 2, 256, 16384, 192, 192, CAUSAL), {}),
+    "64 queries": (Problem("bf16", 1, 1, 1, 64, 1024, 256, 256, FULL), {}),
+    "one query tile a head": (Problem("bf16", 1, 38, 38, 84, 18106, 200, 200, FULL), {"fa2tune": 840.8}),
+}
 BURST_MS = 4.0
 
 #: Kernel -> its choice and the parts of its groups.
@@ -135,6 +152,22 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return {f"{name}, chosen" if name == same else name: one for name, one in found.items()}
 
 
+def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Keys of dQ in parts, beside what serves without; the number of parts that is chosen is marked, whether or not parts are
+    switched on."""
+    now = chosen(problem, gpu)
+    choices = {kernel: choice for kernel, (choice, _) in now.items()}
+    counts = {kernel: parts for kernel, (_, parts) in now.items()}
+    best = split_backward_schedule.key_parts(problem, choices, counts, gpu)
+    found: dict[str, Ordered] = {"keys whole": (now, order_of(problem, now, gpu))}
+    for parts in sorted({max(2, best // 2), max(2, best), max(4, 2 * best)}):
+        split = {**now, "bwd_dq": (choices["bwd_dq"], parts)}
+        name = f"{parts} parts" + (", chosen" if parts == best else "")
+        for order in dict.fromkeys((order_of(problem, split, gpu), "")):
+            found[f"{name}, {order or 'one after the other'}"] = split, order
+    return found
+
+
 def _alike(one: Candidate, other: Candidate) -> bool:
     return all(
         dict(one[name][0].config) == dict(other[name][0].config) and one[name][1] == other[name][1] for name in one
@@ -214,19 +247,20 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option(
     "--split", "predicted", is_flag=True, help="Print what an H200 would save with both split kernels at a time."
 )
+@click.option("--keys", is_flag=True, help="Keys of dQ in parts, of calls of few queries, instead.")
 @click.option("--only", multiple=True, help="The call of this name (a 6), and no others.")
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(listed: bool, predicted: bool, only: tuple[str, ...], seconds: float, out: Path | None,
+def main(listed: bool, predicted: bool, keys: bool, only: tuple[str, ...], seconds: float, out: Path | None,
          shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    h200 = gpus.named("h200")
+    h200, raced = gpus.named("h200"), key_candidates if keys else candidates
     if listed:
-        for name, (problem, _) in todo(h200).items():
-            click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, h200))}")
+        for name, (problem, _) in (KEY_CALLS if keys else todo(h200)).items():
+            click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(raced(problem, h200))}")
         return
     if predicted:
         click.echo("\n".join(predictions(h200)))
@@ -236,11 +270,12 @@ def main(listed: bool, predicted: bool, only: tuple[str, ...], seconds: float, o
     side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     stream, started = torch.cuda.Stream(), time.monotonic()
-    for name, (problem, call) in todo(dispatch.gpu_of(0)).items():
+    asked = {name: (problem, {"us": us}) for name, (problem, us) in KEY_CALLS.items()}
+    for name, (problem, call) in (asked if keys else todo(dispatch.gpu_of(0))).items():
         wanted = not only or " ".join(name.split()[:2]) in only
         if name in record["calls"] or not wanted or time.monotonic() - started > seconds:
             continue
-        record["calls"][name] = found = {"us": measured(problem, stream), "when drawn": call["us"]}
+        record["calls"][name] = found = {"us": measured(problem, stream, raced), "when drawn": call["us"]}
         click.echo(line(name, found))
         torch.cuda.empty_cache()
         if out is not None:

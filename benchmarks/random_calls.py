@@ -26,7 +26,7 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import group_schedule, grouped_schedule, split_backward_schedule, unseen
+from fa2tune.calling import backward_plans, group_schedule, grouped_schedule, split_backward_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -161,6 +161,9 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
             variant = key_splits.splitting(split) if split else choice.variant
             parts[kernel] = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
             kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts[kernel]}
+        count, refused = backward_plans.key_parts(chooser.problem, choices, parts, gpu)
+        if count > 1 and not refused:
+            parts["bwd_dq"] = kernels[choices["bwd_dq"].variant.short_name]["parts"] = count
         order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu)
         found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})
     return found

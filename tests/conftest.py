@@ -55,6 +55,7 @@ COMPILING = tuple(
         "hopper_masks",
         "hopper_split",
         "hopper_grouped",
+        "dq_parts_compiled",
         "backward_narrow",
         "hostside",
         "sm80",

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fa2tune import gpus, uncollected
-from fa2tune.calling import arguments, choosing, copies, forward_plans, group_schedule, split_backward_schedule, unseen
+from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.empty import NoKeys, is_empty
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
@@ -31,7 +31,6 @@ from fa2tune.launching import passes, ported
 from fa2tune.launching.cuda import forget_packed, relaxed_capture
 from fa2tune.launching.launch import CaptureMiss
 from fa2tune.launching.passes import (
-    BackwardPlan,
     empty_ordered,
     float32_precision,
     in_one_batch,
@@ -82,6 +81,7 @@ def reload() -> None:
     loaded stay loaded."""
     choosing.forget()
     forward_plans.forget()
+    backward_plans.forget()
     binaries.forget()
     FORWARD_PLANS.clear()
     BACKWARD_PLANS.clear()
@@ -331,12 +331,8 @@ def backward(
             )
 
         def make(strategy: str, choices: Mapping[str, Choice], may_split: bool = True) -> Any:
-            parts = group_schedule.parts(chooser.problem, choices, gpu) if may_split else {}
-            order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu) if may_split else ""
-            plan = BackwardPlan(
-                chooser.problem, dlse=dlse, softmax_scale=softmax_scale, strategy=strategy, configs=choices, parts=parts,
-                order=order, **tensors,
-            )  # fmt: skip
+            given = {"dlse": dlse, "softmax_scale": softmax_scale, **tensors}
+            plan = backward_plans.backward_plan(chooser.problem, strategy, choices, gpu, given, may_split)
             return copies.copying(plan, ("do", "dlse", "q", "k", "v", "o", "lse"), names)
 
         try:

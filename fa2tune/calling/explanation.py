@@ -312,7 +312,9 @@ class Explanation:
             if one.order
         ]
         for one in self.kernels:
-            if one.split is not None:
+            if one.split is not None and one.kernel != "fwd":
+                said.append(split_backward_schedule.about_keys(one.split))
+            elif one.split is not None:
                 said.append(grouped_schedule.about(self.problem, one.split))
             elif one.unsplit:
                 what = (

@@ -13,6 +13,7 @@ import torch
 
 from fa2tune.calling import (
     arguments,
+    backward_plans,
     choosing,
     copies,
     dispatch,
@@ -31,7 +32,7 @@ from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, key_splits, passes, precompiled
+from fa2tune.launching import beside, dq_parts, group_parts, key_splits, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
@@ -74,8 +75,29 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     strategy, kinds = chooser.strategy(split)
     found = [_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy]]
     _, choices = choose_backward(chooser, deterministic)
-    order = split_backward_schedule.order_of(problem, choices, {one.kernel: one.parts for one in found}, chooser.gpu)
+    parts = {one.kernel: one.parts for one in found}
+    count, refused_parts = backward_plans.key_parts(problem, choices, parts, chooser.gpu)
+    in_parts = _Runs(dq_parts.kernels(problem, count, chooser.gpu.arch), chooser.gpu) if count > 1 else None
+    why = refused_parts or (in_parts.lacking if in_parts else "")
+    if in_parts and not why:
+        parts[beside.DQ] = count
+    order = split_backward_schedule.order_of(problem, choices, parts, chooser.gpu)
+    if in_parts:
+        found = [_with_keys_split(one, in_parts, why, order) if one.kernel == beside.DQ else one for one in found]
     return [replace(whole, order=order), *found]
+
+
+def _with_keys_split(one: Served, in_parts: _Runs, why: str, order: str) -> Served:
+    """dQ's kernel, whose keys are split; ``why``: they are not, although that is expected to be faster. At a time with dK/dV's
+    kernel its own one makes delta."""
+    if why:
+        return replace(one, unsplit=why)
+    runs, binaries = (one.runs or {}, one.binaries or {}) if order else ({}, {})
+    split = next(iter(in_parts.configs.values()))
+    return replace(
+        one, config=split, split=split, otherwise=one.config, runs={**runs, **in_parts.configs},
+        binaries={**binaries, **in_parts.binaries},
+    )  # fmt: skip
 
 
 def _nearest(chooser: Chooser, kernel: str) -> tuple[tuple[lookup.Differences, str], ...]:

@@ -1,4 +1,5 @@
-"""Whether the kernels of a split Hopper backward run at a time, and which of them begins: arithmetic on the host, no GPU.
+"""Whether the kernels of a split Hopper backward run at a time, which of them begins, and into how many parts keys of dQ are
+split: arithmetic on the host, no GPU.
 
 dQ's kernel has a program for 128 queries of a head, dK/dV's one for 64 keys, and a multiprocessor has room for one. Here the
 tiles of both are given out to the multiprocessor that is free first: of one kernel after the other, as rows are tuned, and of
@@ -17,12 +18,13 @@ from fa2tune.calling import fused_schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts
+from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.beside import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
-from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_dq_split
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import Problem
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
 
 #: Microseconds of a block (64 keys of 128 queries, 64 queries of 64 keys) and of a tile's start and end, of dQ's kernel and of
 #: dK/dV's; launches are among the ends. And how much of the share of columns that are not computed a block saves, and the ends.
@@ -37,6 +39,15 @@ BYTES_PER_US, NO_KEYS = 3.5e6, 0.6
 #: by that share, and by MARGIN than where dQ's does.
 MARGIN, DKDV_MARGIN, LEAST_US = 0.05, 0.1, 1.5
 BLOCK = 64  #: rows of a block, and keys of one
+#: Whether keys of dQ are split among programs (``launching/dq_parts.py``). Right when computed by Python
+#: (tests/launching/test_dq_parts_in_python.py), and no GPU has run it yet: on once tests/gpu/test_dq_in_parts.py passes and
+#: benchmarks/dense_backwards.py --keys has shown a gain.
+DQ_IN_PARTS = False
+#: Microseconds of the launch that adds the parts up, as of the forward's (``split_schedule``); its bytes' come to that. Parts
+#: must be predicted to be faster by this share; of predictions this near to the least the one of the fewest parts is taken.
+COMBINE_US, KEYS_MARGIN, KEYS_TIE = 4.6, 0.15, 0.01
+#: Programs that there are of dQ, in turns of as many as there are multiprocessors; and bytes of the parts' sums at most.
+TURNS, MOST_BYTES = (0.5, 1, 2), 64 << 20
 
 
 class Tiles(NamedTuple):
@@ -65,7 +76,8 @@ def _shares(problem: Problem, choice: Choice) -> tuple[float, float]:
     return 1 - BLOCKS_SAVE * saved, 1 - ENDS_SAVE * saved
 
 
-def _dq_tiles(problem: Problem, choice: Choice) -> Tiles:
+def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
+    """``splits``: parts of the keys, each a program's."""
     rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
     seen = [problem.seqlen_k] * -(-problem.seqlen_q // rows)
     if problem.mask == CAUSAL:  # the last ones are given out first
@@ -74,8 +86,9 @@ def _dq_tiles(problem: Problem, choice: Choice) -> Tiles:
         seen = [min(problem.seqlen_k, max(0, end)) for end in reversed(ends)]
     block, ends_share = _shares(problem, choice)
     block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
-    costs = tuple([-(-count // keys) * block + ENDS_US[DQ] * ends_share for count in seen])
-    return Tiles(costs, problem.batch * problem.heads_q, choice.config["HEADS_PER_WAVE"])
+    costs = tuple([-(-count // (keys * splits)) * block + ENDS_US[DQ] * ends_share for count in seen])
+    heads, band = problem.batch * problem.heads_q, choice.config["HEADS_PER_WAVE"]
+    return Tiles(costs, heads * splits, band if splits == 1 else 1)
 
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
@@ -148,12 +161,27 @@ def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
     return (measured, DKDV_FIRST) if dq.number + dkdv.number > sm_count else (measured,)
 
 
-def predicted_us(
-    problem: Problem, choices: Mapping[str, Choice], parts: int, gpu: Gpu, order: str = "", delta: float | None = None
-) -> float:
-    """Microseconds of a whole backward: ``order``: "" for one kernel after the other; ``delta``: what its launch takes."""
-    dq, dkdv = _dq_tiles(problem, choices[DQ]), _dkdv_tiles(problem, choices[DKDV], parts)
+def _fixed_us(problem: Problem, parts: int, splits: int, gpu: Gpu) -> float:
+    """Of what runs around both kernels."""
     fixed = CALL_US + fused_schedule.parts_us(problem, parts, gpu)
+    if splits == 1:
+        return fixed
+    return fixed + COMBINE_US + 2 * _sum_bytes(problem, splits) / (gpu.hbm_gbs * 1e3)
+
+
+def _sum_bytes(problem: Problem, splits: int) -> int:
+    """Of the float32 sums of all parts of dQ."""
+    return 4 * splits * problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim
+
+
+def predicted_us(
+    problem: Problem, choices: Mapping[str, Choice], parts: int, gpu: Gpu, order: str = "", delta: float | None = None,
+    splits: int = 1,
+) -> float:  # fmt: skip
+    """Microseconds of a whole backward: ``order``: "" for one kernel after the other; ``delta``: what its launch takes;
+    ``splits``: parts of the keys of dQ."""
+    dq, dkdv = _dq_tiles(problem, choices[DQ], splits), _dkdv_tiles(problem, choices[DKDV], parts)
+    fixed = _fixed_us(problem, parts, splits, gpu)
     if not order:
         return fixed + _last(dq, gpu.sm_count) + _last(dkdv, gpu.sm_count)
     made = delta_us(problem, choices[DQ], gpu) if delta is None else delta
@@ -179,16 +207,50 @@ def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) ->
 
 def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> str:
     """Of ``beside.ORDERS``, in which both kernels of a backward run at a time; "": one after the other. ``choices``: by kernel;
-    ``parts``: of query groups, by kernel."""
+    ``parts``: of query groups, by kernel, and of dQ's keys."""
     if not covers(problem, choices):
         return ""
-    count = parts.get(DKDV, 1)
-    dq, dkdv = _dq_tiles(problem, choices[DQ]), _dkdv_tiles(problem, choices[DKDV], count)
-    fixed = CALL_US + fused_schedule.parts_us(problem, count, gpu)
+    count, splits = parts.get(DKDV, 1), parts.get(DQ, 1)
+    dq, dkdv = _dq_tiles(problem, choices[DQ], splits), _dkdv_tiles(problem, choices[DKDV], count)
+    fixed = _fixed_us(problem, count, splits, gpu)
     return _order(dq, dkdv, fixed, delta_us(problem, choices[DQ], gpu), gpu.sm_count)
+
+
+def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> int:
+    """Into how many parts the keys of dQ are split, whatever DQ_IN_PARTS says; 1: that is not expected to be faster.
+    ``choices``, ``parts``: as ``order_of`` has them, with no part of dQ."""
+    if not covers(problem, choices) or not dq_parts.can(problem, choices[DQ].variant, gpu.arch):
+        return 1
+    tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // bwd_dq_split.BLOCK_N)
+    most = min(blocks, bwd_dq_split.MOST_SPLITS, MOST_BYTES // _sum_bytes(problem, 1))
+    counts = {min(int(turns * gpu.sm_count) // tiles.number, most) for turns in TURNS} - {0, 1}
+
+    def time(splits: int) -> float:
+        order = order_of(problem, choices, {**parts, DQ: splits}, gpu)
+        return predicted_us(problem, choices, parts.get(DKDV, 1), gpu, order, splits=splits)
+
+    times = {splits: time(splits) for splits in counts}
+    if not times or (least := min(times.values())) >= (1 - KEYS_MARGIN) * time(1):
+        return 1
+    return min(splits for splits, its in times.items() if its <= (1 + KEYS_TIE) * least)
+
+
+def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What may run in place of dQ's kernel, whatever a call's batch, heads and lengths are; none without DQ_IN_PARTS."""
+    wide = max(block_dims(problem.specialization)) > 128 and problem.mask in (CAUSAL, FULL)
+    able = DQ_IN_PARTS and wide and dq_parts.can(problem, choice.variant, arch)
+    return dq_parts.kernels(problem, bwd_dq_split.MOST_SPLITS, arch) if able else []
 
 
 def about(order: str) -> str:
     """In a sentence's end."""
     begins = {DQ_AT_ONCE: "dQ with delta", DQ_FIRST: "dQ begins", DKDV_FIRST: "dK and dV begin"}
     return f"both kernels run at a time ({begins[order]})" if order else ""
+
+
+def about_keys(split: Config) -> str:
+    """In one sentence, what runs in place of dQ's kernel."""
+    return (
+        f"{DQ}: few tiles, so {dq_parts.SPLIT_KERNEL} runs instead, which is expected to be faster and has no row: keys are "
+        f"split into {split['SPLITS']} parts, which are added up after."
+    )

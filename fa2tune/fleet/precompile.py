@@ -16,13 +16,21 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import choosing, fused_schedule, grouped_schedule, packed_schedule, schedule, split_schedule
+from fa2tune.calling import (
+    choosing,
+    fused_schedule,
+    grouped_schedule,
+    packed_schedule,
+    schedule,
+    split_backward_schedule,
+    split_schedule,
+)
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import CompileError
 from fa2tune.gpus import Gpu
-from fa2tune.launching import group_parts, key_splits, launch, passes, precompiled
+from fa2tune.launching import beside, group_parts, key_splits, launch, passes, precompiled
 from fa2tune.launching.passes import runs
 from fa2tune.rows.lookup import SIXTEEN_BIT, Toolchain
 from fa2tune.rows.reader import Layer
@@ -131,6 +139,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
+    if kernel == beside.DQ:
+        yield from split_backward_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)

@@ -15,7 +15,7 @@ import torch
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.compiler import KernelSequence, around
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import beside, group_parts
+from fa2tune.launching import beside, dq_parts, group_parts
 from fa2tune.launching.launch import (
     TORCH_DTYPES,
     Place,
@@ -163,9 +163,9 @@ class Kernels:
                  softmax_scale: float, device_index: int, shared: Workspaces = MappingProxyType({}),
                  parts: Mapping[str, int] = MappingProxyType({}), order: str = "") -> None:  # fmt: skip
         """``configs``: by kernel, in order; ``tensors``: all there are, workspaces aside, of which shapes and strides count;
-        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split;
-        ``order``: of ``beside.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such split
-        (``group_parts.checked``) or order."""
+        ``shared``: workspaces that any of the kernels may use; ``parts``: by kernel, into how many each query group is split,
+        of dQ's kernel its keys; ``order``: of ``beside.ORDERS``, for dQ's kernel and dK/dV's at a time. ValueError: no such
+        split (``group_parts.checked``, ``dq_parts.checked``) or order."""
         self.softmax_scale = softmax_scale
         #: which tensor is dq, if the kernel adds to float32 zeros, which are cast to dq afterwards
         self.casts: int | None = None
@@ -182,21 +182,26 @@ class Kernels:
             tuned, config = choice.variant, choice.config
             if kernel == SUMS_DQ and not tuned.before:
                 self.casts = given["dq"]
-            count = group_parts.checked(problem, kernel, parts.get(kernel, 1))
+            keys = dq_parts.checked(problem, tuned, parts.get(kernel, 1)) if kernel == beside.DQ else 1
+            count = group_parts.checked(problem, kernel, 1 if keys > 1 else parts.get(kernel, 1))
             posed = group_parts.split(problem, count)
             kernels = runs(kernel, problem.specialization, choice, arch)
             asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
             if order and kernel == beside.DQ:
                 asked |= beside.workspaces(problem)
+            asked |= dq_parts.workspaces(problem, keys)
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
             places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
             bounds = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
+            whole = bounds[0][1]
+            if keys > 1:
+                bounds = [(kernel, one) for one in dq_parts.launches(problem, keys, strides, arch)]
             if order and kernel == beside.DQ:
-                ((_, own_dq),) = bounds
-                bounds = [(beside.DELTA, beside.delta_alone(own_dq)), (kernel, beside.dq_alone(own_dq))]
+                bounds = [(of, beside.dq_alone(one)) for of, one in bounds]
+                bounds = [(beside.DELTA, beside.delta_alone(whole)), *bounds]
             for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
@@ -324,8 +329,8 @@ def backward(
     score: Score = NONE, parts: Mapping[str, int] = MappingProxyType({}), order: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One backward with explicit configs. strategy: "split" (deterministic) or "fused" (atomic sums of dQ); parts: by kernel,
-    into how many each query group is split, a divisor of its size (default 1); order: one of ``beside.ORDERS``, for both Hopper
-    kernels of a split backward at a time (default: one after the other)."""
+    into how many each query group is split, a divisor of its size, or of the Hopper "bwd_dq" its keys (default 1); order: one
+    of ``beside.ORDERS``, for both Hopper kernels of a split backward at a time (default: one after the other)."""
     problem = describe(q, k, v, mask, softmax_scale, score, o=o, do=do)
     plan = BackwardPlan(problem, do, dlse, q, k, v, o, softmax_scale, strategy, configs, parts, order)
     return plan(do, dlse, q, k, v, o, lse)

@@ -135,14 +135,14 @@ def store_sums(acc, peak, total, first, place, sums, call, HEAD_DIM_V: gl.conste
     gl.store(stats + r * call.group, peak, mask=r < inside)
     gl.store(stats + sums.parts * all_rows + r * call.group, total, mask=r < inside)
     o = sums.o_parts + own * HEAD_DIM_V
-    _store_columns(acc[0], o, call.group, inside, 0, HEAD_DIM_V)
+    store_columns(acc[0], o, call.group, inside, 0, HEAD_DIM_V)
     if len(acc) > 1:
         WIDTH: gl.constexpr = acc[0].shape[1]
-        _store_columns(acc[1], o, call.group, inside, WIDTH, HEAD_DIM_V)
+        store_columns(acc[1], o, call.group, inside, WIDTH, HEAD_DIM_V)
 
 
 @gluon.jit
-def _store_columns(acc, o, group, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+def store_columns(acc, o, group, inside, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr):
     """acc [ROWS, columns], the columns from FIRST on, behind ``o``, whose rows are ``group`` rows apart."""
     WIDTH: gl.constexpr = acc.shape[1]
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))

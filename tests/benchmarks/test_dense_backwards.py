@@ -41,8 +41,11 @@ def test_every_candidate_can_run_and_the_choice_is_one_of_them() -> None:
 def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors, workspaces, descriptors and arguments of every launch, next to no GPU."""
     PythonGpu(monkeypatch)
-    for name in ("a 88 grouped", "a 82 V apart", "b 0 unequal", "b 9 grouped"):
-        problem = TODO[name][0]
+    raced = [
+        (TODO[name][0], backwards.candidates) for name in ("a 88 grouped", "a 82 V apart", "b 0 unequal", "b 9 grouped")
+    ]
+    raced += [(problem, backwards.key_candidates) for problem, _ in backwards.KEY_CALLS.values()]
+    for problem, candidates in raced:
         queries, keys = ((problem.batch, heads, rows) for heads, rows in
                          ((problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)))  # fmt: skip
         shapes = {
@@ -51,7 +54,7 @@ def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         }  # fmt: skip
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
         gradients = {f"d{one}": tensors[one] for one in "qkv"}
-        for candidate, order in backwards.candidates(problem, H200).values():
+        for candidate, order in candidates(problem, H200).values():
             configs = {kernel: choice for kernel, (choice, _) in candidate.items()}
             parts = {kernel: count for kernel, (_, count) in candidate.items()}
             assert tuple(configs) in STRATEGIES.values()
@@ -63,3 +66,10 @@ def test_it_lists_what_it_would_time() -> None:
     done = CliRunner().invoke(backwards.main, ["--list"], catch_exceptions=False)
     assert len(done.output.splitlines()) == len(TODO)
     assert "half blocks, chosen" in done.output and "at a time, dQ first" in done.output
+
+
+def test_keys_of_dq_in_parts_are_timed_next_to_whole_ones() -> None:
+    done = CliRunner().invoke(backwards.main, ["--keys", "--list"], catch_exceptions=False)
+    lines = done.output.splitlines()
+    assert len(lines) == len(backwards.KEY_CALLS) and all("keys whole; " in line for line in lines)
+    assert sum("parts, chosen" in line for line in lines) >= 5 and any("parts, chosen" not in line for line in lines)

@@ -54,6 +54,7 @@ HOPPER = {
     *FUSED_HOPPER,
     "sm90/bwd_prepare",
     "sm90/bwd_dq",
+    "sm90/bwd_dq_split",
     "sm90/bwd_dkdv",
 }
 
@@ -68,7 +69,8 @@ HOPPER = {
         ("kernels.masks.band", "left=True, right=True", "left=True, right=False",
          PORTABLE | HOPPER | {"sm80/fwd", *FUSED_AMPERE}, {"band"}),
         ("kernels.masks.causal", "constant <= last[:, None]", "constant < last[:, None]",
-         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm80/fwd", *FUSED_AMPERE}, {"causal"}),
+         {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm90/bwd_dq_split", "sm80/fwd",
+          *FUSED_AMPERE}, {"causal"}),
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
          {"sm90/bwd_fused", "sm90/bwd_dkdv", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with

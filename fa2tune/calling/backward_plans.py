@@ -1,0 +1,59 @@
+"""The plan of a backward by its choices: query groups in parts, keys of dQ in parts, and both kernels of a split one at a time,
+where that is expected to be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fa2tune.calling import group_schedule, split_backward_schedule
+from fa2tune.calling.refusals import cannot_be_had
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching.beside import DQ
+from fa2tune.launching.passes import BackwardPlan
+from fa2tune.logs import warn_once
+from fa2tune.spec.problem import Problem
+
+#: Where the kernels that split keys of dQ did not compile or load, or there was nothing to compile them with: not tried again
+#: for other lengths until ``dispatch.reload`` -> why.
+_REFUSED = dict[tuple[object, ...], str]()
+
+
+def forget() -> None:
+    """What was refused is tried again."""
+    _REFUSED.clear()
+
+
+def key_parts(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu
+) -> tuple[int, str]:  # fmt: skip
+    """Into how many parts keys of dQ are to be split, 1: they are not; and why the kernels for it could not be had before in
+    this process, "": they were not refused. ``parts``: of query groups, by kernel."""
+    if not split_backward_schedule.DQ_IN_PARTS:
+        return 1, ""
+    count = split_backward_schedule.key_parts(problem, choices, parts, gpu)
+    return count, _REFUSED.get((problem.specialization, gpu.name), "") if count > 1 else ""
+
+
+def backward_plan(
+    problem: Problem, strategy: str, choices: Mapping[str, Choice], gpu: Gpu, given: Mapping[str, Any], may_split: bool
+) -> BackwardPlan:
+    """``given``: what else a ``BackwardPlan`` takes. Where the kernels that split keys of dQ do not compile or load, or there
+    is nothing to compile them with, dQ's own kernel serves, and the log says so."""
+
+    def planned(parts: Mapping[str, int]) -> BackwardPlan:
+        order = split_backward_schedule.order_of(problem, choices, parts, gpu) if may_split else ""
+        return BackwardPlan(problem, **given, strategy=strategy, configs=choices, parts=parts, order=order)
+
+    parts = group_schedule.parts(problem, choices, gpu) if may_split else {}
+    count, refused = key_parts(problem, choices, parts, gpu) if may_split else (1, "")
+    if count > 1 and not refused:
+        try:
+            return planned({**parts, DQ: count})
+        except Exception as error:
+            if not cannot_be_had(error):
+                raise
+            _REFUSED[problem.specialization, gpu.name] = str(error)
+            warn_once(f"the first choice for {DQ} failed on {gpu.name} ({error}); next: keys are not split")
+    return planned(parts)

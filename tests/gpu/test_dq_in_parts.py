@@ -1,0 +1,161 @@
+"""dQ of a split Hopper backward with its keys in parts, on the GPU: the error rule, the same bits on every run, streams, CUDA
+graphs, memory that is given out again, and the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fa2tune
+from fa2tune.calling import dispatch, group_schedule, split_backward_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.registry import variant_named
+from fa2tune.launching import beside, passes
+from fa2tune.measuring import reference, verify
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import SPLIT, Problem
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+WINDOW = Mask("band", 300, 2)
+MASKS = pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask("chunked", 192), Mask("causal_top_left")], ids=str)
+#: (batch, query heads, key heads), (queries, keys)
+LENGTHS = [((1, 1, 1), (70, 500)), ((2, 4, 2), (130, 1000)), ((1, 6, 1), (300, 257)), ((1, 2, 2), (1, 2000)),
+           ((1, 3, 3), (129, 65))]  # fmt: skip
+
+
+class Posed:
+    """A backward's tensors, and its choice."""
+
+    def __init__(self, asked: Problem, order: str = "bhsd") -> None:
+        self.asked, self.scale = asked, asked.head_dim**-0.5
+        inputs = reference.make_inputs(asked, "cuda", on_device=True)
+        self.oracle, self.same = reference.oracle_and_reference(inputs, mask=asked.mask)
+        self.q, self.k, self.v, self.do = inputs.q, inputs.k, inputs.v, inputs.do
+        if order == "bshd":
+            self.q, self.k, self.v, self.do = (
+                t.transpose(1, 2).contiguous().transpose(1, 2) for t in (self.q, self.k, self.v, self.do)
+            )
+        self.o, self.lse = dispatch.forward(self.q, self.k, self.v, asked.mask, self.scale, asked.score)
+        self.problem = passes.describe(self.q, self.k, self.v, asked.mask, self.scale, o=self.o, do=self.do)
+        self.choices = {}
+        for kernel in ("bwd_dq", "bwd_dkdv"):
+            variant = variant_named(f"sm90/{kernel}")
+            self.choices[kernel] = Choice(variant, variant.space.default(self.problem.specialization, 90))
+        self.groups = group_schedule.parts(self.problem, self.choices, dispatch.gpu_of(0))
+
+    def plan(self, parts: int, order: str = "") -> passes.BackwardPlan:
+        return passes.BackwardPlan(
+            self.problem, self.do, None, self.q, self.k, self.v, self.o, self.scale, SPLIT, self.choices,
+            {**self.groups, "bwd_dq": parts}, order,
+        )  # fmt: skip
+
+    def run(self, plan: passes.BackwardPlan) -> tuple[torch.Tensor, ...]:
+        return plan(self.do, None, self.q, self.k, self.v, self.o, self.lse)
+
+    def check(self, found: tuple[torch.Tensor, ...]) -> None:
+        verify.compare(dict(zip(("dq", "dk", "dv"), found, strict=True)), self.oracle, self.same)
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Memory that is not written holds NaN."""
+    monkeypatch.setattr(passes, "ALLOCATE", None)
+    made = torch.empty_strided
+
+    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
+        found = made(*sizes, **named)
+        return found.fill_(0xFF if found.dtype is torch.uint8 else torch.nan) if found.is_cuda else found
+
+    monkeypatch.setattr(torch, "empty_strided", poisoned)
+
+
+@MASKS
+@pytest.mark.parametrize(("heads", "lengths"), LENGTHS, ids=str)
+def test_masks_groups_and_lengths(heads: tuple[int, int, int], lengths: tuple[int, int], mask: Mask) -> None:
+    posed = Posed(Problem("bf16", *heads, *lengths, 192, 192, mask))
+    for parts in (2, 3, 9, 40):  # more than blocks, too
+        posed.check(posed.run(posed.plan(parts)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "mask"),
+    [("bf16", (136, 136), FULL), ("bf16", (144, 64), CAUSAL), ("bf16", (64, 160), WINDOW), ("bf16", (160, 160), CAUSAL),
+     ("bf16", (184, 184), FULL), ("bf16", (192, 128), CAUSAL), ("bf16", (216, 216), CAUSAL), ("bf16", (256, 256), FULL),
+     ("bf16", (256, 256), WINDOW), ("fp16", (192, 128), FULL), ("fp16", (256, 256), CAUSAL)],
+    ids=str,
+)  # fmt: skip
+def test_head_dims(dtype: str, dims: tuple[int, int], mask: Mask) -> None:
+    for order in ("bhsd", "bshd"):
+        posed = Posed(Problem(dtype, 2, 4, 2, 137, 900, *dims, mask), order)
+        for parts in (2, 7):
+            posed.check(posed.run(posed.plan(parts)))
+
+
+@pytest.mark.parametrize("order", ["", *beside.ORDERS])
+def test_bits_are_those_of_every_run_and_order(order: str) -> None:
+    """Streams, a CUDA graph, and both kernels at a time."""
+    posed = Posed(Problem("bf16", 3, 4, 2, 296, 3000, 216, 216, FULL))
+    after, plan = posed.run(posed.plan(7)), posed.plan(7, order)
+    posed.check(after)
+    for _ in range(20):
+        assert same(posed.run(plan), after)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = posed.run(plan)
+    stream.synchronize()
+    assert same(found, after)
+    with torch.cuda.graph(graph):
+        found = posed.run(plan)
+    for _ in range(10):
+        for one in found:
+            one.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(found, after)
+
+
+def test_memory_that_is_given_out_again_at_once() -> None:
+    posed = Posed(Problem("bf16", 3, 1, 1, 296, 5000, 256, 256, CAUSAL))
+    after, plan = posed.run(posed.plan(11)), posed.plan(11, beside.DQ_AT_ONCE)
+    for _ in range(20):
+        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
+        do, q, k, v, o = copies
+        found = plan(do, None, q, k, v, o, posed.lse)
+        sizes = [one.numel() for one in copies]
+        del copies, do, q, k, v, o
+        for size in (*sizes, plan.kernels.size // 2):
+            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        assert same(found, after)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With keys of dQ in parts, in plans that are not kept."""
+    monkeypatch.setattr(split_backward_schedule, "DQ_IN_PARTS", True)
+    dispatch.reload()
+    yield
+    monkeypatch.undo()
+    dispatch.reload()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_through_the_public_call(on: None, deterministic: bool) -> None:
+    posed = Posed(Problem("bf16", 3, 1, 1, 296, 22766, 216, 216, FULL))
+    q, k, v = (t.detach().requires_grad_() for t in (posed.q, posed.k, posed.v))
+    explained = fa2tune.explain(q, k, v, deterministic=deterministic)
+    if "sm90/bwd_dq_split" not in {name for one in explained.kernels for name in one.runs or ()}:
+        pytest.skip("not expected to be faster on this GPU")
+    o, lse = fa2tune.attention(q, k, v, deterministic=deterministic, return_lse=True)
+    first = torch.autograd.grad((o, lse), (q, k, v), (posed.do, torch.zeros_like(lse)), retain_graph=True)
+    posed.check(first)
+    assert same(torch.autograd.grad((o, lse), (q, k, v), (posed.do, torch.zeros_like(lse))), first)
