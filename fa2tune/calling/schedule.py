@@ -238,10 +238,10 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
                 faster.append((time, row, ordered))
     least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
     few = for_few_tiles(problem.specialization, row.key.arch)
-    if few is None or (time := few_tiles_us(problem, few, sm_count)) is None:
+    if few is None or (few_us := few_tiles_us(problem, few, sm_count)) is None:
         return row, config
     margin = FEW_MARGIN if few["IN_PARTS"] == "none" else FEW_MARGIN_IN_PARTS
-    return row, few if time < (1 - margin) * least else config
+    return row, few if few_us < (1 - margin) * least else config
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:

@@ -143,21 +143,26 @@ def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -
     """When both kernels are done that run in this order, delta's time included."""
     free = [delta] * sm_count
     if order == DQ_AT_ONCE:  # beside delta, which as many multiprocessors make
-        at_once = dq.costs * dq.heads
-        free[: len(at_once)] = [max(cost, delta) for cost in at_once]
-        return max(max(at_once), *_given_out(free, dkdv))
+        costs = dq.costs * dq.heads
+        free[: len(costs)] = [max(cost, delta) for cost in costs]
+        return max(max(costs), *_given_out(free, dkdv))
     first, second = (dkdv, dq) if order == DKDV_FIRST else (dq, dkdv)
     return max(_given_out(_given_out(free, first), second))
 
 
-def at_once(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+def _fit_at_once(dq: Tiles, sm_count: int) -> bool:
     """Whether multiprocessors are left for delta beside all of dQ's tiles."""
-    return 2 * _dq_tiles(problem, choice).number <= gpu.sm_count
+    return 2 * dq.number <= sm_count
+
+
+def at_once(problem: Problem, choice: Choice, gpu: Gpu) -> bool:
+    """The same of a choice for dQ's kernel."""
+    return _fit_at_once(_dq_tiles(problem, choice), gpu.sm_count)
 
 
 def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
     """Those that a call may have, a measured one first."""
-    measured = DQ_AT_ONCE if 2 * dq.number <= sm_count else DQ_FIRST
+    measured = DQ_AT_ONCE if _fit_at_once(dq, sm_count) else DQ_FIRST
     return (measured, DKDV_FIRST) if dq.number + dkdv.number > sm_count else (measured,)
 
 

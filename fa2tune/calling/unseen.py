@@ -70,11 +70,11 @@ def in_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.view(torch.complex128) for tensor in tensors)
 
 
-def put_together(whole: torch.Tensor, rows: int, behind: torch.Tensor) -> None:
-    """0 in the first ``rows`` rows of (batch, heads, seqlen, dim), then those of ``behind``."""
-    whole, behind = in_words(whole, behind)
+def put_together(whole: torch.Tensor, rows: int, others: torch.Tensor) -> None:
+    """0 in the first ``rows`` rows of (batch, heads, seqlen, dim), then those of ``others``."""
+    whole, others = in_words(whole, others)
     whole[:, :, :rows].zero_()
-    whole[:, :, rows:] = behind
+    whole[:, :, rows:] = others
 
 
 class Forward:
