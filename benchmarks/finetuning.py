@@ -1,7 +1,7 @@
 """A fine-tuning step of a small Llama in Transformers: documents packed into a row, beside padding, beside Transformers' own.
 
     python benchmarks/finetuning.py --out f.json
-    python benchmarks/finetuning.py --table f.json [--page docs/benchmarks.md]
+    python benchmarks/finetuning.py --table f.json [--page PAGE, which has markers named finetuning]
     TRITON_INTERPRET=1 python benchmarks/finetuning.py --device cpu --dtype fp32 --layers 1 --hidden 64 --head-dim 16 \\
         --vocabulary 61 --tokens 16 --longest 8 --median 4 --rounds 1 --steps 1    # without a GPU, to see that it runs
 
@@ -140,7 +140,7 @@ def batches(row: Row, documents: Sequence[torch.Tensor], by_length: bool) -> lis
 
 
 def llama(settings: Settings, device: torch.device) -> Any:
-    """Random weights. Heads of 64 and four to a key head, as in Llama 3.2 1B."""
+    """Random weights. Four query heads to a key head, as in Llama 3.2 1B."""
     heads = settings.hidden // settings.head_dim
     config = transformers.LlamaConfig(
         vocab_size=settings.vocabulary, hidden_size=settings.hidden, intermediate_size=4 * settings.hidden,
@@ -254,6 +254,9 @@ def check(
 ) -> None:
     """Adds to ``found`` name -> {"absent": why}, or a row's ``errors``, with {"wrong": what} where they are too large.
     ``begins``: whether another row may begin."""
+    if rows and not begins():
+        click.echo("not reached: any row")
+        return
     right = alone(training)
     training.free()
     baseline = errors(training, BASELINE, right)

@@ -54,6 +54,9 @@ def backward_plan(
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            _REFUSED[problem.specialization, gpu.name] = str(error)
-            warn_once(f"the first choice for {DQ} failed on {gpu.name} ({error}); next: keys are not split")
+            why = str(error)
+        plan = planned(parts)  # fails, too, where another kernel was the reason
+        _REFUSED[problem.specialization, gpu.name] = why
+        warn_once(f"the first choice for {DQ} failed on {gpu.name} ({why}); next: keys are not split")
+        return plan
     return planned(parts)

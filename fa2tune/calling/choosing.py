@@ -7,7 +7,6 @@ documented default config does (``default`` in the kernel's search space), and a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -26,8 +25,6 @@ from fa2tune.rows.row import PREDICTED, Row, backward_implementation
 from fa2tune.spec.key import TuningKey
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
-
-log = logging.getLogger("fa2tune")
 
 #: (the row that serves, or None; what stood before it and cannot)
 Lookup = tuple[lookup.Answer | None, tuple[lookup.Refused, ...]]

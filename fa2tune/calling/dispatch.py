@@ -8,7 +8,6 @@ the kernel's search space), and a log line says so once per key.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +41,6 @@ from fa2tune.spec.mask import Mask, Window
 from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config
 from fa2tune.spec.score import Score
 from fa2tune.spec.variant import WARP_SPECIALIZED, implementation_of
-
-log = logging.getLogger("fa2tune")
 
 #: How calls were served: step of the lookup ladder, or what ran in place of a row -> kernels of the plans made. For monitoring;
 #: ``fa2tune.explain`` says it for one call.

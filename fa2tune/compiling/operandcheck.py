@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import subprocess
 from collections.abc import Sequence
@@ -35,8 +34,6 @@ from fa2tune.logs import warn_once
 from fa2tune.rows.whole import publish
 from fa2tune.spec.problem import Config, Specialization
 from fa2tune.spec.variant import Variant
-
-log = logging.getLogger("fa2tune")
 
 ARCH = 90  #: whose products are HGMMA
 NOWHERE = -1  #: the place of a register's value before the kernel writes it

@@ -120,6 +120,8 @@ def side_of(device_index: int, stream: int) -> SideStream | None:
             try:
                 SIDES[device_index, stream] = SideStream(stream, device_index)
             except CudaError as error:
+                if error.code != cuda.OUT_OF_MEMORY:
+                    raise
                 warn_once(
                     f"both kernels of a backward run one after the other, where they might run at a time: {error}"
                 )
@@ -151,15 +153,26 @@ class ForkedChain(Chain):
         return found + side.end
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What is on the side is waited for even where a launch fails or Ctrl-C comes: its memory is given out again."""
+        """As a chain is called. Once the side has begun it is waited for, even where a launch fails or Ctrl-C comes: its memory
+        is given out again."""
+        if torch._C._cuda_getDevice() != self.device_index:
+            with torch.cuda.device(self.device_index):
+                return self(tensors)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        key = self, stream, tuple(map(cuda._address, tensors))
+        found, done = self.MEMO.get(key) or self._pack(key), 0
         try:
-            super().__call__(tensors)
+            for call, kept in found:
+                if code := call():
+                    self._again(code, call, kept[0], stream)
+                done += 1
         except BaseException:
-            stream = torch._C._cuda_getCurrentRawStream(self.device_index)
             side = SIDES.get((self.device_index, stream))
-            for end, _ in side.end if side else ():
-                end()
+            if side is not None and done >= self.fork + len(side.begin):
+                for end, _ in side.end:
+                    end()
             raise
+        return None
 
 
 #: A launch, and where it finds its tensors.

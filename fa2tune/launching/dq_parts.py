@@ -1,7 +1,7 @@
 """dQ of a split Hopper backward with its keys in parts, each a program's: more programs where there are few queries.
 
 Each part's sums go to a workspace, as float32 (kernels/sm90/bwd_dq_split.py), and are added up in a fixed order after
-(kernels/portable/bwd_dq_combine.py). How many parts: ``calling/dq_schedule.py``.
+(kernels/portable/bwd_dq_combine.py). How many parts: ``calling/split_backward_schedule.py``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ SPLIT_KERNEL, COMBINE_KERNEL = "sm90/bwd_dq_split", "portable/bwd_dq_combine"
 
 def can(problem: Problem, tuned: Variant, arch: int = 90) -> bool:
     """Whether keys can be split of a call whose dQ ``tuned`` makes."""
-    split = variants().get(SPLIT_KERNEL)
-    if split is None or tuned.space is not bwd_dq.SPACE or not problem.tma:
-        return False
     spec = problem.specialization
-    return bwd_dq_split.fits(spec, arch) and refused_mask(split, spec) is None
+    if tuned.space is not bwd_dq.SPACE or not problem.tma or not bwd_dq_split.fits(spec, arch):
+        return False
+    split = variants().get(SPLIT_KERNEL)
+    return split is not None and refused_mask(split, spec) is None
 
 
 def checked(problem: Problem, tuned: Variant, parts: int) -> int:
     """ValueError: keys cannot be split like that."""
+    if parts == 1:  # the kernel for more need not be imported
+        return parts
     most = bwd_dq_split.MOST_SPLITS if can(problem, tuned) else 1
     if not 1 <= parts <= most:
         raise ValueError(f"parts: got {parts} for {DQ}, allowed are 1 to {most}")

@@ -225,3 +225,17 @@ def test_sums_of_many_short_sequences_would_take_too_much_memory(gpu: str) -> No
         assert choosing.choose_backward(chooser, False)[0] == strategy, (sequences, total)
         refused = [one.why for one in chooser.find_backward(False)[1]]
         assert any("too much memory" in why for why in refused) == (strategy == SPLIT), refused
+
+
+@pytest.mark.parametrize(
+    ("dims", "columns"), [((16, 16), 32), ((40, 40), 64), ((64, 64), 64), ((64, 128), 128), ((40, 96), 128)]
+)
+def test_sums_of_dq_are_as_wide_as_the_wider_head_dim(dims: tuple[int, int], columns: int) -> None:
+    here = gpus.named("h200")
+    # blocks of 128 rows, as many as any lengths can need: one more a sequence than all rows fill
+    blocks = here.hbm_bytes * packed_schedule.MOST_MEMORY / (4 * 32 * 128 * columns)
+    most = blocks / (1 + 10 / 128)
+    for sequences, large in ((int(0.99 * most), False), (int(1.01 * most), True)):
+        extent = Extent(RAGGED, sequences)
+        problem = Problem("bf16", 1, 32, 32, 10 * sequences, 10 * sequences, *dims, CAUSAL, extent=extent)
+        assert packed_schedule.sums_too_large(problem, here) == large, (sequences, columns)

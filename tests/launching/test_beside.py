@@ -32,6 +32,7 @@ class Driver:
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.made: list[tuple[str, int]] = []
+        self.destroyed: list[tuple[str, int]] = []
         self.codes: list[int] = []
         self.priority, self.events, self.interrupted = -3, 1000, False
 
@@ -67,11 +68,11 @@ class Driver:
         return 0
 
     def cuStreamDestroy_v2(self, stream: Any) -> int:
-        self.made.remove(("stream", 1))
+        self.destroyed.append(("stream", stream.value))
         return 0
 
     def cuEventDestroy_v2(self, event: Any) -> int:
-        self.made.remove(("event", 2))
+        self.destroyed.append(("event", event.value))
         return 0
 
     def cuEventRecord(self, event: Any, stream: Any) -> int:
@@ -217,6 +218,29 @@ def test_the_side_is_waited_for_after_ctrl_c(driver: Driver) -> None:
     assert driver.done[-3:] == [("launch", 0, 1), *JOIN]
 
 
+def test_a_side_that_has_not_begun_is_not_waited_for(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a capture may be under way, of which it is no part."""
+    made, tensors = plan("dQ first")
+    made(tuple(tensors))  # which makes the side
+    driver.done.clear()
+    driver.codes = [700]
+    with pytest.raises(CudaError, match="no luck"):
+        made(tuple(tensors))
+    assert driver.done == [("launch", 0, STREAM)]
+    monkeypatch.setattr(cuda, "_address", lambda tensor: 0)
+    with pytest.raises(cuda.NoAddressError):
+        made(tuple(tensors))
+    assert driver.done == [("launch", 0, STREAM)]
+
+
+def test_other_failures_to_make_a_stream_are_errors(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.library(), "cuStreamCreateWithPriority", lambda *_: 700)
+    made, tensors = plan("dQ first")
+    with pytest.raises(CudaError, match="no luck"):
+        made(tuple(tensors))
+    assert not driver.done
+
+
 @pytest.mark.parametrize("events", [0, 1])
 def test_where_no_memory_is_left_for_a_stream_launches_go_one_after_the_other(
     driver: Driver, events: int, caplog: pytest.LogCaptureFixture
@@ -225,7 +249,8 @@ def test_where_no_memory_is_left_for_a_stream_launches_go_one_after_the_other(
     driver.events = events
     made, tensors = plan("dQ first")
     made(tuple(tensors))
-    assert driver.done == [("launch", 0, STREAM), ("launch", 0, STREAM), ("launch", 1, STREAM)] and not driver.made
+    assert driver.done == [("launch", 0, STREAM), ("launch", 0, STREAM), ("launch", 1, STREAM)]
+    assert driver.destroyed == ([("event", 2), ("stream", 1)] if events else [("stream", 1)])
     assert "one after the other" in caplog.text and "no luck" in caplog.text
 
 

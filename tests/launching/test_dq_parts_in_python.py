@@ -128,3 +128,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     for problem, variant, most in ((asked, tuned, bwd_dq_split.MOST_SPLITS), (asked, portable, 1), (packed, tuned, 1)):
         with pytest.raises(ValueError, match=f"parts: got {most + 1} for bwd_dq, allowed are 1 to {most}$"):
             dq_parts.checked(problem, variant, most + 1)
+
+
+def test_one_part_does_not_import_the_kernel_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dq_parts, "variants", lambda: pytest.fail("imported"))
+    asked = Problem("bf16", 1, 1, 1, 64, 64, 256, 256, FULL)
+    assert dq_parts.checked(asked, variant_named("sm90/bwd_dq"), 1) == 1
+    assert not dq_parts.can(asked, variant_named("portable/bwd_dq"))
