@@ -43,7 +43,7 @@ BLOCK = 64  #: rows of a block, and keys of one
 #: (tests/launching/test_dq_parts_in_python.py), and no GPU has run it yet: on once tests/gpu/test_dq_in_parts.py passes and
 #: benchmarks/dense_backwards.py --keys has shown a gain.
 DQ_IN_PARTS = False
-#: Microseconds of the launch that adds the parts up, those of the forward's (``split_schedule``), to which its bytes' come. Parts
+#: Microseconds of the launch that adds the parts up, those of the forward (``split_schedule``), to which its bytes come. Parts
 #: must be predicted to be faster by this share; of predictions this near to the least the one of the fewest parts is taken.
 COMBINE_US, KEYS_MARGIN, KEYS_TIE = 4.6, 0.15, 0.01
 #: Programs that there are of dQ, in turns of as many as there are multiprocessors; and bytes of the parts' sums at most.
