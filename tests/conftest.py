@@ -8,7 +8,8 @@ tests/interpreter therefore have a child of their own with ``TRITON_INTERPRET=1`
 they run in this process.
 
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and have the other child. One that
-the command line names runs in this process; with ``--pdb`` all of them do.
+the command line names runs in this process; with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=3`` a third of the cases
+run of which machine code is read.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
@@ -41,6 +43,7 @@ os.environ["FA2TUNE_KERNELS"] = "off"  # kernels are imported and compiled, what
 TESTS = Path(__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PIPE = "FA2TUNE_TESTS_PIPE"  #: in a child: file descriptor of its end of the pipe
+EVERY = int(os.environ.get("FA2TUNE_TESTS_EVERY", "1"))
 CHILD = PIPE in os.environ  # Reporter takes it out, so that what the tests start is no child
 MOST_SECONDS = 600.0  #: of one test's set-up, call or end
 #: In the order in which they run: the last has work for all cores, also for those that the other processes no longer need.
@@ -62,6 +65,7 @@ COMPILING = tuple(
         "hopper",
     )
 )
+READING = COMPILING[3:]  #: machine code
 
 
 # --- the parent: one stand-in per test of a child
@@ -293,7 +297,13 @@ def limited(item: pytest.Item) -> Iterator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(wrapper=True)(limited)
 
 
+def of_the_share(name: str) -> bool:
+    """Whether a test of machine code runs, by its case, so that tests of one case run or do not run together."""
+    return zlib.crc32(name.partition("[")[2].encode()) % EVERY == 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if item.path not in READING or of_the_share(item.name)]
     # last, so that this process does not wait for a child, and what takes longest at the very end
     turns = {path: turn for turn, path in enumerate(COMPILING, 2)}
     items.sort(key=lambda item: turns.get(item.path, 1) if isinstance(item, ChildsItem) else 0)
