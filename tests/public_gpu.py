@@ -7,7 +7,7 @@ stream runs as late as its events allow (``late``), or when it is launched."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -125,17 +125,21 @@ class PublicGpu:
             patch.setattr(of, name, value)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        called = cuda.Chain.__call__
+        for chain in (cuda.Chain, beside.ForkedChain):
+            patch.setattr(chain, "__call__", self._called(chain.__call__))
 
-        def call(chain: cuda.Chain, tensors: Sequence[torch.Tensor]) -> None:
+    def _called(self, chain: Callable[[Any, Sequence[torch.Tensor]], None]) -> Callable[..., None]:
+        """A chain's call, of which it is known where tensors lie."""
+
+        def call(own: Any, tensors: Sequence[torch.Tensor]) -> None:
             for tensor in tensors:
                 self.memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             self.element = NAMES[tensors[0].dtype]
-            called(chain, tensors)
+            chain(own, tensors)
             assert not any(self.streams.values()), "a stream that nothing waits for"
             self.memory.clear()
 
-        patch.setattr(cuda.Chain, "__call__", call)
+        return call
 
     def number(self) -> int:
         self.numbers += 1

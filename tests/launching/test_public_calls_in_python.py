@@ -92,7 +92,7 @@ ROADS = [
     Road((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
     Road((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
     Road((3, 1), (128, 128), CAUSAL, ("sm90/fwd", *SPLIT), (2, 1), True),
-    Road((200, 250), (64, 64), band(40, 10), (FEW, *BESIDE)),
+    Road((100, 150), (64, 64), band(40, 10), (FEW, *BESIDE)),
     Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=-0.3),
     Road((150, 144), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), scale=0.0),
 ]  # fmt: skip
