@@ -48,6 +48,8 @@ def test_it_has_what_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert done.returncode == returned
         assert ("ZeroDivisionError" in done.stderr) == ("/" in code) and (done.stderr == "no\n") == ("no" in code)
     code = "import atexit, time; atexit.register(print, 'over'); print('here', flush=True); time.sleep(60)"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what is started inherits it
+        code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, process_group=0)
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     assert os.getpgid(process.pid) == process.pid
