@@ -3,15 +3,14 @@
     python benchmarks/launch_choices.py --seed 1 --shapes 72 --seconds 240 --out launch_choices_fwd.json
     python benchmarks/launch_choices.py --backward --seed 1 --shapes 36 --seconds 200 --out launch_choices_bwd.json
     python benchmarks/launch_choices.py --small --shapes 12 --out launch_choices_small.json
-    python benchmarks/launch_choices.py --narrow --shapes 13 --out launch_choices_narrow.json
+    python benchmarks/launch_choices.py --few --shapes 90 --out launch_choices_few.json
 
 Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x heads and both lengths log-uniform, a key/value
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
 mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: prompts, then drawn forward calls of 0.1
-to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. With --narrow: calls of few tiles at head
-dims up to 64, in the drawing behind a peer or near it; candidates are one config for each tile, number of Q stages and
-programs a multiprocessor, "lazy". Each candidate is a CUDA graph of up to 16
-calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
+to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. With --few: calls of few tiles that were
+behind a peer or near it, then drawn ones of all head dims up to 256; candidates are one config for each tile, number of Q stages
+and programs a multiprocessor, "lazy". Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
 dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
 """
 
@@ -47,8 +46,8 @@ PROMPTS = (
     (1, 32, 8, 777, 777, 128, True), (1, 32, 8, 1024, 1024, 128, True), (1, 32, 8, 1536, 1536, 128, True),
     (4, 32, 8, 128, 128, 128, True), (1, 32, 8, 256, 4096, 128, True), (8, 16, 16, 256, 256, 128, False),
 )  # fmt: skip
-#: The calls of --narrow, likewise.
-NARROW = (
+#: The first calls of --few, likewise.
+FEW = (
     (2, 65, 5, 136, 136, 56, False), (2, 20, 20, 1024, 1024, 64, False), (2, 20, 20, 1024, 77, 64, False),
     (29, 3, 3, 898, 898, 64, False), (1, 5, 5, 538, 538, 32, False), (9, 22, 2, 376, 376, 32, False),
     (17, 90, 2, 94, 94, 24, False), (7, 31, 31, 93, 93, 48, False), (1, 61, 61, 1099, 1099, 40, False),
@@ -56,7 +55,9 @@ NARROW = (
     (10, 84, 1, 66, 66, 56, True),
 )  # fmt: skip
 NAMES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "causal")
-#: What differs between the candidates of --narrow.
+#: The others of --few: head dims, and up to so many tiles of 128 rows a multiprocessor of an H200.
+FEW_DIMS, FEW_TILES, SM_COUNT = (32, 48, 64, 80, 96, 128, 160, 192, 256), 8, 132
+#: What differs between the candidates of --few.
 FORM = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "maxnreg")
 
 
@@ -108,6 +109,29 @@ def drawn_small(seed: int, count: int, dim: int) -> list[dict[str, Any]]:
     return found
 
 
+def drawn_few(seed: int, count: int) -> list[dict[str, Any]]:
+    """Calls of few tiles: FEW, then drawn ones, head dims in turn and three of five without a mask."""
+    rng = random.Random(seed)
+    found = [{**dict(zip(NAMES, one, strict=True)), "few": True} for one in FEW[:count]]
+
+    def logarithmic(low: int, high: int) -> int:
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+    while len(found) < count:
+        batch, heads_kv, group = logarithmic(1, 48), logarithmic(1, 96), rng.choice((1, 1, 1, 2, 4, 16))
+        seqlen_q = seqlen_k = logarithmic(64, 2500)
+        if rng.random() < 0.3:
+            seqlen_k = logarithmic(64, 2500)
+        causal = rng.random() < 0.4 and seqlen_q <= seqlen_k
+        tiles = batch * heads_kv * group * -(-seqlen_q // 128)
+        if heads_kv * group <= 96 and SM_COUNT / 16 <= tiles <= FEW_TILES * SM_COUNT:
+            found.append({
+                "batch": batch, "heads_q": heads_kv * group, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+                "head_dim": FEW_DIMS[len(found) % len(FEW_DIMS)], "causal": causal, "few": True,
+            })  # fmt: skip
+    return found
+
+
 def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
     """Legal configs of the Hopper forward, "lazy", in the order 0."""
     space, spec = registry.variant_named("sm90/fwd").space, Specialization("bf16", dim, dim, mask)
@@ -117,9 +141,9 @@ def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def narrow_of(dim: int, mask: str) -> list[dict[str, Any]]:
-    """One config for each FORM: of the rows of 64 columns under either mask, else the last of the space, which has the most
-    stages and keeps Q where it fits."""
+def forms_of(dim: int, mask: str) -> list[dict[str, Any]]:
+    """One config for each FORM, head dims in parts where they have parts: of the rows of as many columns under either mask, else
+    the last of the space, which has the most stages and keeps Q where it fits."""
     space = registry.variant_named("sm90/fwd").space
     known = [config for one in (FULL, CAUSAL) for config in configs_of("fwd", 64, one.name)]
     found = {tuple(config[name] for name in FORM): config for config in space_of(dim, mask)}
@@ -147,8 +171,8 @@ def configs_of(kernel: str, dim: int, mask: str) -> list[dict[str, Any]]:
 def candidates(shape: dict[str, Any], backward: bool) -> list[dict[str, dict[str, Any]]]:
     """kernel -> config, of each candidate."""
     dim, mask = shape["head_dim"], _mask(shape).name
-    if shape.get("narrow"):
-        made = [{"fwd": config} for config in narrow_of(dim, mask)]
+    if shape.get("few"):
+        made = [{"fwd": config} for config in forms_of(dim, mask)]
     elif shape.get("space"):
         made = [{"fwd": config} for config in space_of(dim, mask)]
     elif not backward:
@@ -284,20 +308,20 @@ def measured(shape: dict[str, Any], backward: bool, stream: torch.cuda.Stream) -
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--backward", is_flag=True)
 @click.option("--small", is_flag=True)
-@click.option("--narrow", is_flag=True)
+@click.option("--few", is_flag=True)
 @click.option("--dim", type=int, default=128, help="Head dim of --small calls.")
 @click.option("--seed", type=int, default=1)
 @click.option("--shapes", type=int, default=72)
 @click.option("--seconds", type=float, default=240.0)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
-def main(backward: bool, small: bool, narrow: bool, dim: int, seed: int, shapes: int, seconds: float,
+def main(backward: bool, small: bool, few: bool, dim: int, seed: int, shapes: int, seconds: float,
          out: Path) -> None:  # fmt: skip
     started, cases = time.monotonic(), []
     stream = torch.cuda.Stream()
     random.seed(seed)
     asked = drawn_small(seed, shapes, dim) if small else drawn(seed, shapes, backward)
-    if narrow:
-        asked = [{**dict(zip(NAMES, one, strict=True)), "narrow": True} for one in NARROW[:shapes]]
+    if few:
+        asked = drawn_few(seed, shapes)
     print(f"{compile_all(asked, backward)} binaries after {time.monotonic() - started:.0f} s", flush=True)
     began = time.monotonic()
     warm = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -313,7 +337,7 @@ def main(backward: bool, small: bool, narrow: bool, dim: int, seed: int, shapes:
         best = first[0]
         print(f"{list(shape.values())} chosen {cases[-1]['chosen_us']} best {best['us']} "
               f"({cases[-1]['chosen_us'] / best['us']:.3f})", flush=True)  # fmt: skip
-        if small or narrow:
+        if small or few:
             print(f"    chosen {cases[-1]['chosen']['fwd']}")
             for one in first:
                 print(f"    {one['us']:7.2f} {differing(one['configs']['fwd'], cases[-1]['chosen']['fwd'])}")
