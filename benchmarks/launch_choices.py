@@ -9,9 +9,10 @@ Each shape is drawn from the seed: head dim 64, 128 or 256, either mask, batch x
 group in half of the calls. Candidates are every distinct warp-specialised config that h200.sqlite has for that head dim and
 mask, forward ones in tile orders 0, 1, 4, 22 and 64 (HEADS_PER_WAVE). With --small: prompts, then drawn forward calls of 0.1
 to 30 GFLOP; candidates are the whole search space with RESCALE "lazy" and order 0. With --few: calls of few tiles that were
-behind a peer or near it, then drawn ones of all head dims up to 256; candidates are one config for each tile, number of Q stages
-and programs a multiprocessor, "lazy". Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in random order; the file holds the median of seven bursts, in microseconds a call, and what the
-dispatcher would have chosen. A candidate that differs from the first by more than bf16 allows is an error.
+behind a peer or near it, then drawn ones of all head dims up to 256; candidates are one config for each tile, number of Q
+stages and programs a multiprocessor, "lazy". Each candidate is a CUDA graph of up to 16 calls; replays are interleaved in
+random order; the file holds the median of seven bursts, in microseconds a call, and what the dispatcher would have chosen. A
+candidate that differs from the first by more than bf16 allows is an error.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def space_of(dim: int, mask: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def forms_of(dim: int, mask: str) -> list[dict[str, Any]]:
-    """One config for each FORM, head dims in parts where they have parts: of the rows of as many columns under either mask, else
-    the last of the space, which has the most stages and keeps Q where it fits."""
+    """One config for each FORM: of the rows of 64 columns under either mask, else the last of the space, which has the most
+    stages, keeps Q where it fits and has head dims in parts."""
     space = registry.variant_named("sm90/fwd").space
     known = [config for one in (FULL, CAUSAL) for config in configs_of("fwd", 64, one.name)]
     found = {tuple(config[name] for name in FORM): config for config in space_of(dim, mask)}

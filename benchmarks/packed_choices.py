@@ -31,7 +31,7 @@ from launch_choices import race
 from random_packings import Packing
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, group_schedule, packed_schedule, schedule
+from fa2tune.calling import choosing, dispatch, group_schedule, packed_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.extent import RAGGED, Extent
@@ -96,7 +96,7 @@ def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     for other in chooser._of_other_lengths(answer):
         if other.refused is None:
             yield f"row of {other.given.key.bucket}", replace(row, config=other.row.config, row=other.given), 1
-    few = schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
+    few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
     if few is not None:
         yield "small tiles", replace(row, config=few), 1
     yield "chosen", chosen, 1

@@ -273,7 +273,7 @@ class Chooser:
         if by_schedule:
             model = window_schedule if window_schedule.covers(problem) else schedule
             row, config = model.best(problem, served, able, self.gpu.sm_count)
-            few = schedule.is_for_few_tiles(problem, config, row, self.gpu.arch)
+            few = schedule.is_for_few_tiles(problem, config, row)
             return Choice(
                 variant, config, rows[id(row)].given, answer, few, variant.suited(problem, row.config) if few else None
             )
@@ -291,7 +291,7 @@ class Chooser:
         others = [one for one in self._of_other_lengths(answer) if one.refused is None]
         served, *able = ((one.given, one.row.config) for one in (own, *others))
         row, config = packed_schedule.best(problem, served, able, gpu)
-        few = schedule.is_for_few_tiles(problem, config, row, gpu.arch)
+        few = packed_schedule.is_for_few_tiles(problem, config, row, gpu.arch)
         return replace(choice, config=config, row=row, few_tiles=few, otherwise=choice.config if few else None)
 
 

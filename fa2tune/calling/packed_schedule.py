@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import group_schedule, schedule, window_schedule
+from fa2tune.calling import group_schedule, schedule, tile_order, window_schedule
 from fa2tune.calling.fused_schedule import apart
 from fa2tune.calling.packed_lengths import unlike
 from fa2tune.compiling.choice import Choice
@@ -23,7 +23,7 @@ from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 #: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
@@ -33,9 +33,11 @@ LAUNCHES_US = 7.0
 #: Time of a block with RESCALE "lazy" over that with "never", by columns of the wider of Q and V: what packed calls with "lazy"
 #: took beside dense ones with "never" (docs/experiments/varlen.md, benchmarks/calls/random_packings.json).
 NEVER_GAIN = {64: 1.13, 128: 1.06}
-#: The same of tiles of 64 rows, two programs a multiprocessor (``few_tiles``), over tiles of two groups, for as many pairs of a
-#: query and a key: the model without it is better than what was measured (docs/experiments/forward.md) by 1.03 to 1.18.
+#: The same of tiles of 64 rows, two programs a multiprocessor (``for_few_tiles``), over tiles of two groups, for as many pairs
+#: of a query and a key: the model without it is better than what was measured (docs/experiments/forward.md) by 1.03 to 1.18.
 FEW_COST = 1.2
+#: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
+FEW_TILES_ABOVE = 64
 #: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
 MARGIN = 0.06
 #: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
@@ -64,8 +66,8 @@ def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
 
 
 def forms(problem: Problem, choice: Choice) -> list[Config]:
-    """Configs of other machine code that other lengths of a packed call may have in place of a choice's; of ``few_tiles``
-    ``schedule`` knows."""
+    """Configs of other machine code that other lengths of a packed call may have in place of a choice's, but for
+    ``for_few_tiles``."""
     if not problem.extent.ragged or not problem.mask.measured or choice.variant.space is not bwd_fused.SPACE:
         return []
     return [apart(choice.config)] if choice.config["BESIDE"] else []
@@ -99,7 +101,7 @@ def busiest(problem: Problem, config: Config, sm_count: int) -> float:
     if programs <= 0:
         return 0.0
     # the last tiles are the shortest: what they leave uneven is about half of one, and less of more of them
-    alone = longest / (schedule.ALONE * shared) if shared > 1 else longest
+    alone = longest / (tile_order.RATES[shared][0] * shared)
     return float(max(work / programs + work / tiles * programs / tiles / 2, alone))
 
 
@@ -109,13 +111,26 @@ def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> f
     if block is None:
         return None
     if row.config["RESCALE"] == "never":
-        block *= NEVER_GAIN.get(schedule.widest(problem), 1.0)
+        block *= NEVER_GAIN.get(tile_order.widest(problem), 1.0)
     return LAUNCHES_US + block * busiest(problem, config, sm_count)
 
 
+@lru_cache(maxsize=1024)
+def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
+    """The config for calls of few tiles; None: these head dims have none, or are too narrow (FEW_TILES_ABOVE)."""
+    few, wide = fwd.few_tiles(spec), min(spec.head_dim, spec.head_dim_v) > FEW_TILES_ABOVE
+    return few if wide and fwd.SPACE.broken(few, spec, arch) is None else None
+
+
+def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
+    """Whether a config that ``best`` gives is that of ``for_few_tiles`` and not the row's."""
+    return config == for_few_tiles(problem.specialization, arch) != fwd.suited(problem, row.config)
+
+
 def few_tiles_us(problem: Problem, row: Row, config: Config, gpu: Gpu) -> tuple[float, Config] | None:
-    """As ``schedule.few_tiles_us``, of packed tiles; ``config``: of the row. Of head dims in parts nothing was measured."""
-    few, block = schedule.for_few_tiles(problem.specialization, gpu.arch), schedule.block_us(row)
+    """(expected microseconds, config) of ``for_few_tiles``; ``config``: of the row. Of head dims in parts nothing was
+    measured."""
+    few, block = for_few_tiles(problem.specialization, gpu.arch), schedule.block_us(row)
     if few is None or few["IN_PARTS"] != "none" or block is None:
         return None
     size = few["BLOCK_M"] * few["BLOCK_N"] * fwd.programs(few) / (config["BLOCK_M"] * config["BLOCK_N"])
@@ -125,7 +140,7 @@ def few_tiles_us(problem: Problem, row: Row, config: Config, gpu: Gpu) -> tuple[
 def best(
     problem: Problem, served: tuple[Row, Config], others: Iterable[tuple[Row, Config]], gpu: Gpu
 ) -> tuple[Row, Config]:
-    """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``few_tiles``, are
+    """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``for_few_tiles``, are
     predicted to be faster. Pairs of a row and its config for packed calls."""
 
     now = predicted_us(problem, *served, gpu.sm_count)

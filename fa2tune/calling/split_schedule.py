@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from fa2tune.calling import schedule
+from fa2tune.calling import schedule, tile_order
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
@@ -142,7 +142,7 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = No
     work = TileWork(
         problem.query_tiles(rows) * problem.heads_q, -(-keys_of_tile(problem, rows) // keys), rows, keys,
         PROGRAMS[config["maxnreg"]] if hopper else 1, -(-problem.seqlen_q // rows) * problem.group,
-        schedule.columns_of_parts(spec, fwd.SPACE.completed(config)["IN_PARTS"]) if hopper else _padded(problem),
+        tile_order.columns_of_parts(spec, fwd.SPACE.completed(config)["IN_PARTS"]) if hopper else _padded(problem),
         TUNED_PACES[not hopper],
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
@@ -154,7 +154,7 @@ def split_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds with keys split as a config of a kernel for that says, estimated."""
     rows, keys, splits = config["BLOCK_M"], config["BLOCK_N"], config["SPLITS"]
     if _is_hopper(config):
-        pace, held = HOPPER_PACES[schedule.widest(problem)], hopper_split.HELD[rows][0]
+        pace, held = HOPPER_PACES[tile_order.widest(problem)], hopper_split.HELD[rows][0]
         columns = sum(hopper_columns(problem.specialization, config))
         programs, sharing = hopper_split.programs(problem, config), -(-problem.seqlen_q // rows) * problem.group
         rows_of_group = rows * problem.group

@@ -18,6 +18,7 @@ import torch
 
 from fa2tune.calling import (
     choosing,
+    few_tiles,
     fused_schedule,
     grouped_schedule,
     packed_schedule,
@@ -144,9 +145,17 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)
-    few = schedule.for_few_tiles(spec, arch) if problem.mask.measured else None
-    if few is not None and schedule.covers(variant):
-        yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
+    if problem.mask.measured and schedule.covers(variant):
+        for few in _for_few_tiles(problem, arch):
+            yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
+
+
+def _for_few_tiles(problem: Problem, arch: int) -> Sequence[Config]:
+    """Configs that calls of few tiles have in place of a row's."""
+    if not problem.extent.ragged:
+        return few_tiles.configs(problem.specialization, arch)
+    packed = packed_schedule.for_few_tiles(problem.specialization, arch)
+    return [] if packed is None else [packed]
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:

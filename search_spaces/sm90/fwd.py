@@ -98,15 +98,33 @@ def default(spec: Specialization, arch: int) -> Config:
 def fitted(spec: Specialization, config: Config) -> Config:
     """The config of a row of other head dims, padded as far as these, for these: in parts, with the room for O, the stages and
     what ``_roomier`` names that tiles of fewer columns leave."""
-    config = _roomier(spec, {**config, "IN_PARTS": in_parts(spec)})
+    return _with_room(spec, _roomier(spec, {**config, "IN_PARTS": in_parts(spec)}))
+
+
+def _with_room(spec: Specialization, config: Config) -> Config:
+    """With the room for O and the stages that fit beside it."""
     o = next(_ways_of_o(spec, config, 2), config["O_THROUGH"])
     stages = max(count for count in (2, 3) if count == 2 or _shared_bytes(config, spec, 3, o) <= _shared_limit(config))
     return {**config, "O_THROUGH": o, "STAGES": stages}
 
 
+def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config:
+    """Tiles of so many rows and keys with one Q, "lazy", for calls of few of them: Q in registers, head dims above 64 in parts,
+    and as many stages as there is room for. It may be none of the space's, where these head dims leave no room."""
+    wide = max(spec.head_dim, spec.head_dim_v) > 64
+    config = {
+        "BLOCK_M": rows, "BLOCK_N": keys, "Q_STAGES": 1, "PINGPONG": rows > ROWS, "RESCALE": "lazy", "Q_IN_REGISTERS": True,
+        "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0, "IN_PARTS": in_parts(spec) if wide else "none",
+        "maxnreg": maxnreg, "num_warps": 4,
+    }  # fmt: skip
+    if _live_registers(config, spec) > registers(config) - SPARE_REGISTERS:
+        config["Q_IN_REGISTERS"] = False
+    return _with_room(spec, config)
+
+
 def few_tiles(spec: Specialization) -> Config:
-    """For calls of few tiles: half as many rows a tile, and two programs a multiprocessor. It may be none of the space's, where
-    these head dims leave no room for two."""
+    """For packed calls of few tiles: half as many rows a tile, two programs a multiprocessor. It may be none of the space's,
+    where these head dims leave no room for two."""
     widest = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     shared = {
         "BLOCK_M": ROWS, "BLOCK_N": 128 if widest == 64 else 64, "Q_STAGES": 1, "PINGPONG": False, "RESCALE": "lazy",

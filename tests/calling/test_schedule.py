@@ -68,7 +68,7 @@ def played(heads: int, length: int, rows: int, columns: int, band: int, programs
 @pytest.mark.parametrize(("heads", "length", "order"), [(84, 4097, 4), (84, 4096, 4), (7, 1000, 22), (40, 3000, 1)])
 def test_the_busiest_program_is_that_of_the_kernels_order(heads, length, order):
     asked = Problem("bf16", 1, heads, heads, length, length, 128, 128, CAUSAL)
-    found = schedule.busiest(asked, {**CONFIG, "HEADS_PER_WAVE": order}, 132)
+    found = schedule._busiest(asked, {**CONFIG, "HEADS_PER_WAVE": order}, 132)
     assert found == pytest.approx(played(heads, length, 128, 128, min(order, heads), 132))
 
 
@@ -77,7 +77,7 @@ def test_programs_that_share_a_multiprocessor_count_alike_under_both_masks():
     for heads, maxnreg in ((132, 128), (264, 80), (265, 128), (20, 80)):
         config = {**CONFIG, "BLOCK_M": 64, "maxnreg": maxnreg, "HEADS_PER_WAVE": 1}
         full, causal = (
-            schedule.busiest(Problem("bf16", 1, heads, heads, 1, 1024, 64, 64, mask), config, 132)
+            schedule._busiest(Problem("bf16", 1, heads, heads, 1, 1024, 64, 64, mask), config, 132)
             for mask in (FULL, CAUSAL)
         )
         assert full == causal
@@ -98,8 +98,8 @@ def test_a_length_behind_a_bucket_border_keeps_its_balance():
     pinned = next(row for row in rows(128, "causal") if row.key.bucket == 8192)
     _, config = chosen(shape)
     tiles = 33 * 84 * (33 / 2 + 1) / 132  # mean blocks of a multiprocessor, about
-    assert schedule.busiest(asked, pinned.config, 132) > 1.7 * tiles
-    assert schedule.busiest(asked, config, 132) < 1.15 * tiles * (128 / config["BLOCK_N"])
+    assert schedule._busiest(asked, pinned.config, 132) > 1.7 * tiles
+    assert schedule._busiest(asked, config, 132) < 1.15 * tiles * (128 / config["BLOCK_N"])
 
 
 def test_the_tuned_workload_keeps_its_row():
@@ -126,7 +126,7 @@ def test_a_row_without_a_time_stays():
 def among_rows(shape):
     """The config chosen among those of rows, without the one for calls of few tiles, which these races did not have."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(schedule, "for_few_tiles", lambda *asked: None)
+        patched.setattr(schedule.few_tiles, "covers", lambda *asked: False)
         return chosen(shape)[1]
 
 

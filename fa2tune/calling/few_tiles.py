@@ -1,0 +1,96 @@
+"""Tiles of the Hopper forward for calls of few of them: arithmetic on the host, no GPU.
+
+Rows are tuned on 16k tokens, where the tile of the best rate wins. With few tiles a multiprocessor what counts is how evenly
+they fill it, how much of a tile lies beside the call, and a tile's start and end. So each form of tile has constants here: a
+launch, a key block, and a tile's start and end, in microseconds, fitted to what ``benchmarks/launch_choices.py --few`` and
+``--small`` recorded in benchmarks/calls/: docs/experiments/few-tiles.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fa2tune.calling.tile_order import busiest, columns_of_parts
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, SPACE, of_tiles
+from fa2tune.spec.problem import Config, Problem, Specialization
+
+#: (BLOCK_M, BLOCK_N, maxnreg)
+Form = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of tiles of one form, in microseconds of an H200: at 128 columns of K and V together, and for 128 columns more."""
+
+    block: float  #: a key block, where all programs of a multiprocessor run
+    block_wider: float
+    start: float  #: start and end of a tile
+    start_wider: float
+
+
+PACES: dict[Form, Pace] = {
+    (64, 64, 80): Pace(0.93, 0.36, 1.46, 1.26),
+    (64, 64, 128): Pace(0.67, 0.20, 1.10, 0.75),
+    (64, 128, 128): Pace(1.21, 0.46, 1.26, 1.02),
+    (128, 64, 0): Pace(0.66, 0.18, 1.12, 0.67),
+    (128, 128, 0): Pace(1.12, 0.32, 1.47, 0.89),
+    (192, 64, 0): Pace(0.78, 0.28, 2.29, 0.44),
+    (192, 128, 0): Pace(1.41, 0.41, 2.68, 0.89),
+}
+#: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
+LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
+#: Head dims whose rows are under 64 bytes: tiles of 64 rows, which read K and V twice as often, took so many times as long, in
+#: both calls of head dim 24.
+NARROW, NARROW_COST = 32, 1.25
+#: Forms that may serve in place of a row's: of the recorded calls these four leave what all leave.
+OFFERED: tuple[Form, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
+#: Up to so many tiles of 128 rows a multiprocessor: more were not measured.
+MOST_TILES, FULL_TILE = 8, 128
+#: It must be predicted to be faster than the row's config, by the same constants, by this share.
+MARGIN = 0.03
+
+
+def covers(problem: Problem, sm_count: int) -> bool:
+    """Whether a call has few tiles, under a mask that was measured."""
+    few = problem.query_tiles(FULL_TILE) * problem.heads_q <= MOST_TILES * sm_count
+    return few and problem.mask.measured and not problem.extent.ragged
+
+
+def narrow_cost(problem: Problem, config: Config) -> float:
+    """How many times as long tiles take for the narrowest head dims (NARROW)."""
+    return NARROW_COST if config["BLOCK_M"] == ROWS and problem.head_dim < NARROW else 1.0
+
+
+def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
+    """Microseconds that a config of the Hopper forward is expected to take for a call of few tiles; None: of its form nothing
+    was measured."""
+    pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
+    if pace is None or config["RESCALE"] == "never" or not covers(problem, sm_count):
+        return None
+    wider = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]) / 128 - 1
+    block, start = pace.block + pace.block_wider * wider, pace.start + pace.start_wider * wider
+    cost = narrow_cost(problem, config)
+    launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
+    return launch + cost * block * busiest(problem, config, sm_count, start / block)
+
+
+@lru_cache(maxsize=1024)
+def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
+    """Those of OFFERED that these head dims leave room for."""
+    found = (of_tiles(spec, *form) for form in OFFERED)
+    return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
+
+
+def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:
+    """(expected microseconds, config) of the fastest of ``configs``; None: there is none."""
+    times = [(expected_us(problem, config, sm_count), config) for config in configs(problem.specialization, arch)]
+    found = [(time, config) for time, config in times if time is not None]
+    if not found:
+        return None
+    return min(found, key=lambda one: one[0])
+
+
+def is_offered(spec: Specialization, config: Config, arch: int) -> bool:
+    """Whether a config is one of ``configs``."""
+    return config in configs(spec, arch)

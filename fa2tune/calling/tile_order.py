@@ -1,0 +1,114 @@
+"""How much the busiest multiprocessor works in the static tile order of the persistent Hopper forward: arithmetic on the host.
+
+The order (``tile_of`` in kernels/lib/hopper_forward.py) is played through for a call's own batch, heads and lengths. What that
+takes in microseconds is said by ``schedule``, from rows, and by ``few_tiles``, from constants.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+
+from fa2tune.search_spaces.sm90.fwd import PROGRAMS, SPACE, columns
+from fa2tune.spec.mask import CAUSAL
+from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
+
+#: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
+ORDERS = (0, 1, 4, 22, 64)
+#: Bytes of K and V that ``heads_in_band`` in kernels/lib/hopper_forward.py lets a band have.
+L2_BYTES = 32 << 20
+#: Programs that one multiprocessor can hold at once -> the share of their joint rate that one alone, two and so on reach: one
+#: leaves the tensor cores idle while it exponentiates. Fitted with the constants of ``few_tiles``.
+RATES = {1: (1.0,), 2: (0.71, 1.0), 3: (0.65, 0.93, 1.0)}
+#: Tiles played through at most; of more heads than that a part stands for the whole.
+MOST_TILES = 8192
+
+
+def _band(order: int, seqlen_k: int, columns: int, mask: str) -> int:
+    """Heads a band. ``columns``: of K and V together, 2 bytes each."""
+    if order or mask != "causal":
+        return order or 1
+    held, width = L2_BYTES // (2 * columns) // seqlen_k, 1
+    while width < 64 and held >= 2 * width:
+        width *= 2
+    return width
+
+
+@lru_cache(maxsize=4096)
+def _busiest(
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mask: str,
+    rows: int,
+    columns: int,
+    band: int,
+    sm_count: int,
+    shared: int,
+    start: float,
+) -> float:
+    """Key blocks that the busiest multiprocessor works through, over the programs that it holds at once.
+
+    ``rows``, ``columns``: BLOCK_M and BLOCK_N. ``shared``: programs that one multiprocessor holds at once. ``start``: start and
+    end of a tile, in key blocks.
+    """
+    tiles = -(-seqlen_q // rows)
+    played = min(heads, max(1, MOST_TILES // tiles))
+    if mask != "causal" and shared == 1:
+        return float(-(-tiles * heads // min(tiles * heads, sm_count)) * (-(-seqlen_k // columns) + start))
+    count = tiles * played
+    programs = min(count, sm_count * shared)
+    ends = np.full(tiles, seqlen_k)  # [tiles]
+    if mask == "causal":
+        ends = (np.arange(tiles) + 1) * rows + (seqlen_k - seqlen_q)
+    cost = -(-np.clip(ends, 1, seqlen_k) // columns) + start  # [tiles]
+    work = np.zeros((-(-count // programs), programs))  # [turns, programs], in the order in which tiles are given out
+    if mask == "causal":  # band after band, in the last one and in every second before it the longest tiles first
+        bands = -(-played // band)
+        last = played - (bands - 1) * band  # its heads
+        shorter_first, longer_first = (np.repeat(costs, band) for costs in (cost, cost[::-1]))
+        parts = [longer_first if (bands - nth) % 2 else shorter_first for nth in range(bands - 1)]
+        work.reshape(-1)[:count] = np.concatenate([*parts, np.repeat(cost[::-1], last)])
+    else:
+        work.reshape(-1)[:count] = np.tile(cost, played)
+    work[1::2] = work[1::2, ::-1]  # every second turn begins with the program that was the last
+    work = work.sum(0)  # [programs]
+    if shared == 1:
+        return float(work.max()) * heads / played
+    return _together(work, sm_count, shared) * heads / played
+
+
+def _together(work: np.ndarray, sm_count: int, shared: int) -> float:
+    """The same of programs [programs] that share multiprocessors: they run at their joint rate until the one of the least work
+    ends, and so on."""
+    held = np.zeros((shared, sm_count))  # [programs of a multiprocessor, multiprocessors]
+    held.reshape(-1)[: work.size] = work
+    held = np.sort(held, axis=0)[::-1]  # of each multiprocessor the most work first
+    longer = held - np.append(held[1:], np.zeros((1, sm_count)), axis=0)  # what each has more than the next
+    paces = [count / (rate * shared) for count, rate in enumerate(RATES[shared], 1)]
+    return float((np.array(paces) @ longer).max())
+
+
+def widest(problem: Problem) -> int:
+    """Columns of the wider of Q and V, padded, at least the 64 of a tile."""
+    return max(64, padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+
+
+@cache
+def columns_of_parts(spec: Specialization, in_parts: str) -> int:
+    """Columns of K and V together, of all parts."""
+    return sum(columns(spec, {"IN_PARTS": in_parts}))
+
+
+def busiest(problem: Problem, config: Config, sm_count: int, start: float) -> float:
+    """Key blocks that the busiest multiprocessor works through for a config of the Hopper forward, over the programs that it
+    holds at once. ``start``: start and end of a tile (Q in, O out, divisions), in key blocks."""
+    heads, band = problem.batch * problem.heads_q, 1
+    if problem.mask == CAUSAL:
+        wide = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
+        band = min(heads, _band(config["HEADS_PER_WAVE"], problem.seqlen_k, wide, problem.mask.name))
+    return _busiest(
+        heads, problem.seqlen_q, problem.seqlen_k, problem.mask.name, config["BLOCK_M"], config["BLOCK_N"], band, sm_count,
+        PROGRAMS[config["maxnreg"]], start,
+    )  # fmt: skip
