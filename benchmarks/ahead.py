@@ -3,16 +3,20 @@
     TRITON_CACHE_DIR=DIR python benchmarks/ahead.py [--count] SCRIPT [ARGUMENT]...
 
 The script runs to its end against a stand-in for an H200 (benchmarks/no_gpu.py). What it prints and writes is dropped, as it
-means nothing. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing.
+means nothing. Its pools of processes do nothing, and a millisecond passes whenever it looks at the clock, so that a limit of
+seconds leaves no call out. On the GPU's host, with the same Python, Triton and sources, it then compiles nothing.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import runpy
 import sys
+import time
 from collections.abc import Iterable
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +37,20 @@ def compile_all(jobs: Iterable[BinaryJob], gpu: Gpu) -> None:
         click.echo(f"{variant.short_name}, head dim {spec.head_dim}/{spec.head_dim_v}, {spec.mask}: {why}")
 
 
+class NoProcesses:
+    """A pool of processes that does nothing. Scripts compile in one before they launch; what they launch is known here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> NoProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, _: Any, each: Iterable[Any], chunksize: int = 1) -> list[None]:
+        return [None for _ in each]
+
+
 def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
     """What a script launches. ClickException: it is code of another GPU."""
     import no_gpu
@@ -43,9 +61,15 @@ def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
     no_gpu.launched.clear()
     argv = sys.argv
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    dropped = mock.patch.object(Path, "write_text", nothing), mock.patch.object(whole, "publish", nothing)
+    looked = itertools.count()
+    replaced: list[tuple[Any, str, Any]] = [
+        (Path, "write_text", nothing), (whole, "publish", nothing), (BaseContext, "Pool", NoProcesses),
+        (time, "monotonic", lambda: next(looked) / 1e3),
+    ]  # fmt: skip
     try:
-        with no_gpu.gpu(), no_gpu.tensors(), redirect_stdout(io.StringIO()), dropped[0], dropped[1]:
+        with no_gpu.gpu(), no_gpu.tensors(), redirect_stdout(io.StringIO()), ExitStack() as stack:
+            for of, name, value in replaced:
+                stack.enter_context(mock.patch.object(of, name, value))
             sys.argv = [str(script), *arguments]
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:

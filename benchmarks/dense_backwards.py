@@ -6,12 +6,13 @@
     python benchmarks/dense_backwards.py --table dense_backwards.json                # a file, as text
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
+    python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
 columns; also with rows prepared and dQ finished beside), each in the number of parts that is chosen for it, and the choice in
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
-serves now, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
+serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import marked
 import side_by_side
 import torch
 import workloads
@@ -48,6 +50,7 @@ RECORD = Path(__file__).parent / "calls/random_calls.json.gz"
 FUSED_KERNEL, SPLIT_KERNEL = "bwd_fused", "bwd_dkdv"
 EVERY = 8
 LEVEL = 0.99
+WHOLE = "keys whole"
 #: Calls of few queries and many keys: name -> call, and microseconds in random_calls_2.json.gz, if it was drawn.
 KEY_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "296 queries": (Problem("bf16", 3, 1, 1, 296, 22766, 216, 216, FULL), {"fa2tune": 651.0, "cudnn": 218.0}),
@@ -152,14 +155,18 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return {f"{name}, chosen" if name == same else name: one for name, one in found.items()}
 
 
+def key_parts(problem: Problem, candidate: Candidate, gpu: Gpu) -> int:
+    """That are chosen for it."""
+    choices = {kernel: choice for kernel, (choice, _) in candidate.items()}
+    counts = {kernel: parts for kernel, (_, parts) in candidate.items()}
+    return split_backward_schedule.key_parts(problem, choices, counts, gpu)
+
+
 def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Keys of dQ in parts, beside what serves without; the number of parts that is chosen is marked, whether or not parts are
-    switched on."""
+    """Keys of dQ in parts, beside what serves without; the number of parts that is chosen is marked."""
     now = chosen(problem, gpu)
-    choices = {kernel: choice for kernel, (choice, _) in now.items()}
-    counts = {kernel: parts for kernel, (_, parts) in now.items()}
-    best = split_backward_schedule.key_parts(problem, choices, counts, gpu)
-    found: dict[str, Ordered] = {"keys whole": (now, order_of(problem, now, gpu))}
+    choices, best = {kernel: choice for kernel, (choice, _) in now.items()}, key_parts(problem, now, gpu)
+    found: dict[str, Ordered] = {WHOLE: (now, order_of(problem, now, gpu))}
     for parts in sorted({max(2, best // 2), max(2, best), max(4, 2 * best)}):
         split = {**now, "bwd_dq": (choices["bwd_dq"], parts)}
         name = f"{parts} parts" + (", chosen" if parts == best else "")
@@ -172,6 +179,55 @@ def _alike(one: Candidate, other: Candidate) -> bool:
     return all(
         dict(one[name][0].config) == dict(other[name][0].config) and one[name][1] == other[name][1] for name in one
     )
+
+
+# ---- keys of dQ in parts, as recorded
+
+
+def key_time(call: Mapping[str, Any], parts: int, order: str) -> tuple[str, float]:
+    """(name, microseconds) of what was recorded of a call; of one part: keys whole. KeyError: that was not timed."""
+    if parts == 1:
+        return WHOLE, call["us"][WHOLE]
+    for name, us in call["us"].items():
+        said = name.split(", ")
+        if said[0] == f"{parts} parts" and said[-1] == (order or "one after the other"):
+            return name.replace(", chosen", ""), us
+    raise KeyError(f"{parts} parts, {order}")
+
+
+def key_choice(problem: Problem, gpu: Gpu, parts: int | None = None) -> tuple[int, str, float]:
+    """(parts, order, predicted microseconds) of what serves; ``parts``: of so many."""
+    now = chosen(problem, gpu)
+    count = key_parts(problem, now, gpu) if parts is None else parts
+    order = order_of(problem, {**now, "bwd_dq": (now["bwd_dq"][0], count)}, gpu)
+    choices = {kernel: choice for kernel, (choice, _) in now.items()}
+    us = split_backward_schedule.predicted_us(problem, choices, now[SPLIT_KERNEL][1], gpu, order, splits=count)
+    return count, order, us
+
+
+def key_table(record: Mapping[str, Any], gpu: Gpu) -> str:
+    """Markdown: of each call what serves, keys whole, and the best that was recorded, next to predictions."""
+    lines = [
+        "| batch x heads | queries x keys, head dim, mask | keys whole, us | predicted | what serves | us | predicted "
+        "| gain | best recorded | cuDNN when drawn |",
+        "|---|---|--:|--:|---|--:|--:|--:|---|--:|",
+    ]
+    for name, call in record["calls"].items():
+        problem = KEY_CALLS[name][0]
+        parts, order, predicted = key_choice(problem, gpu)
+        (served, us), whole = key_time(call, parts, order), call["us"][WHOLE]
+        best = min(call["us"].values())
+        other = next(which for which, least in call["us"].items() if least == best).replace(", chosen", "")
+        heads, dims = (
+            f"{one}" if one == another else f"{one} / {another}"
+            for one, another in ((problem.heads_q, problem.heads_kv), (problem.head_dim, problem.head_dim_v))
+        )
+        lines.append(
+            f"| {problem.batch} x {heads} | {problem.seqlen_q} x {problem.seqlen_k}, {dims}, {problem.mask.name} | {whole} "
+            f"| {key_choice(problem, gpu, 1)[2]:.1f} | {served} | {us} | {predicted:.1f} | {whole / us:.2f} "
+            f"| {'this' if best == us else f'{best}: {other}'} | {call['when drawn'].get('cudnn', '')} |"
+        )
+    return "\n".join(lines)
 
 
 # ---- both split kernels at a time, predicted
@@ -252,8 +308,14 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+@marked.page_option
 def main(listed: bool, predicted: bool, keys: bool, only: tuple[str, ...], seconds: float, out: Path | None,
-         shown: Path | None) -> None:  # fmt: skip
+         shown: Path | None, page: Path | None) -> None:  # fmt: skip
+    if shown is not None and keys:
+        marked.publish(
+            page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
+        )
+        return
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return

@@ -43,6 +43,7 @@ class NullDriver:
         self.cuCtxGetCurrent = self.cuDevicePrimaryCtxRetain = self.cuCtxSetCurrent = nothing
         self.cuStreamGetPriority = self.cuStreamCreateWithPriority = self.cuThreadExchangeStreamCaptureMode = nothing
         self.cuEventCreate = self.cuEventRecord = self.cuStreamWaitEvent = nothing
+        self.cuStreamDestroy_v2 = self.cuEventDestroy_v2 = nothing
 
     def cuDriverGetVersion(self, found: Any) -> int:
         found._obj.value = 13000

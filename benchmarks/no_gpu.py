@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from host_path import NullDriver, function_without_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
 from fa2tune.fleet.precompile import BinaryJob
-from fa2tune.launching import cuda, launch, passes
+from fa2tune.launching import beside, cuda, launch, passes
 from fa2tune.measuring import verify
 
 GPU = gpus.named("h200")
@@ -118,6 +119,11 @@ def _address(tensor: torch.Tensor) -> int:
     return ADDRESS + tensor.storage_offset() * tensor.element_size()
 
 
+def _bias(_variant: object, queries: int, keys: int) -> torch.Tensor:
+    """In place of torch's mask for SDPA, a subclass of Tensor that cannot be made of a fake one."""
+    return torch.ones(queries, keys, dtype=torch.bool)
+
+
 def _passed(*_: Any) -> dict[str, float]:
     """In place of a comparison."""
     return {"max": 0.0, "max_allowed": 1.0, "rms": 0.0, "rms_allowed": 1.0}
@@ -145,6 +151,7 @@ def _patched() -> list[tuple[Any, str, Any]]:
         (torch, "equal", lambda *_: True), (torch, "allclose", lambda *_, **__: True),
         (torch.testing, "assert_close", lambda *_, **__: None),
         (verify, "compare_tensor", _passed), (verify, "compare", lambda got, *_: {name: _passed() for name in got}),
+        (bias, "CausalBias", _bias), (beside, "SIDES", {}),  # streams beside others are not kept for a GPU
         (cuda, "library", lambda: driver), (launch, "sm_count", lambda _: GPU.sm_count),
         (launch, "capability_of", lambda _: GPU.arch), (passes, "ALLOCATE", None),
         (ops, "interpreted", lambda: True), (ops, "_modes", int), (ops, "_PLAIN_TYPES", Everything()),

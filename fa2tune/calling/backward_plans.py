@@ -30,8 +30,6 @@ def key_parts(
 ) -> tuple[int, str]:  # fmt: skip
     """Into how many parts keys of dQ are to be split, 1: they are not; and why the kernels for it could not be had before in
     this process, "": they were not refused. ``parts``: of query groups, by kernel."""
-    if not split_backward_schedule.DQ_IN_PARTS:
-        return 1, ""
     count = split_backward_schedule.key_parts(problem, choices, parts, gpu)
     return count, _REFUSED.get((problem.specialization, gpu.name), "") if count > 1 else ""
 

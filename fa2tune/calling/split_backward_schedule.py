@@ -38,16 +38,15 @@ BYTES_PER_US, NO_KEYS = 3.5e6, 0.6
 #: Both at a time must be predicted to be faster by this share and this time. Where dK/dV's kernel begins, which no record has,
 #: by that share, and by MARGIN than where dQ's does.
 MARGIN, DKDV_MARGIN, LEAST_US = 0.05, 0.1, 1.5
+#: Where dQ's longest tile decides, both kernels at once take this times that tile's estimate: ten of the eleven such calls of
+#: benchmarks/calls/dq_parts.json, all with keys of more than 1024.
+LONGEST = 1.06
 BLOCK = 64  #: rows of a block, and keys of one
-#: Whether keys of dQ are split among programs (``launching/dq_parts.py``). Right when computed by Python
-#: (tests/launching/test_dq_parts_in_python.py), and no GPU has run it yet: on once tests/gpu/test_dq_in_parts.py passes and
-#: benchmarks/dense_backwards.py --keys has shown a gain.
-DQ_IN_PARTS = False
 #: Microseconds of the launch that adds the parts up, those of the forward (``split_schedule``), to which its bytes come. Parts
 #: must be predicted to be faster by this share; of predictions this near to the least the one of the fewest parts is taken.
-COMBINE_US, KEYS_MARGIN, KEYS_TIE = 4.6, 0.15, 0.01
+COMBINE_US, KEYS_MARGIN, KEYS_TIE = 4.6, 0.15, 0.025
 #: Programs that there are of dQ, in turns of as many as there are multiprocessors; and bytes of the parts' sums at most.
-TURNS, MOST_BYTES = (0.5, 1, 2), 64 << 20
+TURNS, MOST_BYTES = (0.25, 0.5, 1, 2), 64 << 20
 
 
 class Tiles(NamedTuple):
@@ -145,7 +144,7 @@ def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -
     if order == DQ_AT_ONCE:  # beside delta, which as many multiprocessors make
         costs = dq.costs * dq.heads
         free[: len(costs)] = [max(cost, delta) for cost in costs]
-        return max(max(costs), *_given_out(free, dkdv))
+        return max(LONGEST * max(costs), *_given_out(free, dkdv))
     first, second = (dkdv, dq) if order == DKDV_FIRST else (dq, dkdv)
     return max(_given_out(_given_out(free, first), second))
 
@@ -222,8 +221,8 @@ def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str
 
 
 def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> int:
-    """Into how many parts the keys of dQ are split, whatever DQ_IN_PARTS says; 1: that is not expected to be faster.
-    ``choices``, ``parts``: as ``order_of`` has them, with no part of dQ."""
+    """Into how many parts the keys of dQ are split; 1: that is not expected to be faster. ``choices``, ``parts``: as
+    ``order_of`` has them, with no part of dQ."""
     if not covers(problem, choices) or not dq_parts.can(problem, choices[DQ].variant, gpu.arch):
         return 1
     tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // bwd_dq_split.BLOCK_N)
@@ -241,9 +240,9 @@ def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[st
 
 
 def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What may run in place of dQ's kernel, whatever a call's batch, heads and lengths are; none without DQ_IN_PARTS."""
+    """What may run in place of dQ's kernel, whatever a call's batch, heads and lengths are."""
     wide = max(block_dims(problem.specialization)) > 128 and problem.mask in (CAUSAL, FULL)
-    able = DQ_IN_PARTS and wide and dq_parts.can(problem, choice.variant, arch)
+    able = wide and dq_parts.can(problem, choice.variant, arch)
     return dq_parts.kernels(problem, bwd_dq_split.MOST_SPLITS, arch) if able else []
 
 

@@ -13,7 +13,10 @@ import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
 
+from fa2tune.launching import beside
+
 ahead = script("ahead")
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 HERE = torch.cuda.is_available()
 
 CALLS = """
@@ -66,6 +69,24 @@ def test_the_script_counts_or_compiles(calls: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ahead, "compile_all", lambda jobs, gpu: compiled.extend([gpu.arch, *jobs]))
     assert CliRunner().invoke(ahead.main, [str(calls), "--few", "64"], catch_exceptions=False).exit_code == 0
     assert compiled[0] == 90 and len(compiled) == count + 1
+
+
+def test_streams_beside_others_are_not_kept() -> None:
+    """Keys of dQ in parts, and both kernels of the backward at a time."""
+    before = dict(beside.SIDES)
+    found = ahead.launches(SCRIPTS / "dense_backwards.py", ["--keys", "--only", "64 queries"])
+    assert {"sm90/bwd_dq_split", "bwd_dq_combine", "sm90/bwd_dkdv"} <= {variant.short_name for variant, _, _ in found}
+    assert before == beside.SIDES
+
+
+@pytest.mark.parametrize("seconds", ["55", "0.5"])
+def test_calls_of_torch_and_pools_of_processes(seconds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDPA with a mask that has more keys than queries. The script's own pool compiles nothing, and its time is not ours."""
+    monkeypatch.setattr("multiprocessing.pool.Pool.__init__", lambda *_, **__: pytest.fail("processes"))
+    asked = ["--hopper", "--only", "64 queries", "--seconds", seconds, "--out", str(tmp_path / "times.json")]
+    found = ahead.launches(SCRIPTS / "few_queries.py", asked)
+    assert {"sm90/fwd", "sm90/fwd_split", "fwd_combine"} <= {variant.short_name for variant, _, _ in found}
+    assert not list(tmp_path.iterdir())
 
 
 def test_code_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

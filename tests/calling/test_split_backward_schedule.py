@@ -177,7 +177,7 @@ def test_tiles_go_to_the_multiprocessor_that_is_free_first() -> None:
 
 def test_dq_at_once_hides_delta_where_dq_is_the_longer() -> None:
     long, short = Tiles((100.0,), 2, 1), Tiles((10.0,), 3, 1)
-    assert schedule.at_a_time(long, short, DQ_AT_ONCE, 5.0, 8) == 100
+    assert schedule.at_a_time(long, short, DQ_AT_ONCE, 5.0, 8) == pytest.approx(100 * schedule.LONGEST)
     assert schedule.at_a_time(long, short, DQ_FIRST, 5.0, 8) == 105
     assert schedule.orders(long, short, 8) == (DQ_AT_ONCE,)
     assert schedule.orders(Tiles((100.0,), 5, 1), short, 8) == (DQ_FIRST,)

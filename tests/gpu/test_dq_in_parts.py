@@ -3,14 +3,13 @@ graphs, memory that is given out again, and the public call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, group_schedule, split_backward_schedule
+from fa2tune.calling import dispatch, group_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import beside, passes
@@ -22,10 +21,13 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
 WINDOW = Mask("band", 300, 2)
-MASKS = pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask("chunked", 192), Mask("causal_top_left")], ids=str)
+TOP_LEFT = Mask("causal_top_left")
+MASKS = [FULL, CAUSAL, WINDOW, Mask("chunked", 192), TOP_LEFT]
 #: (batch, query heads, key heads), (queries, keys)
 LENGTHS = [((1, 1, 1), (70, 500)), ((2, 4, 2), (130, 1000)), ((1, 6, 1), (300, 257)), ((1, 2, 2), (1, 2000)),
            ((1, 3, 3), (129, 65))]  # fmt: skip
+#: Without one query under the last mask, which sees one key: dP - delta and so dQ are 0, and the error rule has no scale.
+CASES = [(*one, mask) for one in LENGTHS for mask in MASKS if mask != TOP_LEFT or one[1][0] > 1]
 
 
 class Posed:
@@ -78,8 +80,7 @@ def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "empty_strided", poisoned)
 
 
-@MASKS
-@pytest.mark.parametrize(("heads", "lengths"), LENGTHS, ids=str)
+@pytest.mark.parametrize(("heads", "lengths", "mask"), CASES, ids=str)
 def test_masks_groups_and_lengths(heads: tuple[int, int, int], lengths: tuple[int, int], mask: Mask) -> None:
     posed = Posed(Problem("bf16", *heads, *lengths, 192, 192, mask))
     for parts in (2, 3, 9, 40):  # more than blocks, too
@@ -138,18 +139,8 @@ def test_memory_that_is_given_out_again_at_once() -> None:
         assert same(found, after)
 
 
-@pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With keys of dQ in parts, in plans that are not kept."""
-    monkeypatch.setattr(split_backward_schedule, "DQ_IN_PARTS", True)
-    dispatch.reload()
-    yield
-    monkeypatch.undo()
-    dispatch.reload()
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_through_the_public_call(on: None, deterministic: bool) -> None:
+def test_through_the_public_call(deterministic: bool) -> None:
     posed = Posed(Problem("bf16", 3, 1, 1, 296, 22766, 216, 216, FULL))
     q, k, v = (t.detach().requires_grad_() for t in (posed.q, posed.k, posed.v))
     explained = fa2tune.explain(q, k, v, deterministic=deterministic)
