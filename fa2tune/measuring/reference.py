@@ -124,3 +124,32 @@ def oracle_and_reference(
     oracle = evaluate(inputs, torch.float64, **options)
     same = evaluate(inputs, inputs.q.dtype, **options)
     return oracle, same
+
+
+def rounded_off(
+    inputs: Inputs, oracle: Mapping[str, torch.Tensor], *, mask: Mask = FULL, softmax_scale: float | None = None
+) -> dict[str, torch.Tensor]:
+    """What float32 may round off dP - delta, in dq and dk (float64, their shapes), besides what the reference rounds off.
+
+    dS = P * (dP - delta). The reference's delta is the sum of P * dP over the same dP: where P is nearly one-hot, both have
+    the same rounding, and it cancels. FlashAttention's delta is rowsum(dO * O), whose rounding is another. A sum of DV
+    products in sequence is off by up to half an ulp of each partial sum: u * root of their squares is 2.5 times the standard
+    deviation of that. The rest of dS is linear in it: P, scale, and then |k| along a row, or the queries of a key as
+    independent terms."""
+    q, k, v, do = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    (batch, heads_q, seqlen_q, head_dim), (heads_kv, seqlen_k) = q.shape, k.shape[1:3]
+    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+    k, v = (tensor.repeat_interleave(heads_q // heads_kv, 1) for tensor in (k, v))
+    p = torch.exp(q @ k.transpose(2, 3) * scale - oracle["lse"][..., None])
+    rows = torch.arange(seqlen_q, device=q.device)[:, None]
+    keys = torch.arange(seqlen_k, device=q.device)
+    p = p.where(mask.visible(rows, keys, seqlen_q, seqlen_k), 0.0)
+    partial, squares = torch.zeros_like(p), torch.zeros_like(p)
+    for column in range(v.shape[3]):
+        partial.addcmul_(do[..., column, None], v[..., None, :, column])
+        squares.addcmul_(partial, partial)
+    squares += (do * oracle["o"]).cumsum(-1).square().sum(-1, keepdim=True)  # delta's
+    half_ulp = torch.finfo(torch.float32).eps / 2
+    ds = p * squares.sqrt() * (half_ulp * abs(scale))
+    dk = (ds.square().transpose(2, 3) @ q.square()).reshape(batch, heads_kv, -1, seqlen_k, head_dim).sum(2).sqrt()
+    return {"dq": ds @ k.abs(), "dk": dk}

@@ -47,7 +47,10 @@ def check(dtype, seqlen_q, seqlen_k, head_dim=64, head_dim_v=None, causal=False,
         outputs, incoming = ([o, lse], [inputs.do, inputs.dlse]) if with_dlse else ([o], [inputs.do])
         gradients = torch.autograd.grad(outputs, (q, k, v), incoming)
     got = {"o": o.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    verify.compare(got, oracle, same)
+    rounded = None
+    if dtype == "fp32" and precision == "ieee":
+        rounded = reference.rounded_off(inputs, oracle, mask=mask, softmax_scale=softmax_scale)
+    verify.compare(got, oracle, same, rounded)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -68,13 +71,10 @@ def test_float32(head_dim, precision):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("causal", [False, True])
-def test_float32_with_an_outlier_channel(causal, seed, request):
-    """Scores of a hundred and more: what float32 rounds off lse is more than the rule allows (lse has a second word)."""
-    if (causal, seed) == (False, 5):
-        # where P is one-hot, dP - delta is zero, and zero in the reference, which sums P * dP; FlashAttention's delta is
-        # rowsum(dO * O), and the difference of the two sums is their rounding
-        why = "dq is off by 1.3 times what the rule allows"
-        request.applymarker(pytest.mark.xfail(raises=verify.WrongResult, reason=why, strict=False))
+def test_float32_with_an_outlier_channel(causal, seed):
+    """Scores of a hundred and more, and rows whose P is nearly one-hot. There dP - delta is the difference of two sums that
+    are rounded apart, and in the reference of one sum: as large as all that the reference loses. ``check`` takes that off dq
+    and dk (verify.py). By the rule alone 3 of these 12 inputs failed on an H200; which ones is chance."""
     check("fp32", 113, 203, 64, causal=causal, outlier=True, heads=(2, 1), batch=1, seed=seed)
     check("fp32", 300, 300, 128, causal=causal, scale=10.0, heads=(2, 1), batch=1, seed=seed)
 

@@ -153,3 +153,39 @@ def test_worst_keeps_the_case_nearest_its_bound():
         return {"max": error, "max_allowed": 1.0, "rms": 0.0, "rms_allowed": 1.0}
 
     assert verify.worst([{"o": entry(0.1)}, {"o": entry(0.9)}, {"o": entry(0.5)}]) == {"o": entry(0.9)}
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL])
+def test_what_float32_rounds_off_dp_and_delta(mask):
+    """dq and dk of exact P, with dP and delta summed in float32 as kernels do: their errors are what ``rounded_off`` says,
+    neither far more nor far less, in the worst element. delta off by 16 half ulps is more than that."""
+    asked = Problem("fp32", 1, 2, 1, 113, 203, 64, 64, mask)
+    inputs = reference.make_inputs(asked, "cpu", outlier=True)
+    oracle = reference.evaluate(inputs, torch.float64, mask=mask)
+    allowed = reference.rounded_off(inputs, oracle, mask=mask)
+    q, k, v, do = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v, inputs.do))
+    p = torch.exp(q @ k.transpose(2, 3) / 8 - oracle["lse"][..., None])
+    p = p.where(mask.visible(torch.arange(113)[:, None], torch.arange(203), 113, 203), 0.0)
+    dp = torch.zeros(p.shape)
+    for column in range(64):  # fused multiply-adds, one after the other
+        dp = torch.addcmul(dp.double(), do[..., column, None], v[..., None, :, column]).float()
+    delta = (oracle["o"].float() * inputs.do).sum(-1, keepdim=True)
+
+    def share(delta):
+        ds = p * (dp.double() - delta.double()) / 8
+        found = {"dq": ds @ k, "dk": (ds.transpose(2, 3) @ q).sum(1, keepdim=True)}
+        return [((found[name] - oracle[name]).abs() / allowed[name].clamp(min=1e-30)).max().item() for name in found]
+
+    assert all(0.3 < one < 2.0 for one in share(delta)), share(delta)
+    assert share(delta * (1 + 2.0**-20))[0] > 2.5
+
+
+def test_what_is_rounded_off_is_taken_off_each_element():
+    right = torch.ones(4, dtype=torch.float64)
+    got = right.float() + torch.tensor([0.0, 3e-5, 0.0, 0.0])
+    with pytest.raises(verify.WrongResult, match="dq: max error 3e-05"):
+        verify.compare({"dq": got}, {"dq": right}, {"dq": right.float()})
+    there, elsewhere = torch.tensor([0, 3e-5, 0, 0]).double(), torch.tensor([3e-5, 0, 3e-5, 3e-5]).double()
+    verify.compare({"dq": got}, {"dq": right}, {"dq": right.float()}, {"dq": there})
+    with pytest.raises(verify.WrongResult):
+        verify.compare({"dq": got}, {"dq": right}, {"dq": right.float()}, {"dq": elsewhere})
