@@ -3,7 +3,7 @@
     python benchmarks/few_queries.py --out benchmarks/calls/few_queries.json
     python benchmarks/few_queries.py --tiles --out benchmarks/calls/few_queries_tiles.json
     python benchmarks/few_queries.py --hopper --out benchmarks/calls/few_queries_hopper.json
-    python benchmarks/few_queries.py --grouped --out benchmarks/calls/few_queries_grouped.json
+    python benchmarks/few_queries.py --grouped --out benchmarks/calls/grouped_heads.json
 
 Calls: one query (decoding) at batch 1, 8 and 64 with 1k, 8k and 32k keys, speculative decoding, a chunk of a long prompt,
 short prompts. Of each: the tuned kernel that would serve otherwise, what the dispatcher chooses, and around it other numbers

@@ -2,9 +2,8 @@
 batch, heads and lengths.
 
 The tuned kernels have tiles of each query head. Of 131 queries and four heads a group, tiles of 128 rows are eight, where the
-524 rows of a key head fill 4.1. ``kernels/sm90/fwd_grouped.py`` has tiles of several heads. Both are estimated with what
-``schedule`` has: tiles of 64 rows, two programs a multiprocessor, were fitted to records in benchmarks/calls/; those of 128
-rows are taken to cost as much a row and key, as rows of 16k tokens do (1.6 us for a block of 128 x 128)."""
+524 rows of a key head fill 4.1. ``kernels/sm90/fwd_grouped.py`` has tiles of several heads. Its time is estimated by what the
+busiest multiprocessor works through (``schedule.busiest``), with constants fitted to benchmarks/calls/grouped_heads.json."""
 
 from __future__ import annotations
 
@@ -20,14 +19,25 @@ from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90.fwd import in_parts
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
 from fa2tune.spec.variant import Variant
 
-#: Whether the kernel serves. Right when computed by Python (tests/launching/test_grouped_in_python.py), and no GPU has run it
-#: yet: on once tests/gpu/test_grouped_heads.py passes and benchmarks/few_queries.py --grouped has shown a gain.
-GROUPED_TILES = False
-#: It must be predicted to be faster by this share than what serves otherwise, and no slower than its own tiles of one head.
-MARGIN = 0.06
+#: Microseconds of a launch; and of a block of 64 keys and 64 rows at 256 columns of K and V, by the rows of a tile: of two
+#: programs on a multiprocessor, or of one whose groups take turns. A block has, whatever its keys, waits that last as long as
+#: 64 keys do (WAITS). A tile's start and end are worth so many blocks (START). COLUMN_SHARE: of a block, that grows with
+#: columns. Fitted to 40 forms of seven calls: 6 % off, root mean square; a call left out of the fit 9 %, and the form chosen of
+#: it at most 5 % (docs/experiments/few-queries.md).
+LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = 3.36, {64: 0.55, 128: 0.247}, 1.0, 1.6, 0.62
+#: It must be predicted to be faster by this share than what serves otherwise, and than tiles of one head by the same model:
+#: what those gain without sharing is for the tuned kernel to gain. The second one: where no such call was timed, with more
+#: columns, fewer queries, more keys, or in a window.
+MARGIN, UNTIMED_MARGIN = 0.08, 0.15
+TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 320, 64, 512
+#: Calls of fewer queries are left to kernels that split keys, in whose estimate memory counts.
+LEAST_QUERIES = 32
+#: (rows, keys) of a tile, and heads, that serve: by this model 490 drawn calls lose 0.4 % to all tiles, which are twice as many
+#: binaries. Blocks of 128 keys were the best in one of seven calls, by 5 %.
+SIZES, MOST_MEMBERS = ((64, 64), (128, 64)), 32
 #: Up to so many tiles of 128 rows a multiprocessor, of the rows that there are: of more, what tiles waste is a small share.
 MOST_TILES = 64
 
@@ -58,32 +68,35 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     posed, tiles = _rows_of_heads(problem, config)
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     wide = sum(fwd_grouped.columns(problem.specialization))
-    block = schedule.FEW_BLOCK_US * (rows // 64) * (keys // 64) * (1 + schedule.COLUMN_SHARE * (wide / 256 - 1))
-    held = fwd_grouped.HELD[rows][0]
-    if held > 1:
-        start = schedule.FEW_START * 64 / keys
-        return schedule.FEW_LAUNCH_US + block * held * schedule.busiest(posed, tiles, gpu.sm_count, start)
-    return schedule.LAUNCH_US + block * schedule.busiest(posed, tiles, gpu.sm_count, schedule.START[1] * 64 / keys)
+    block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
+    return LAUNCH_US + max(block * schedule.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu))
+
+
+def _memory_us(problem: Problem, gpu: Gpu) -> float:
+    """Of reading Q, K and V and of writing O once, at the rate of memory."""
+    rows = problem.heads_q * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
+    moved = problem.batch * rows * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    return moved / (gpu.hbm_gbs * 1e3 * split_schedule.MEMORY_RATE)
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
-    """Every tile, of as many heads as there are or fewer."""
-    for rows, keys in grouped_tiles(problem, arch):
+    """Tiles of SIZES, of as many heads as there are or fewer."""
+    for rows, keys in (size for size in grouped_tiles(problem, arch) if size in SIZES):
         for members in fwd_grouped.MEMBERS:
-            if members < 2 * problem.group:
+            if members <= MOST_MEMBERS and members < 2 * problem.group:
                 yield fwd_grouped.config_of(problem.specialization, rows, keys, members)
 
 
 @lru_cache(maxsize=1024)
 def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
-    """(estimated microseconds, config) of the fastest tiles of several heads, of those as near the ones of larger blocks of
-    keys, then of more rows, then the fewest; None: the kernel cannot compute this call."""
+    """(estimated microseconds, config) of the fastest tiles of several heads, of those as near the ones of more rows, then of
+    larger blocks of keys, then the fewest; None: the kernel cannot compute this call."""
     found = [(grouped_us(problem, config, gpu), config) for config in candidates(problem, gpu.arch)]
     if not found:
         return None
     least = min(time for time, _ in found)
     near = (one for one in found if one[0] <= (1 + split_schedule.AS_NEAR) * least)
-    return max(near, key=lambda one: (one[1]["BLOCK_N"], one[1]["BLOCK_M"], -fwd_grouped.programs(problem, one[1])))
+    return max(near, key=lambda one: (one[1]["BLOCK_M"], one[1]["BLOCK_N"], -fwd_grouped.programs(problem, one[1])))
 
 
 @lru_cache(maxsize=1024)
@@ -98,14 +111,24 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (
-        GROUPED_TILES
-        and gpu.arch in split_schedule.MEASURED_ON
-        and problem.group > 1
+        gpu.arch in split_schedule.MEASURED_ON
         and not is_empty(problem)
+        and problem.group > 1
         and not problem.extent.ragged
+        and problem.seqlen_q >= LEAST_QUERIES
         and (problem.mask.measured or problem.mask.window is not None)
         and rows <= MOST_TILES * split_schedule.FULL_TILE * gpu.sm_count
     )
+
+
+def _margin(problem: Problem) -> float:
+    timed = (
+        problem.mask.measured
+        and sum(fwd_grouped.columns(problem.specialization)) <= TIMED_COLUMNS
+        and problem.seqlen_q >= TIMED_QUERIES
+        and problem.seqlen_k <= TIMED_KEYS
+    )
+    return MARGIN if timed else UNTIMED_MARGIN
 
 
 def config_of(
@@ -119,7 +142,7 @@ def config_of(
         otherwise = split_schedule.split_us(problem, split, gpu)
     else:
         otherwise = split_schedule.ordinary_us(problem, config, gpu, row)
-    pays = found[0] < (1 - MARGIN) * otherwise and found[0] <= _ungrouped_us(problem, gpu)
+    pays = found[0] < (1 - _margin(problem)) * min(otherwise, _ungrouped_us(problem, gpu))
     return found[1] if pays else None
 
 
@@ -131,11 +154,10 @@ def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = Non
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have; none without
-    GROUPED_TILES."""
-    if not GROUPED_TILES or arch not in split_schedule.MEASURED_ON:
+    """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have."""
+    if arch not in split_schedule.MEASURED_ON:
         return []
-    posed = replace(problem, heads_q=problem.heads_kv * fwd_grouped.MEMBERS[-1])
+    posed = replace(problem, heads_q=problem.heads_kv * MOST_MEMBERS)
     return [one for config in candidates(posed, arch) for one in kernels(problem, config, arch)]
 
 

@@ -40,11 +40,7 @@ def test_they_span_what_the_choice_depends_on() -> None:
 
 
 @pytest.mark.parametrize("name", few_queries.GROUPED_CALLS)
-@pytest.mark.parametrize("on", [False, True])
-def test_a_call_of_grouped_heads_is_timed_by_what_would_serve_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, on: bool
-) -> None:
-    monkeypatch.setattr(grouped_schedule, "GROUPED_TILES", on)
+def test_a_call_of_grouped_heads_is_timed_by_what_would_serve_it(name: str) -> None:
     problem = few_queries.posed(name)
     configs = few_queries.candidates(problem, H200, False, False, True)
     labels = [few_queries.label(config) for config in configs]

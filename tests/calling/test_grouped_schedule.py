@@ -1,9 +1,13 @@
-"""Which calls get tiles of several query heads, with GROUPED_TILES on, and what explain says of them."""
+"""Which calls get tiles of several query heads, estimates beside the record, and what explain says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,19 +17,26 @@ from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits
+from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.score import score_of
 
+ROOT = Path(__file__).parents[2]
 H200 = gpus.named("h200")
-PROMPT = Problem("bf16", 21, 8, 2, 131, 131, 64, 64, CAUSAL)
+PROMPT = Problem("bf16", 10, 84, 1, 66, 66, 56, 56, CAUSAL)
+
+
+RECORD = json.loads((ROOT / "benchmarks/calls/grouped_heads.json").read_text())["cases"]
+CALL_IDS = [case["call"] for case in RECORD]
+NEAR = 0.15  #: of one time; the form that is chosen of a call is nearer
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(grouped_schedule, "GROUPED_TILES", True)
-    yield
-    forward_plans.forget()
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several heads serve wherever they are asked for and can be had."""
+    monkeypatch.setattr(grouped_schedule, "_margin", lambda problem: -math.inf)
 
 
 def chosen(problem: Problem, gpu: Gpu = H200) -> Config | None:
@@ -34,26 +45,67 @@ def chosen(problem: Problem, gpu: Gpu = H200) -> Config | None:
     return found if found and key_splits.is_grouped(found) else None
 
 
-def test_switched_off_nothing_changes() -> None:
-    assert not grouped_schedule.GROUPED_TILES, "on only with a record of benchmarks/few_queries.py --grouped"
-    assert chosen(PROMPT) is None and not grouped_schedule.all_kernels(PROMPT, 90)
-    served = serving.explain_problem(PROMPT, H200, ("fwd",)).kernels[0]
-    assert served.split is None and not served.grouped
+def posed(case: dict[str, Any]) -> Problem:
+    return Problem(**{**case["problem"], "mask": Mask(case["problem"]["mask"])})
 
 
-def test_few_queries_of_a_group_share_tiles(on: None) -> None:
+def timed(case: dict[str, Any]) -> dict[tuple[int, int, int], float]:
+    """(rows, keys, heads) of a tile -> microseconds."""
+    found = {}
+    for name, us in case["us"].items():
+        if size := re.match(r"grouped M(\d+) N(\d+) of (\d+) heads", name):
+            rows, keys, members = map(int, size.groups())
+            found[rows, keys, members] = us
+    return found
+
+
+def size_of(config: Config) -> tuple[int, int, int]:
+    return config["BLOCK_M"], config["BLOCK_N"], config["MEMBERS"]
+
+
+def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
+    errors = []
+    for case in RECORD:
+        problem = posed(case)
+        for (*size, members), us in timed(case).items():
+            config = fwd_grouped.config_of(problem.specialization, *size, members)
+            errors.append(math.log(grouped_schedule.grouped_us(problem, config, H200) / us))
+    assert len(errors) == 40 and max(map(abs, errors)) < NEAR
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.065
+
+
+@pytest.mark.parametrize("case", RECORD, ids=CALL_IDS)
+def test_the_chosen_tiles_are_near_the_best_that_were_timed(case: dict[str, Any]) -> None:
+    """Those timed include some of more heads than serve."""
+    estimated, tiles = grouped_schedule.best(posed(case), H200) or (0.0, {})
+    us = timed(case)[size_of(tiles)]
+    assert us < 1.05 * min(timed(case).values())
+    assert abs(math.log(estimated / us)) < grouped_schedule.MARGIN
+
+
+@pytest.mark.parametrize("case", RECORD, ids=CALL_IDS)
+def test_what_is_taken_was_faster(case: dict[str, Any]) -> None:
+    tiles = chosen(posed(case))
+    assert tiles is None or timed(case)[size_of(tiles)] < 0.93 * case["us"]["tuned"]
+
+
+def test_calls_that_gained_most_are_taken() -> None:
+    taken = {case["problem"]["batch"] for case in RECORD if chosen(posed(case))}
+    assert taken >= {10, 23} and not taken & {2, 9}, "two gain nothing beside tiles of 64 rows of one head each"
+
+
+def test_few_queries_of_a_group_share_tiles() -> None:
     tiles = chosen(PROMPT)
-    assert tiles is not None and tiles["MEMBERS"] == 4
+    assert tiles is not None
     assert limits.before_compile(key_splits.splitting(tiles), PROMPT.specialization, tiles, H200) is None
-    many = replace(PROMPT, heads_q=84, heads_kv=1, batch=10, seqlen_q=66, seqlen_k=66, head_dim=56, head_dim_v=56)
-    assert chosen(many) is not None
+    assert chosen(replace(PROMPT, dtype="fp16")) is not None
 
 
-def test_heads_that_do_not_fill_their_tiles_are_counted(on: None) -> None:
-    """Of 45 heads tiles of 64 waste more than tiles of 4 or 8."""
+def test_heads_that_do_not_fill_their_tiles_are_counted() -> None:
+    """Of 45 heads tiles of 32 waste more than tiles of 4 or 8 of the same size."""
     problem = Problem("bf16", 17, 90, 2, 94, 94, 24, 24, FULL)
     _, tiles = grouped_schedule.best(problem, H200) or (0.0, {})
-    assert tiles["MEMBERS"] < 64
+    assert tiles["MEMBERS"] < 32
     worst = {**tiles, "MEMBERS": 64}
     assert grouped_schedule.grouped_us(problem, worst, H200) > grouped_schedule.grouped_us(problem, tiles, H200)
 
@@ -61,49 +113,86 @@ def test_heads_that_do_not_fill_their_tiles_are_counted(on: None) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(PROMPT, heads_kv=8),  # no group
-        replace(PROMPT, seqlen_q=4096, seqlen_k=4096),  # full tiles
-        replace(PROMPT, tma=False),
-        replace(PROMPT, aligned=False, tma=False),
-        replace(PROMPT, batch=1, extent=Extent(RAGGED, 21, 131)),
-        replace(PROMPT, mask=Mask("chunked", 64)),
-        replace(PROMPT, seqlen_k=0),
+        {"heads_kv": 84},  # no group
+        {"batch": 64, "seqlen_q": 4096, "seqlen_k": 4096},  # full tiles
+        {"seqlen_q": 16},
+        {"tma": False},
+        {"aligned": False, "tma": False},
+        {"dtype": "fp32"},
+        {"score": score_of(20.0)},
+        {"batch": 1, "extent": Extent(RAGGED, 10, 66)},
+        {"mask": Mask("chunked", 64)},
+        {"seqlen_k": 0},
+        {"batch": 0},
+        {"heads_q": 0, "heads_kv": 0},
     ],
     ids=str,
 )
-def test_calls_that_keep_their_kernel(on: None, other: Problem) -> None:
-    assert chosen(other) is None
+def test_calls_that_the_kernel_is_not_asked_for(always: None, other: dict[str, Any]) -> None:
+    assert chosen(PROMPT) is not None
+    assert chosen(replace(PROMPT, **other)) is None
 
 
-def test_other_gpus_keep_their_kernels(on: None) -> None:
+def test_other_gpus_keep_their_kernels() -> None:
     assert chosen(PROMPT, gpus.named("a100")) is None
 
 
-def test_decoding_stays_split(on: None) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [{"mask": Mask("band", 30, 0)}, {"seqlen_q": 40}, {"seqlen_k": 1000}, {"head_dim": 192, "head_dim_v": 192}],
+    ids=str,
+)
+def test_what_was_not_timed_has_a_wider_margin(other: dict[str, Any]) -> None:
+    assert grouped_schedule._margin(PROMPT) == grouped_schedule.MARGIN
+    assert grouped_schedule._margin(replace(PROMPT, **other)) == grouped_schedule.UNTIMED_MARGIN
+
+
+def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what serves, and beside its own tiles of one head."""
+    time, _ = grouped_schedule.best(PROMPT, H200) or (0.0, {})
+    for name, of in (("ordinary_us", split_schedule), ("_ungrouped_us", grouped_schedule)):
+        for share, taken in ((0.99, True), (1.01, False)):
+            monkeypatch.setattr(of, name, lambda *_, share=share: time / (1 - grouped_schedule.MARGIN) / share)
+            assert (chosen(PROMPT) is not None) == taken
+        monkeypatch.undo()
+
+
+def test_no_time_is_less_than_that_of_its_memory() -> None:
+    """1 GB of K and V."""
+    long = Problem("bf16", 64, 64, 8, 32, 4096, 128, 128, FULL)
+    config = fwd_grouped.config_of(long.specialization, 128, 128, 8)
+    fast = replace(H200, sm_count=100_000)
+    assert grouped_schedule.grouped_us(long, config, fast) > 1e9 / (H200.hbm_gbs * 1e3)
+
+
+def test_decoding_stays_split() -> None:
     decoding = Problem("bf16", 1, 32, 8, 1, 8192, 128, 128, FULL)
     choice = choosing.choose(decoding, "fwd", H200, True)
     found = grouped_schedule.instead_of(decoding, choice.config, H200, choice.row)
     assert found == split_schedule.config_of(decoding, choice.config, H200, choice.row) and "SPLITS" in found
 
 
-def test_a_window_is_estimated_by_the_blocks_that_it_visits(on: None) -> None:
+def test_a_window_is_estimated_by_the_blocks_that_it_visits() -> None:
     long = replace(PROMPT, seqlen_q=200, seqlen_k=4000)
     config = (grouped_schedule.best(long, H200) or (0.0, {}))[1]
     narrow = grouped_schedule.grouped_us(replace(long, mask=Mask("band", 100, 0)), config, H200)
     assert narrow < 0.5 * grouped_schedule.grouped_us(replace(long, mask=FULL), config, H200)
 
 
-def test_explain_names_the_kernel_and_its_status(on: None) -> None:
+def test_explain_names_the_kernel_and_its_status() -> None:
     found = serving.explain_problem(PROMPT, H200, ("fwd",))
     served, told = found.kernels[0], found.as_dict()["kernels"][0]
     assert served.grouped and served.status == "estimated" and set(served.binaries or {}) == {"sm90/fwd_grouped"}
-    assert "so sm90/fwd_grouped runs instead" in str(found) and "tiles have 4 of the 4 query heads" in str(found)
+    heads = (served.split or {})["MEMBERS"]
+    assert "so sm90/fwd_grouped runs instead" in str(found) and f"tiles have {heads} of the 84 query heads" in str(
+        found
+    )
     assert told["split"] is None and told["grouped"] == told["config"] == dict(served.split or {})
     assert "tiles of several query heads" in str(served)
     assert serving.served_by(PROMPT, H200, backward=False) == {"fwd": "sm90/fwd_grouped"}
 
 
-def test_what_was_refused_is_not_tried_again(on: None) -> None:
+def test_what_was_refused_is_not_tried_again() -> None:
     choice = choosing.choose(PROMPT, "fwd", H200)
     tiles, refused = forward_plans.split_of(PROMPT, choice, H200)
     assert tiles is not None and refused == ""
@@ -112,11 +201,15 @@ def test_what_was_refused_is_not_tried_again(on: None) -> None:
     assert served.kernels[0].split is None
     assert "tiles of several query heads are expected to be faster, but ptxas failed" in str(served)
     assert forward_plans.how(tiles) == forward_plans.GROUPED
+    forward_plans.forget()
 
 
-def test_precompile_has_every_tile(on: None) -> None:
-    alone = replace(PROMPT, heads_q=2)  # as rows are tuned
+def test_precompile_has_every_tile() -> None:
+    alone = replace(PROMPT, heads_q=1)  # as rows are tuned
     found = grouped_schedule.all_kernels(alone, 90)
-    assert {config["MEMBERS"] for _, config, _ in found} == {2, 4, 8, 16, 32, 64}
+    sizes = ((64, 64), (128, 64))
+    assert {size_of(config) for _, config, _ in found} == {
+        (*size, heads) for size in sizes for heads in (2, 4, 8, 16, 32)
+    }
     choice = choosing.choose(alone, "fwd", H200, True)
     assert "sm90/fwd_grouped" in {one.name for one, _, _ in precompile._by_shape("fwd", alone, choice, 90)}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, grouped_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import fwd_grouped
@@ -68,27 +67,19 @@ def test_more_tiles_than_multiprocessors_hold():
     checked(Problem("bf16", 40, 24, 4, 100, 257, 128, 128, FULL), 2)
 
 
-@pytest.fixture
-def on(monkeypatch):
-    """With tiles of several heads, in plans that are not kept."""
-    monkeypatch.setattr(grouped_schedule, "GROUPED_TILES", True)
-    dispatch.reload()
-    yield
-    monkeypatch.undo()
-    dispatch.reload()
-
-
-def tensors(batch=21, heads=(8, 2), queries=131, keys=131, dim=64):
-    q = torch.randn(batch, queries, heads[0], dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    k, v = (
-        torch.randn(batch, keys, heads[1], dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)
-    )
+def tensors(batch=10, heads=(84, 1), queries=66, keys=66, dim=56, dtype=torch.bfloat16):
+    q = torch.randn(batch, queries, heads[0], dim, device="cuda", dtype=dtype).transpose(1, 2)
+    k, v = (torch.randn(batch, keys, heads[1], dim, device="cuda", dtype=dtype).transpose(1, 2) for _ in range(2))
     return q, k, v
 
 
-def test_the_public_call_a_cuda_graph_and_another_stream(on):
+def served(q, k, v):
+    return set(fa2tune.explain(q, k, v, causal=True).kernels[0].runs)
+
+
+def test_the_public_call_a_cuda_graph_and_another_stream():
     q, k, v = tensors()
-    assert set(fa2tune.explain(q, k, v, causal=True).kernels[0].runs) == {"sm90/fwd_grouped"}
+    assert served(q, k, v) == {"sm90/fwd_grouped"}
     eager, lse = fa2tune.attention(q, k, v, causal=True, return_lse=True)
     expected, its_lse = reference.attention(q.float(), k.float(), v.float(), mask=CAUSAL)
     assert (eager.float() - expected).abs().max() < 0.01 * expected.abs().max().clamp(min=1)
@@ -108,9 +99,32 @@ def test_the_public_call_a_cuda_graph_and_another_stream(on):
         assert all(torch.equal(out, expected) for out in outs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_calls(dtype):
+    q, k, v = tensors(dtype=dtype)
+    assert served(q, k, v) == {"sm90/fwd_grouped"}
+    compiled = torch.compile(lambda *t: fa2tune.attention(*t, causal=True) * 2, fullgraph=True)
+    expected, _ = reference.attention(q.float(), k.float(), v.float(), mask=CAUSAL)
+    assert (compiled(q, k, v).float() / 2 - expected).abs().max() < 0.01 * expected.abs().max().clamp(min=1)
+
+
+def test_a_soft_cap_and_tensors_that_tma_cannot_address():
+    """Another kernel serves them."""
+    q, k, v = tensors()
+    expected, _ = reference.attention(q.float(), k.float(), v.float(), mask=CAUSAL)
+    moved = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    assert served(moved, k, v) != {"sm90/fwd_grouped"}
+    found = fa2tune.attention(moved, k, v, causal=True)
+    assert (found.float() - expected).abs().max() < 0.01 * expected.abs().max().clamp(min=1)
+    capped = fa2tune.explain(q, k, v, causal=True, softcap=1000.0)
+    assert set(capped.kernels[0].runs) != {"sm90/fwd_grouped"}
+    found = fa2tune.attention(q, k, v, causal=True, softcap=1000.0)  # as good as none
+    assert (found.float() - expected).abs().max() < 0.01 * expected.abs().max().clamp(min=1)
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
-def test_gradients_follow(on, mask):
-    asked = Problem("bf16", 10, 21, 1, 178, 178, 64, 64, mask)
+def test_gradients_follow(mask):
+    asked = Problem("bf16", 10, 84, 1, 66, 66, 56, 56, mask)
     inputs = reference.make_inputs(asked, "cuda", on_device=True)
     oracle, same = reference.oracle_and_reference(inputs, mask=mask)
     q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))

@@ -4,6 +4,7 @@ each road, and its results by the error rule beside float64. Uninitialised memor
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
-from fa2tune.calling import copies, dispatch, unseen
+from fa2tune.calling import copies, dispatch, grouped_schedule, unseen
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -25,6 +26,7 @@ SPLIT = ("sm90/bwd_dq", "sm90/bwd_dkdv")
 #: With delta made before by dQ's kernel.
 AT_A_TIME = ("sm90/bwd_dq", *SPLIT)
 SPREAD, GATHER = "portable/bwd_spread", "portable/bwd_gather"
+GROUPED = "sm90/fwd_grouped"
 FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
 ORDER = "portable/packed_order"
 
@@ -123,6 +125,42 @@ def test_keys_split_by_the_warp_specialised_kernel(gpu: PublicGpu) -> None:
     o, lse = fa2tune.attention(given.q, given.k, given.v, return_lse=True)
     verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
     assert tuple(gpu.ran) == road.runs
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of several heads are expected to pay wherever they can be had."""
+    monkeypatch.setattr(grouped_schedule, "_margin", lambda problem: -math.inf)
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "road",
+    [
+        Road((40, 70), (64, 64), CAUSAL, (GROUPED, *FUSED), (6, 2)),
+        Road((40, 70), (56, 56), FULL, (GROUPED, *FUSED, GATHER), (5, 1), dtype="fp16"),
+        Road((50, 41), (80, 80), CAUSAL, (GROUPED, *FUSED), (4, 2)),  # queries that see no key
+        Road((40, 70), (192, 128), CAUSAL, (GROUPED, *AT_A_TIME), (4, 2)),
+        Road((40, 70), (64, 64), band(20, 3), (GROUPED, *BESIDE), (4, 1), scale=-0.3),
+    ],
+    ids=str,
+)
+def test_tiles_of_several_heads(gpu: PublicGpu, grouped: None, road: Road, order: str) -> None:
+    """lse goes to the backward, and has a gradient."""
+    given = inputs(road, batch=2)
+    if order == "bshd":
+        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
+        given = reference.Inputs(q, k, v, do, given.dlse)
+    check(road, given)
+    assert tuple(gpu.ran) == road.runs
+
+
+def test_tensors_of_grouped_heads_that_tma_cannot_address(gpu: PublicGpu, grouped: None) -> None:
+    road = Road((40, 70), (64, 64), CAUSAL, (), (4, 2))
+    given = inputs(road)
+    k = torch.full((1, 2, 70, 65), torch.nan, dtype=given.k.dtype)[..., :64].copy_(given.k)
+    check(road, reference.Inputs(given.q, k, given.v, given.do, given.dlse))
+    assert GROUPED not in gpu.ran
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
