@@ -3,7 +3,7 @@ batch, heads and lengths.
 
 The tuned kernels have tiles of each query head. Of 131 queries and four heads a group, tiles of 128 rows are eight, where the
 524 rows of a key head fill 4.1. ``kernels/sm90/fwd_grouped.py`` has tiles of several heads. Its time is estimated by what the
-busiest multiprocessor works through (``schedule.busiest``), with constants fitted to benchmarks/calls/grouped_heads.json."""
+busiest multiprocessor works through (``tile_order.busiest``), with constants fitted to benchmarks/calls/grouped_heads.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import schedule, split_schedule, window_schedule
+from fa2tune.calling import split_schedule, tile_order, window_schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, splitting
@@ -69,7 +69,7 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     wide = sum(fwd_grouped.columns(problem.specialization))
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
-    return LAUNCH_US + max(block * schedule.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu))
+    return LAUNCH_US + max(block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu))
 
 
 def _memory_us(problem: Problem, gpu: Gpu) -> float:

@@ -19,11 +19,10 @@ import pytest
 from hopper_builds import TESTED, Asked, Built, builder, written_under_way
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch
+from fa2tune.calling import dispatch, few_tiles
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
-from fa2tune.search_spaces.sm90 import bwd_fused
-from fa2tune.search_spaces.sm90.fwd import few_tiles
+from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.extent import DENSE, PACKED, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, KERNELS, Config, Problem, Specialization, padded_head_dim
@@ -180,7 +179,7 @@ def packed_forwards() -> Iterator[Case]:
         (128, "full", "few tiles"),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
-        config = few_tiles(spec) if isinstance(settings, str) else {**variant.space.default(spec, 90), **settings}
+        config = fwd.few_tiles(spec) if isinstance(settings, str) else {**variant.space.default(spec, 90), **settings}
         assert limits.before_compile(variant, replace(spec, extent=DENSE), config, H200) is None
         yield case_of(variant, spec, config, "packed")
 
@@ -188,13 +187,13 @@ def packed_forwards() -> Iterator[Case]:
 def of_few_tiles() -> Iterator[Case]:
     """The forward of calls of few tiles, which no row names."""
     for dims, mask in (
-        ((80, 80), "causal"), ((96, 96), "full"), ((128, 128), "causal"), ((136, 136), "causal"), ((160, 160), "full"),
-        ((72, 144), "causal"), ((192, 128), "full"),
+        ((32, 32), "full"), ((48, 48), "causal"), ((64, 64), "full"), ((80, 80), "causal"), ((96, 96), "full"),
+        ((128, 128), "causal"), ((160, 160), "full"), ((72, 144), "causal"), ((192, 128), "full"),
     ):  # fmt: skip
         spec = bf16(*dims, mask)
-        config = few_tiles(spec)
-        assert limits.before_compile(NAMED["sm90/fwd"], spec, config, H200) is None
-        yield case_of(NAMED["sm90/fwd"], spec, config, "few tiles")
+        for config in few_tiles.configs(spec, 90):
+            assert limits.before_compile(NAMED["sm90/fwd"], spec, config, H200) is None
+            yield case_of(NAMED["sm90/fwd"], spec, config, "few tiles")
 
 
 PACKED_CASES = [*packed_forwards(), *of_packed_sequences(), *packed_splits()]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from gpu_in_python import PythonGpu
 
+from fa2tune.calling import few_tiles, packed_schedule
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes
 from fa2tune.measuring import reference
-from fa2tune.search_spaces.sm90.fwd import few_tiles
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Specialization
@@ -205,15 +205,18 @@ FORWARDS = [
 
 
 #: Head dims, of Q and V, that calls of few tiles have in parts or padded.
-FEW_TILES = [((80, 80), CAUSAL), ((96, 96), FULL), ((112, 112), CAUSAL), ((144, 144), CAUSAL), ((160, 160), FULL),
+FEW_TILES = [((24, 24), FULL), ((64, 64), CAUSAL), ((80, 80), CAUSAL), ((96, 96), FULL), ((144, 144), CAUSAL), ((160, 160), FULL),
              ((72, 144), CAUSAL), ((104, 80), FULL), ((192, 128), CAUSAL)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dims", "mask"), FEW_TILES, ids=str)
 def test_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask) -> None:
-    settings = few_tiles(Specialization("fp16", *dims, mask.name))
-    assert settings["BLOCK_M"] == 64
-    check_forward(gpu, Call(((130, 150),), (2, 1), dims, mask), settings)
+    spec = Specialization("fp16", *dims, mask.name)
+    configs = [*few_tiles.configs(spec, 90), packed_schedule.for_few_tiles(spec, 90)]
+    assert any(config and config["BLOCK_M"] == 64 for config in configs)
+    for config in configs:
+        if config is not None:
+            check_forward(gpu, Call(((130, 150),), (2, 1), dims, mask), config)
 
 
 @pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)

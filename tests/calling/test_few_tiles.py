@@ -1,0 +1,146 @@
+"""Tiles for calls of few of them: the estimate against recorded times, and the choice against the best that was recorded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, few_tiles, schedule, tile_order
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import Config, Problem, Specialization
+
+ROOT = Path(__file__).parents[2]
+H200 = gpus.named("h200")
+RECORDS = {"few": 90, "small": 16, "small_64": 5}  #: of benchmarks/launch_choices.py -> calls
+CALLS = {"batch": 1, "heads_q": 32, "heads_kv": 8, "seqlen_q": 512, "seqlen_k": 512}
+
+
+def problem(head_dim: int, mask: Mask = CAUSAL, **changed: int) -> Problem:
+    return Problem("bf16", **{**CALLS, **changed}, head_dim=head_dim, head_dim_v=head_dim, mask=mask)
+
+
+def form(config: Config) -> tuple[Any, ...]:
+    """What decides a time, of configs that keep Q, O and barriers in one way or another."""
+    names = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "maxnreg", "RESCALE", "HEADS_PER_WAVE")
+    return tuple(config[name] for name in names)
+
+
+@cache
+def recorded(name: str) -> list[tuple[Problem, dict[str, Any]]]:
+    with gzip.open(ROOT / f"benchmarks/calls/launch_choices_{name}.json.gz") as file:
+        cases = json.load(file)["cases"]
+    found = []
+    for case in cases:
+        sizes = {size: case["shape"][size] for size in CALLS}
+        found.append((problem(case["shape"]["head_dim"], CAUSAL if case["shape"]["causal"] else FULL, **sizes), case))
+    assert len(found) == RECORDS[name]
+    return found
+
+
+@cache
+def losses(name: str) -> tuple[list[float], list[float]]:
+    """(of the config chosen when it was recorded, of the one chosen now), over the best candidate. A config that was not raced
+    counts as one of the same form, else as the one that was chosen then."""
+    then, now = [], []
+    for asked, case in recorded(name):
+        exact = {json.dumps(one["configs"]["fwd"], sort_keys=True): one["us"] for one in case["candidates"]}
+        exact[json.dumps(case["chosen"]["fwd"], sort_keys=True)] = case["chosen_us"]
+        like = {form(one["configs"]["fwd"]): one["us"] for one in reversed(case["candidates"])}
+        config = choosing.choose(asked, "fwd", H200).config
+        time = exact.get(json.dumps(dict(config), sort_keys=True), like.get(form(config), case["chosen_us"]))
+        best = min(exact.values())
+        then.append(case["chosen_us"] / best)
+        now.append(time / best)
+    return then, now
+
+
+def errors(name: str) -> Iterator[tuple[few_tiles.Form, float]]:
+    """Of what is expected, over the recorded time, as logarithms."""
+    for asked, case in recorded(name):
+        for one in case["candidates"]:
+            config = one["configs"]["fwd"]
+            if (expected := few_tiles.expected_us(asked, config, 132)) is not None:
+                yield (config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]), math.log(expected / one["us"])
+
+
+def test_what_is_expected_is_near_what_was_recorded() -> None:
+    found = [one for name in RECORDS for one in errors(name)]
+    assert len(found) > 1500
+    for tiles in few_tiles.PACES:
+        own = np.array([error for one, error in found if one == tiles])
+        assert len(own) > 100 and np.sqrt(np.mean(own**2)) < 0.085, tiles
+
+
+@pytest.mark.parametrize(("name", "most", "worst", "level"), [("few", 1.02, 1.25, 79), ("small", 1.02, 1.07, 14),
+                                                              ("small_64", 1.02, 1.03, 5)])  # fmt: skip
+def test_the_choice_is_near_the_best(name: str, most: float, worst: float, level: int) -> None:
+    _, now = losses(name)
+    assert geometric_mean(now) < most and max(now) < worst
+    assert sum(lost <= 1.03 for lost in now) >= level
+
+
+def test_calls_of_few_tiles_had_lost() -> None:
+    then, _ = losses("few")
+    assert geometric_mean(then) > 1.08 and max(then) > 1.6
+
+
+def test_the_page_states_the_recorded_losses() -> None:
+    page = (ROOT / "docs/experiments/few-tiles.md").read_text()
+    for name, count in RECORDS.items():
+        then, now = losses(name)
+        assert (
+            f"| {count} | {geometric_mean(then):.3f} | {max(then):.2f} | {geometric_mean(now):.3f} | {max(now):.2f} |"
+            in page
+        )
+
+
+def test_many_tiles_and_windows_keep_the_configs_of_rows() -> None:
+    few = choosing.choose(problem(128), "fwd", H200)
+    assert few.few_tiles and few.config["BLOCK_M"] == 64 and few.otherwise is not None
+    assert not choosing.choose(problem(128, batch=8), "fwd", H200).few_tiles
+    assert not choosing.choose(problem(128, Mask("band", 100, 0)), "fwd", H200).few_tiles
+    assert choosing.choose(problem(256), "fwd", H200).config["BLOCK_M"] == 128
+    assert not few_tiles.covers(problem(64, seqlen_q=1 << 16), 132)
+
+
+def test_forms_are_of_the_space_and_differ() -> None:
+    for dims in ((16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (64, 256), (256, 256)):
+        for mask in ("full", "causal"):
+            found = few_tiles.configs(Specialization("bf16", *dims, mask), 90)
+            assert len({form(config) for config in found}) == len(found) <= len(few_tiles.OFFERED)
+            assert all(few_tiles.is_offered(Specialization("bf16", *dims, mask), config, 90) for config in found)
+    assert len(few_tiles.configs(Specialization("bf16", 64, 64, "full"), 90)) == 4
+    assert few_tiles.configs(Specialization("bf16", 256, 256, "full"), 90) == ()
+    assert few_tiles.configs(Specialization("fp32", 64, 64, "full"), 90) == ()
+
+
+def test_programs_of_one_multiprocessor_share_it_until_the_shorter_ends() -> None:
+    one, two, three = (tile_order.RATES[3][count] for count in range(3))
+    work = np.array([5.0, 3.0, 1.0])  # three programs of the one multiprocessor
+    assert tile_order._together(work, 1, 3) == pytest.approx((1 * 3 / three + 2 * 2 / two + 2 * 1 / one) / 3)
+    assert tile_order._together(np.array([4.0, 4.0]), 1, 2) == pytest.approx(4.0)
+    assert tile_order._together(np.array([4.0, 2.0]), 2, 2) == pytest.approx(4 / tile_order.RATES[2][0] / 2)
+
+
+def test_narrow_rows_cost_small_tiles_more() -> None:
+    config = few_tiles.configs(Specialization("bf16", 24, 24, "full"), 90)[0]
+    narrow, wide = problem(24, FULL), problem(32, FULL)
+    assert few_tiles.narrow_cost(narrow, config) > few_tiles.narrow_cost(wide, config) == 1.0
+    row = next(
+        row for layer in choosing.layers() for row in layer.rows
+        if row.specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
+    )  # fmt: skip
+    asked = replace(row.key.workload(), head_dim=24, head_dim_v=24)
+    own = schedule.predicted_us(asked, row, row.config, 132)
+    assert own is not None and own > 1.2 * schedule.predicted_us(replace(asked, head_dim=32), row, row.config, 132)  # type: ignore[operator]
