@@ -108,7 +108,7 @@ def test_the_page_states_the_recorded_losses() -> None:
 def test_many_tiles_and_windows_keep_the_configs_of_rows() -> None:
     few = choosing.choose(problem(128), "fwd", H200)
     assert few.few_tiles and few.config["BLOCK_M"] == 64 and few.otherwise is not None
-    assert not choosing.choose(problem(128, batch=8), "fwd", H200).few_tiles
+    assert not choosing.choose(problem(128, batch=32), "fwd", H200).few_tiles
     assert not choosing.choose(problem(128, Mask("band", 100, 0)), "fwd", H200).few_tiles
     assert choosing.choose(problem(256), "fwd", H200).config["BLOCK_M"] == 128
     assert not few_tiles.covers(problem(64, seqlen_q=1 << 16), 132)
