@@ -80,15 +80,23 @@ def posed(call: Mapping[str, Any]) -> Problem:
     return Problem(call["dtype"], *(call[name] for name in SHAPE), row_mask_named(call["mask"]))
 
 
-def recorded() -> dict[str, tuple[Problem, Mapping[str, Any]]]:
-    """Name -> (call, what was recorded of its backward), of all drawings; without those that were wrong then, and those whose
-    first queries were filled in."""
+def recorded(drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
+    """Name -> (call, what was recorded of its backward), of all drawings, or of one in a file; without those that were wrong
+    then, and those whose first queries were filled in."""
     found = {}
-    for place, run in enumerate(json.loads(gzip.decompress(RECORD.read_bytes()))["runs"]):
+    record = json.loads(gzip.decompress((drawing or RECORD).read_bytes()))
+    for place, run in enumerate([record] if drawing else record["runs"]):
         for name, call in run["calls"].items():
-            if "served" in call.get("bwd", {}) and "filled in" not in call["bwd"]["served"]:
+            if "served" in call.get("bwd", {}) and not call["bwd"]["served"].get("filled in"):
                 found[f"{'abc'[place]} {name}"] = posed(call), call["bwd"]
     return found
+
+
+def _parts(call: Mapping[str, Any], kernel: str) -> int | None:
+    """Of a kernel's groups, as served when it was recorded."""
+    served = call["served"]
+    found = served.get("parts", served.get("kernels", {}).get(kernel, {}).get("parts"))
+    return None if found is None else int(found)
 
 
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
@@ -96,13 +104,13 @@ def chosen(problem: Problem, gpu: Gpu) -> Candidate:
     return {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
 
 
-def todo(gpu: Gpu) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
+def todo(gpu: Gpu, drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
     """Those of ``recorded`` that are timed."""
     found, others = {}, 0
-    for name, (problem, call) in recorded().items():
+    for name, (problem, call) in recorded(drawing).items():
         now = chosen(problem, gpu)
         kernel = FUSED_KERNEL if FUSED_KERNEL in now else SPLIT_KERNEL
-        changed = now[kernel][0].otherwise is not None or now[kernel][1] != call["served"]["parts"]
+        changed = now[kernel][0].otherwise is not None or now[kernel][1] != _parts(call, kernel)
         changed |= order_of(problem, now, gpu) != call["served"].get("order", "")
         others += not changed and call["ratio"] >= LEVEL
         if changed or call["ratio"] < LEVEL or others % EVERY == 1:
@@ -304,13 +312,16 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--split", "predicted", is_flag=True, help="Print what an H200 would save with both split kernels at a time."
 )
 @click.option("--keys", is_flag=True, help="Keys of dQ in parts, of calls of few queries, instead.")
+@click.option(
+    "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
+)
 @click.option("--only", multiple=True, help="The call of this name (a 6), and no others.")
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 @marked.page_option
-def main(listed: bool, predicted: bool, keys: bool, only: tuple[str, ...], seconds: float, out: Path | None,
-         shown: Path | None, page: Path | None) -> None:  # fmt: skip
+def main(listed: bool, predicted: bool, keys: bool, drawing: Path | None, only: tuple[str, ...], seconds: float,
+         out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None and keys:
         marked.publish(
             page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
@@ -321,7 +332,7 @@ def main(listed: bool, predicted: bool, keys: bool, only: tuple[str, ...], secon
         return
     h200, raced = gpus.named("h200"), key_candidates if keys else candidates
     if listed:
-        for name, (problem, _) in (KEY_CALLS if keys else todo(h200)).items():
+        for name, (problem, _) in (KEY_CALLS if keys else todo(h200, drawing)).items():
             click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(raced(problem, h200))}")
         return
     if predicted:
@@ -333,7 +344,7 @@ def main(listed: bool, predicted: bool, keys: bool, only: tuple[str, ...], secon
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     stream, started = torch.cuda.Stream(), time.monotonic()
     asked = {name: (problem, {"us": us}) for name, (problem, us) in KEY_CALLS.items()}
-    for name, (problem, call) in (asked if keys else todo(dispatch.gpu_of(0))).items():
+    for name, (problem, call) in (asked if keys else todo(dispatch.gpu_of(0), drawing)).items():
         wanted = not only or " ".join(name.split()[:2]) in only
         if name in record["calls"] or not wanted or time.monotonic() - started > seconds:
             continue
