@@ -91,15 +91,15 @@ def measured(problem: Problem) -> dict[str, dict[str, float]]:
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])
-@click.option("--only", default="", help="Calls whose names contain this.")
+@click.option("--only", multiple=True, help="The call of this name, and no others.")
 @click.option("--seconds", type=float, default=200.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
-def main(only: str, seconds: float, out: Path | None) -> None:
+def main(only: tuple[str, ...], seconds: float, out: Path | None) -> None:
     started = time.monotonic()
     record = json.loads(out.read_text()) if out and out.exists() else {**side_by_side.environment(), "calls": {}}
     side_by_side.warm()
     for name, problem in CALLS.items():
-        if only not in name or name in record["calls"]:
+        if (only and name not in only) or name in record["calls"]:
             continue
         if time.monotonic() - started > seconds:
             print("stopped", flush=True)
