@@ -40,9 +40,10 @@ PACES: dict[Form, Pace] = {
 }
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
 LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
-#: Head dims whose rows are under 64 bytes: tiles of 64 rows, which read K and V twice as often, took so many times as long, in
-#: both calls of head dim 24.
-NARROW, NARROW_COST = 32, 1.25
+#: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, and
+#: tiles of 64 rows load K and V the most often: so many times as long they took, by head dim, and at others
+#: (docs/experiments/few-tiles.md).
+SECTOR_COSTS, SECTOR_COST = {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35}, 1.2
 #: Forms that may serve in place of a row's: of the recorded calls these four leave what all leave.
 OFFERED: tuple[Form, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
 #: Up to so many tiles of 128 rows a multiprocessor: more were not measured.
@@ -57,9 +58,11 @@ def covers(problem: Problem, sm_count: int) -> bool:
     return few and problem.mask.measured and not problem.extent.ragged
 
 
-def narrow_cost(problem: Problem, config: Config) -> float:
-    """How many times as long tiles take for the narrowest head dims (NARROW)."""
-    return NARROW_COST if config["BLOCK_M"] == ROWS and problem.head_dim < NARROW else 1.0
+def sector_cost(problem: Problem, config: Config) -> float:
+    """How many times as long tiles take for rows that begin inside a sector."""
+    if config["BLOCK_M"] != ROWS or problem.head_dim % 16 == 0:
+        return 1.0
+    return SECTOR_COSTS.get(problem.head_dim, SECTOR_COST)
 
 
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
@@ -70,7 +73,7 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
         return None
     wider = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]) / 128 - 1
     block, start = pace.block + pace.block_wider * wider, pace.start + pace.start_wider * wider
-    cost = narrow_cost(problem, config)
+    cost = sector_cost(problem, config)
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
     return launch + cost * block * busiest(problem, config, sm_count, start / block)
 

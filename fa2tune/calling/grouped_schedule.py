@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import split_schedule, tile_order, window_schedule
+from fa2tune.calling import few_tiles, split_schedule, tile_order, window_schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, splitting
@@ -25,9 +25,8 @@ from fa2tune.spec.variant import Variant
 #: Microseconds of a launch, and of a block of 64 keys and 64 rows at 256 columns of K and V, by the rows of a tile: of two
 #: programs on a multiprocessor, or of one whose groups take turns. A block has, whatever its keys, waits that last as long as
 #: 64 keys do (WAITS). A tile's start and end are worth so many blocks (START). COLUMN_SHARE: of a block, that grows with
-#: columns. Fitted to 40 forms of seven calls: 5 % off, root mean square; a call left out of the fit 9 %, and the form chosen of
-#: it at most 5 % (docs/experiments/few-queries.md).
-LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 2.7, 128: 3.4}, {64: 0.553, 128: 0.242}, 1.0, 1.69, 0.62
+#: columns. Fitted to 40 forms of seven calls: 4 % off, root mean square (docs/experiments/few-queries.md).
+LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.506, 128: 0.238}, 1.0, 1.54, 0.615
 #: It must be predicted to be faster by this share than what serves otherwise, and than tiles of one head by the same model:
 #: what those gain without sharing is for the tuned kernel to gain. The second one: where no such call was timed, with more
 #: columns, fewer queries, more keys, or in a window.
@@ -69,6 +68,7 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     wide = sum(fwd_grouped.columns(problem.specialization))
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
+    block *= few_tiles.sector_cost(problem, config)
     return LAUNCH_US[rows] + max(block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu))
 
 

@@ -136,7 +136,7 @@ def test_programs_of_one_multiprocessor_share_it_until_the_shorter_ends() -> Non
 def test_narrow_rows_cost_small_tiles_more() -> None:
     config = few_tiles.configs(Specialization("bf16", 24, 24, "full"), 90)[0]
     narrow, wide = problem(24, FULL), problem(32, FULL)
-    assert few_tiles.narrow_cost(narrow, config) > few_tiles.narrow_cost(wide, config) == 1.0
+    assert few_tiles.sector_cost(narrow, config) > few_tiles.sector_cost(wide, config) == 1.0
     row = next(
         row for layer in choosing.layers() for row in layer.rows
         if row.specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
