@@ -69,7 +69,9 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     wide = sum(fwd_grouped.columns(problem.specialization))
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
     block *= few_tiles.sector_cost(problem, config)
-    return LAUNCH_US[rows] + max(block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu))
+    return LAUNCH_US[rows] + max(
+        block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu)
+    )
 
 
 def _memory_us(problem: Problem, gpu: Gpu) -> float:

@@ -205,7 +205,7 @@ FORWARDS = [
 
 
 #: Head dims, of Q and V, that calls of few tiles have in parts or padded.
-FEW_TILES = [((24, 24), FULL), ((64, 64), CAUSAL), ((80, 80), CAUSAL), ((96, 96), FULL), ((144, 144), CAUSAL), ((160, 160), FULL),
+FEW_TILES = [((24, 24), FULL), ((64, 64), CAUSAL), ((80, 80), CAUSAL), ((96, 96), FULL), ((160, 160), FULL),
              ((72, 144), CAUSAL), ((104, 80), FULL), ((192, 128), CAUSAL)]  # fmt: skip
 
 
