@@ -16,11 +16,11 @@ from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, SPACE, of_tiles
 from fa2tune.spec.problem import Config, Problem, Specialization
 
 #: (BLOCK_M, BLOCK_N, maxnreg)
-Form = tuple[int, int, int]
+TileForm = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Pace:
+class TilePace:
     """Of tiles of one form, in microseconds of an H200: at 128 columns of K and V together, and for 128 columns more."""
 
     block: float  #: a key block, where all programs of a multiprocessor run
@@ -29,14 +29,14 @@ class Pace:
     start_wider: float
 
 
-PACES: dict[Form, Pace] = {
-    (64, 64, 80): Pace(0.93, 0.36, 1.46, 1.26),
-    (64, 64, 128): Pace(0.67, 0.20, 1.10, 0.75),
-    (64, 128, 128): Pace(1.21, 0.46, 1.26, 1.02),
-    (128, 64, 0): Pace(0.66, 0.18, 1.12, 0.67),
-    (128, 128, 0): Pace(1.12, 0.32, 1.47, 0.89),
-    (192, 64, 0): Pace(0.78, 0.28, 2.29, 0.44),
-    (192, 128, 0): Pace(1.41, 0.41, 2.68, 0.89),
+PACES: dict[TileForm, TilePace] = {
+    (64, 64, 80): TilePace(0.93, 0.36, 1.46, 1.26),
+    (64, 64, 128): TilePace(0.67, 0.20, 1.10, 0.75),
+    (64, 128, 128): TilePace(1.21, 0.46, 1.26, 1.02),
+    (128, 64, 0): TilePace(0.66, 0.18, 1.12, 0.67),
+    (128, 128, 0): TilePace(1.12, 0.32, 1.47, 0.89),
+    (192, 64, 0): TilePace(0.78, 0.28, 2.29, 0.44),
+    (192, 128, 0): TilePace(1.41, 0.41, 2.68, 0.89),
 }
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
 LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
@@ -45,7 +45,7 @@ LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
 #: (docs/experiments/few-tiles.md).
 SECTOR_COSTS, SECTOR_COST = {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35}, 1.2
 #: Forms that may serve in place of a row's: of the recorded calls these four leave what all leave.
-OFFERED: tuple[Form, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
+OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
 #: Up to so many tiles of 128 rows a multiprocessor: more were not measured.
 MOST_TILES, FULL_TILE = 8, 128
 #: It must be predicted to be faster than the row's config, by the same constants, by this share.

@@ -119,7 +119,7 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
         and not problem.extent.ragged
         and problem.seqlen_q >= LEAST_QUERIES
         and (problem.mask.measured or problem.mask.window is not None)
-        and rows <= MOST_TILES * split_schedule.FULL_TILE * gpu.sm_count
+        and rows <= MOST_TILES * few_tiles.FULL_TILE * gpu.sm_count
     )
 
 

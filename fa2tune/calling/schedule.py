@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fa2tune.calling import few_tiles
 from fa2tune.calling.empty import is_empty
-from fa2tune.calling.tile_order import ORDERS, busiest, columns_of_parts
+from fa2tune.calling.tile_order import TILE_ORDERS, busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE, suited
 from fa2tune.spec.mask import CAUSAL
@@ -134,7 +134,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
         fitted = suited(problem, row.config)
         if (known := _launch_and_block_us(problem, row, fitted)) is None:
             continue
-        for order in ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
+        for order in TILE_ORDERS if problem.mask == CAUSAL else (own["HEADS_PER_WAVE"],):
             ordered = {**fitted, "HEADS_PER_WAVE": order}
             time = known[0] + known[1] * _busiest(problem, ordered, sm_count)
             if time < most:

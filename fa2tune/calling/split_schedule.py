@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 
 from fa2tune.calling import schedule, tile_order
 from fa2tune.calling.empty import is_empty
+from fa2tune.calling.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import hopper_tiles, splitting
@@ -74,7 +75,7 @@ HOPPER_MARGIN = 0.08
 MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
 #: kernel's tiles fill the GPU, whose own rows say more of it than the estimate here.
-FEW_ROWS, IDLE_SHARE, FULL_TILE = 256, 0.5, 128
+FEW_ROWS, IDLE_SHARE = 256, 0.5
 #: The least tile takes up to so many rows a key head: with more of them it was not measured, and each tile reads all keys.
 LEAST_TILE_ROWS = 128
 #: The warp-specialised kernel: up to so many such tiles a multiprocessor, since of more the last turn counts for little, and

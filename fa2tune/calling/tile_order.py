@@ -15,7 +15,7 @@ from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import Config, Problem, Specialization, padded_head_dim
 
 #: Heads a band: HEADS_PER_WAVE, a launch argument. 0: by what L2 holds, see ``_band``.
-ORDERS = (0, 1, 4, 22, 64)
+TILE_ORDERS = (0, 1, 4, 22, 64)
 #: Bytes of K and V that ``heads_in_band`` in kernels/lib/hopper_forward.py lets a band have.
 L2_BYTES = 32 << 20
 #: Programs that one multiprocessor can hold at once -> the share of their joint rate that one alone, two and so on reach: one

@@ -65,7 +65,7 @@ def losses(name: str) -> tuple[list[float], list[float]]:
     return then, now
 
 
-def errors(name: str) -> Iterator[tuple[few_tiles.Form, float]]:
+def errors(name: str) -> Iterator[tuple[few_tiles.TileForm, float]]:
     """Of what is expected, over the recorded time, as logarithms."""
     for asked, case in recorded(name):
         for one in case["candidates"]:
