@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, split_schedule, unseen
+from fa2tune.calling import choosing, dispatch, few_tiles, split_schedule, unseen
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -226,6 +226,25 @@ def test_no_split_where_the_tuned_kernel_has_tiles_enough():
 WIDE = [(72, 72), (80, 80), (96, 96), (104, 104), (136, 136), (160, 160), (72, 144), (104, 80), (192, 128)]
 #: The rows of 80 have tiles of 64 rows at such lengths.
 OF_ROWS = [((72, 72), CAUSAL), ((80, 80), CAUSAL)]
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (24, 24), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (72, 144)], ids=str
+)
+def test_every_form_of_few_tiles(dims, mask):
+    """Whichever the estimate takes; lengths that leave tiles and blocks partly empty."""
+    forms = few_tiles.configs(Problem("bf16", 1, 1, 1, 1, 1, *dims, mask).specialization, 90)
+    assert forms
+    for lengths in ((300, 300), (65, 700), (1, 64)):
+        asked = Problem("bf16", 2, 6, 2, *lengths, *dims, mask)
+        inputs = reference.make_inputs(asked, "cuda", on_device=True)
+        oracle, same = reference.oracle_and_reference(inputs, mask=mask, gradients=False)
+        for config in forms:
+            o, lse = passes.forward(
+                inputs.q, inputs.k, inputs.v, mask=mask, softmax_scale=dims[0] ** -0.5, config=config
+            )
+            verify.compare({"o": o, "lse": lse}, oracle, same)
 
 
 @pytest.mark.parametrize(("dims", "mask"), list(itertools.product(WIDE, (CAUSAL, FULL))), ids=str)
