@@ -133,18 +133,24 @@ def _margin(problem: Problem) -> float:
     return MARGIN if timed else UNTIMED_MARGIN
 
 
+def _filled(problem: Problem) -> float:
+    """Share of the rows of full tiles of one head that are queries: no more than the rest is to be gained."""
+    return problem.seqlen_q / (-(-problem.seqlen_q // few_tiles.FULL_TILE) * few_tiles.FULL_TILE)
+
+
 def config_of(
     problem: Problem, config: Config, gpu: Gpu, row: Row | None = None, split: Config | None = None
 ) -> Config | None:
     """The tiles of several heads of a forward that ``config``, by ``row``, or the kernel of ``split`` in its place, would serve
     otherwise; None: they are not expected to be faster."""
-    if not asked(problem, gpu) or (found := best(problem, gpu)) is None:
+    margin = _margin(problem)
+    if not asked(problem, gpu) or _filled(problem) > 1 - margin or (found := best(problem, gpu)) is None:
         return None
     if split is not None:
         otherwise = split_schedule.split_us(problem, split, gpu)
     else:
         otherwise = split_schedule.ordinary_us(problem, config, gpu, row)
-    pays = found[0] < (1 - _margin(problem)) * min(otherwise, _ungrouped_us(problem, gpu))
+    pays = found[0] < (1 - margin) * min(otherwise, _ungrouped_us(problem, gpu))
     return found[1] if pays else None
 
 
