@@ -44,6 +44,10 @@ FINISH_BESIDE_US = {32: 0.0036, 64: 0.0072, 128: 0.0171}
 LINE, SUM_BYTES = 128, 4
 #: Bytes a microsecond of the whole GPU where nothing else runs, which prepares rows and finishes them.
 PREPARE_RATE, FINISH_RATE = 3.6e6, 4.4e6
+#: Share of the memory's bandwidth that the main kernel reaches, and what runs beside it, where rows do not stay in the L2.
+FETCH_RATE = 0.6
+#: Tiles that a row is seen by, up to which a row that left the L2 is fetched again. Of more the records do not agree.
+MOST_SEEN = 4
 #: Of a call, of BESIDE, of each launch, and at least of what runs before and after the tiles.
 CALL_US, BESIDE_CALL_US, LAUNCH_US, END_US = 0.98, 1.15, 1.9, 0.96
 #: Share of the memory's bandwidth that copies of K and V for parts of groups reach, and sums of dK and dV; and what the sum of
@@ -56,6 +60,10 @@ MARGIN, HALF_MARGIN, LEAST_US = 0.04, 0.12, 0.5
 #: be predicted to be slower by so much: of four such calls it was faster in all, by 1 to 14 %, and the model knows only a part
 #: of the reasons (docs/experiments/dense-backward.md).
 LONG_BYTES, LONG_MARGIN = 400e6, -0.04
+#: Alone on the GPU may be predicted to be slower by so much, less LEAST_US, where the row's form takes so many microseconds at
+#: most and query heads have key tiles for half of the multiprocessors: of seven such calls, timed in both forms, it was faster
+#: in all, by 1 to 28 %. Of fewer tiles the row's form is overestimated.
+SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
@@ -135,6 +143,8 @@ class RowCosts(NamedTuple):
 
     columns: int
     prepared: int  #: bytes that preparing it moves: o and do are read, zeros are written
+    finished: int  #: the same of finishing it
+    loaded: int  #: of the tensors that the main kernel reads of it
     prepare_us: float  #: of the whole GPU where nothing else runs
     finish_us: float
     prepare_beside_us: float  #: of one multiprocessor beside others
@@ -149,7 +159,7 @@ def _row_costs(spec: Specialization, in_parts: bool, narrow: bool) -> RowCosts:
     finished = SUM_BYTES * (sum(head_dim_parts(spec.head_dim)) if in_parts else columns) + item * spec.head_dim
     lines = o / LINE + (o % LINE > 0)
     return RowCosts(
-        columns, prepared, prepared / PREPARE_RATE, finished / FINISH_RATE,
+        columns, prepared, finished, item * (spec.head_dim + spec.head_dim_v), prepared / PREPARE_RATE, finished / FINISH_RATE,
         BESIDE_US[columns] * (zeros / LINE + 2 * lines) / (2 * zeros / LINE),
         FINISH_BESIDE_US[columns] * finished / (1.5 * zeros),
     )  # fmt: skip
@@ -178,21 +188,41 @@ def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tup
 
 
 @lru_cache(maxsize=4096)
+def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: FusedForm, gpu: Gpu) -> float:
+    """Bytes that the main kernel moves to and from memory: q, do and the sums of dQ; 0: all rows stay in the L2."""
+    rows, sums = problem.batch * problem.heads_q * problem.seqlen_q, SUM_BYTES * row.columns
+    kept = sums + row.loaded
+    if rows * kept <= gpu.l2_bytes:
+        return 0.0
+    blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
+    seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
+    missed = 0.0
+    if problem.mask == CAUSAL and seen <= MOST_SEEN:
+        # a tile has 128 queries less of each head than the one before it, so with each head they are further apart
+        programs = min(gpu.sm_count, len(blocks) * heads)
+        missed = max(0.0, 1 - gpu.l2_bytes / (programs * bwd_fused.GROUPS * bwd_fused.KEYS * kept * group))
+    times = 1 + (seen - 1) * missed if seen > 1 else seen
+    return rows * times * (kept + sums)
+
+
+@lru_cache(maxsize=4096)
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
     sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.narrow)
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
-    costs = _tile_us(problem, group, row.columns, form)
+    costs, fetched = _tile_us(problem, group, row.columns, form), _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
+    by_memory = 1 / (gpu.hbm_gbs * 1e3 * FETCH_RATE)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
     before, after = row.prepare_us * others, row.finish_us * others
     if not form.beside:
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
+        ended = max(ended, fetched * by_memory)
         return fixed + LAUNCH_US + prepared + ended + rows * after
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
     if form.finish_beside:
@@ -211,10 +241,13 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     ended = _over(costs, heads, band, Programs(early, count - early, begun, late), exact)
     if chunks > first:
         ended = max(ended, late + max(costs))
+    most = rows * max(0.0, 1 - count / tiles) if form.finish_beside else 0.0  # rows that are finished beside
+    if fetched:
+        ended = max(ended, (fetched + rows * row.prepared + most * row.finished) * by_memory)
     left = float(rows)
     if form.finish_beside:
         finished = (sm_count - count) * max(0.0, ended - late) / row.finish_beside_us
-        left -= min(finished, rows * max(0.0, 1 - count / tiles))
+        left -= min(finished, most)
     return fixed + BESIDE_CALL_US + ended + left * after
 
 
@@ -277,8 +310,12 @@ def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     if is_empty(problem) or not (others := list(forms(problem, choice, gpu.arch))):
         return choice
     now, least = least_us(problem, choice.config, gpu), math.inf
+    in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS))
+    short = now <= SHORT_US and 2 * in_parts >= gpu.sm_count  # tiles, as far as groups can be split
     best: Config | None = None
     for other, margin in others:
+        if short and other["BLOCK_M"] == choice.config["BLOCK_M"]:
+            margin = min(margin, SHORT_MARGIN)
         wanted = min((1 - margin) * now - LEAST_US, least)
         if (time := least_us(problem, other, gpu, wanted)) < wanted:
             best, least = other, time

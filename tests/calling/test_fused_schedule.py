@@ -26,6 +26,7 @@ from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Config, Problem
 
 H200 = gpus.named("h200")
+LARGE_L2 = replace(H200, l2_bytes=1 << 40)
 RUNS = json.loads(gzip.decompress((BENCHMARKS / "calls/random_calls.json.gz").read_bytes()))["runs"]
 SHAPE = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "mask")
 MASKS = {"full": FULL, "causal": CAUSAL}
@@ -97,6 +98,32 @@ def forms_raced() -> dict[str, list[tuple[Problem, Config, int, float]]]:
     return found
 
 
+#: The same of dense_backwards_drawn.json, of all its forms.
+PARTS_DRAWN = {"10 grouped": 4}
+
+
+@cache
+def drawn_forms() -> dict[str, dict[str, tuple[Problem, Config, int, float]]]:
+    """By call of dense_backwards_drawn.json that the fused kernel serves, and by form: as ``forms_raced``."""
+    calls = json.loads(gzip.decompress((BENCHMARKS / "calls/random_calls_3.json.gz").read_bytes()))["calls"]
+    found: dict[str, dict[str, tuple[Problem, Config, int, float]]] = {}
+    record = json.loads((BENCHMARKS / "calls/dense_backwards_drawn.json").read_text("utf-8"))
+    for named, raced in record["calls"].items():
+        name = named.removeprefix("a ")
+        problem = posed(*(calls[name][one] for one in SHAPE))
+        if "bwd_fused" not in choosing.choose_backward(choosing.Chooser(problem, H200), False)[1]:
+            continue
+        row = dict(chosen(problem).of_row.config)
+        made = {"row": row, "dQ finished after": {**row, "FINISH_BESIDE": False}, "apart": fused_schedule.apart(row)}
+        found[name] = forms = {}
+        for form, us in raced["us"].items():
+            parts = int(form.split()[1]) if form.startswith("chosen, ") else PARTS_DRAWN.get(name, 1)
+            own = form.removesuffix(", chosen")
+            # of other parts than the choice's, which was the row's in both calls that have them
+            forms[own] = problem, made.get(own, row), parts, us
+    return found
+
+
 def off(calls: Iterable[tuple[Problem, Config, int, float]]) -> list[float]:
     """Logarithms of predicted over recorded times."""
     return [math.log(fused_schedule.predicted_us(one, config, H200, parts) / us) for one, config, parts, us in calls]
@@ -127,7 +154,7 @@ def test_times_of_forms_side_by_side() -> None:
 
 
 def test_the_choice_is_near_the_best_form_that_was_timed() -> None:
-    """Within 3 % in all but three calls."""
+    """Within 3 % in all but one call."""
     found = {}
     for name, forms in forms_raced().items():
         problem = forms[0][0]
@@ -136,10 +163,39 @@ def test_the_choice_is_near_the_best_form_that_was_timed() -> None:
         choice = chosen(problem)
         parts = group_schedule.parts_of(problem, "bwd_fused", choice, H200)
         of_form = {count: us for _, config, count, us in forms if config == choice.config}
+        if parts not in of_form:  # alone on the GPU it was timed in 12 parts, and 24 are chosen
+            assert name == "a 94 grouped"
+            continue
         found[name] = of_form[parts] / min(time for *_, time in forms)
-    assert len(found) == 15
-    assert {name for name, loss in found.items() if loss > 1.03} == {"a 41 V apart", "a 94 grouped", "a 95 grouped"}
-    assert max(found.values()) < 1.07 and math.exp(sum(map(math.log, found.values())) / len(found)) < 1.011
+    assert len(found) == 14
+    assert {name for name, loss in found.items() if loss > 1.03} == {"a 95 grouped"}
+    assert max(found.values()) < 1.04 and math.exp(sum(map(math.log, found.values())) / len(found)) < 1.011
+
+
+def test_the_choice_is_near_the_best_form_of_a_later_drawing() -> None:
+    """The margin of short calls was set with these, MARGIN and the model of memory without."""
+    found = {}
+    for name, forms in drawn_forms().items():
+        problem = next(iter(forms.values()))[0]
+        choice = chosen(problem)
+        parts = group_schedule.parts_of(problem, "bwd_fused", choice, H200)
+        of_choice = [us for _, config, count, us in forms.values() if (config, count) == (choice.config, parts)]
+        found[name] = of_choice[0] / min(us for *_, us in forms.values())
+    assert len(found) == 6 and max(found.values()) < 1.03
+    assert found["10 grouped"] == found["62 grouped"] == found["4 unequal"] == found["11 any"] == 1
+    calls = [one for forms in drawn_forms().values() for one in forms.values()]
+    assert len(calls) == 20 and spread(off(calls)) < 0.10
+
+
+def test_rows_that_leave_the_l2_are_fetched_again() -> None:
+    """FETCH_RATE is fitted to every second recorded call whose memory decides; that of 24 x 27/3 heads is among the others."""
+    one, three = drawn_forms()["62 grouped"]["row"], drawn_forms()["62 grouped"]["chosen, 3 parts"]
+    assert -0.12 < off([one])[0] < 0 and -0.11 < off([three])[0] < 0
+    problem, config, _, us = one
+    assert fused_schedule.predicted_us(problem, config, LARGE_L2) < 0.8 * us
+    tiles_go_together = replace(problem, mask=FULL)  # so rows are fetched once
+    for posed in (tiles_go_together, replace(problem, batch=2)):
+        assert len({fused_schedule.predicted_us(posed, config, gpu) for gpu in (H200, LARGE_L2)}) == 1
 
 
 def test_times_by_parts_of_query_groups() -> None:
@@ -221,7 +277,7 @@ def test_most_calls_keep_what_they_had() -> None:
     """Where a call keeps its form, another number of parts is expected to be as fast at least."""
     calls = {(place, name): call for place in (0, 1) for name, call in recorded(place).items()}
     forms = {key: served(call[0]) for key, call in calls.items()}
-    assert sum(form != "row" for form in forms.values()) == 18
+    assert sum(form != "row" for form in forms.values()) == 21
     for key, (problem, config, before, _) in calls.items():
         now = group_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
         if forms[key] == "row" and now != before:

@@ -135,6 +135,34 @@ def test_the_choice_is_within_2_percent_of_the_better_form() -> None:
                                                             "b 7 any"}  # fmt: skip
 
 
+@cache
+def drawn() -> dict[str, tuple[Problem, dict[str, float]]]:
+    """Of dense_backwards_drawn.json: name -> (call, microseconds by order; "": one kernel after the other)."""
+    calls, found = read("random_calls_3.json.gz")["calls"], {}
+    for named, raced in read("dense_backwards_drawn.json")["calls"].items():
+        problem = posed(calls[named.removeprefix("a ")])
+        if schedule.covers(problem, chosen(problem)):
+            us = {form.removesuffix(", chosen").removeprefix("at a time, "): one for form, one in raced["us"].items()}
+            found[named] = problem, {"" if form == "row" else form: one for form, one in us.items()}
+    return found
+
+
+def test_gains_of_long_calls_are_what_is_predicted() -> None:
+    """LONG_MARGIN is set by these twelve: eight of dense_backwards.json, four of a later drawing, in the library's form."""
+    errors = [gain_off(*one) for one in at_a_time().values() if one[2] >= schedule.LONG_US]
+    for problem, us in drawn().values():
+        if us[""] >= schedule.LONG_US:
+            after, both = (schedule.predicted_us(problem, chosen(problem), 1, H200, one) for one in ("", DQ_FIRST))
+            errors.append(math.log(after / both * us[DQ_FIRST] / us[""]))
+    assert len(errors) == 12 and max(errors) < 0.02 < schedule.LONG_MARGIN
+
+
+def test_the_choice_of_a_later_drawing_is_within_2_percent() -> None:
+    assert len(drawn()) == 6
+    for name, (problem, us) in drawn().items():
+        assert us[order(problem)] <= 1.02 * min(us.values()), name
+
+
 @pytest.mark.parametrize(
     ("shape", "begins"),
     [
