@@ -113,8 +113,8 @@ def verdict(samples: Mapping[str, list[float]], done: float) -> dict[str, Any]:
     rivals = {name: ms for name, ms in medians.items() if name != SUBJECT}
     best = min(rivals, key=rivals.__getitem__, default=None)
     found: dict[str, Any] = {"us": {name: round(1e3 * ms, 1) for name, ms in medians.items()}, "best_peer": best}
-    if SUBJECT not in samples:
-        return {**found, "tflops": 0.0, "ratio": 0.0}
+    if SUBJECT not in samples:  # where no implementation is within the tolerance, it decides nothing
+        return {**found, "tflops": 0.0, "ratio": 0.0 if samples else None}
     found["tflops"] = round(done / medians[SUBJECT] / 1e9, 1)
     pairs = zip(samples[best], samples[SUBJECT], strict=True) if best else ()
     found["ratio"] = round(statistics.median(theirs / ours for theirs, ours in pairs), 3) if best else None

@@ -38,6 +38,7 @@ PACES: dict[TileForm, TilePace] = {
     (192, 64, 0): TilePace(0.78, 0.28, 2.29, 0.44),
     (192, 128, 0): TilePace(1.41, 0.41, 2.68, 0.89),
 }
+LEAST_COLUMNS = 64  #: fewer were not timed
 #: Programs that a multiprocessor holds at once -> microseconds of a launch; and what a second Q adds.
 LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
 #: Rows that begin in the midst of a sector of 32 bytes, those of head dims that are no multiples of 16, are slow to load, and
@@ -46,16 +47,27 @@ LAUNCH_US, SECOND_Q_US = {1: 3.43, 2: 2.96, 3: 3.06}, 0.48
 SECTOR_COSTS, SECTOR_COST = {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35}, 1.2
 #: Forms that may serve in place of a row's: of the recorded calls these four leave what all leave.
 OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
-#: Up to so many tiles of 128 rows a multiprocessor: more were not measured.
-MOST_TILES, FULL_TILE = 8, 128
-#: It must be predicted to be faster than the row's config, by the same constants, by this share.
-MARGIN = 0.03
+#: These constants are for calls of up to so many keys, and of up to MOST_KEYS where tiles of 128 rows are up to MOST_TILES a
+#: multiprocessor. Of three drawings of calls (docs/experiments/few-tiles.md) they are 0.08 to 0.12 off with up to 1024 keys,
+#: however many tiles there are, and rows' times 0.16 to 0.25; with many keys, or more keys and many tiles, rows' are nearer.
+FEW_KEYS, MOST_KEYS, MOST_TILES, FULL_TILE = 1024, 4096, 8, 128
+#: Microseconds of the pass over K that RESCALE "never" begins with, and bytes of K a microsecond. What "never" saves with so few
+#: keys was not measured.
+NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
+#: It must be predicted to be faster than the row's config, by the same constants, by this share; of more tiles by the second
+#: one, as only configs that served were timed there.
+MARGIN, MANY_MARGIN = 0.03, 0.1
+
+
+def _few(problem: Problem, sm_count: int) -> bool:
+    return problem.query_tiles(FULL_TILE) * problem.heads_q <= MOST_TILES * sm_count
 
 
 def covers(problem: Problem, sm_count: int) -> bool:
-    """Whether a call has few tiles, under a mask that was measured."""
-    few = problem.query_tiles(FULL_TILE) * problem.heads_q <= MOST_TILES * sm_count
-    return few and problem.mask.measured and not problem.extent.ragged
+    """Whether a call has few keys, or few tiles, under a mask that was measured."""
+    few = _few(problem, sm_count)
+    short = problem.seqlen_k <= (MOST_KEYS if few else FEW_KEYS)
+    return short and problem.mask.measured and not problem.extent.ragged
 
 
 def sector_cost(problem: Problem, config: Config) -> float:
@@ -69,13 +81,22 @@ def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None
     """Microseconds that a config of the Hopper forward is expected to take for a call of few tiles; None: of its form nothing
     was measured."""
     pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
-    if pace is None or config["RESCALE"] == "never" or not covers(problem, sm_count):
+    if pace is None or not covers(problem, sm_count):
         return None
-    wider = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]) / 128 - 1
+    columns = columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"])
+    wider = max(LEAST_COLUMNS, columns) / 128 - 1
     block, start = pace.block + pace.block_wider * wider, pace.start + pace.start_wider * wider
     cost = sector_cost(problem, config)
     launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
+    if config["RESCALE"] == "never":
+        launch += norms_us(problem)
     return launch + cost * block * busiest(problem, config, sm_count, start / block)
+
+
+def norms_us(problem: Problem) -> float:
+    """Microseconds of the pass over K."""
+    keys = 2 * problem.batch * problem.heads_kv * problem.seqlen_k * problem.head_dim  # bytes
+    return NORMS_US + keys / NORMS_BYTES_PER_US
 
 
 @lru_cache(maxsize=1024)
@@ -83,6 +104,10 @@ def configs(spec: Specialization, arch: int) -> tuple[Config, ...]:
     """Those of OFFERED that these head dims leave room for."""
     found = (of_tiles(spec, *form) for form in OFFERED)
     return tuple(config for config in found if SPACE.broken(config, spec, arch) is None)
+
+
+def margin(problem: Problem, sm_count: int) -> float:
+    return MARGIN if _few(problem, sm_count) else MANY_MARGIN
 
 
 def best(problem: Problem, arch: int, sm_count: int) -> tuple[float, Config] | None:

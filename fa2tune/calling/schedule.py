@@ -25,8 +25,8 @@ from fa2tune.spec.variant import Variant
 
 #: Start and end of a tile (Q in, O out, divisions), in key blocks, by Q_STAGES: with two the next tile's Q is there already.
 START = {1: 2.0, 2: 1.0}
-#: Microseconds of a launch, and of one more where RESCALE is "never": fwd_norms then reads K, so many bytes a microsecond.
-LAUNCH_US, NORMS_US, NORMS_BYTES_PER_US = 4.0, 4.0, 3.0e6
+#: Microseconds of a launch.
+LAUNCH_US = 4.0
 #: Share of a block's time that grows with the columns of K and V; the rest is exponentials, and waits between its steps.
 #: Fitted to the forwards of seed 53c19ef in benchmarks/calls/random_calls.json.gz that rows of other columns served.
 COLUMN_SHARE = 0.7
@@ -50,8 +50,7 @@ def _fixed_us(problem: Problem, config: Config) -> float:
     """What does not depend on the schedule."""
     if config["RESCALE"] != "never":
         return LAUNCH_US
-    keys = 2 * problem.batch * problem.heads_kv * problem.seqlen_k * problem.head_dim  # bytes
-    return LAUNCH_US + NORMS_US + keys / NORMS_BYTES_PER_US
+    return LAUNCH_US + few_tiles.norms_us(problem)
 
 
 #: (key, time, config) of a row -> what ``block_us`` says of it.
@@ -143,7 +142,8 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     if (now := few_tiles.expected_us(problem, config, sm_count)) is not None:
         least = now  # by the constants that the other forms have
     few = few_tiles.best(problem, row.key.arch, sm_count)
-    return row, few[1] if few is not None and few[0] < (1 - few_tiles.MARGIN) * least else config
+    most = (1 - few_tiles.margin(problem, sm_count)) * least
+    return row, few[1] if few is not None and few[0] < most else config
 
 
 def _fastest(found: Iterable[tuple[float, Row, Config]]) -> tuple[float, Row, Config]:

@@ -108,10 +108,21 @@ def test_the_page_states_the_recorded_losses() -> None:
 def test_many_tiles_and_windows_keep_the_configs_of_rows() -> None:
     few = choosing.choose(problem(128), "fwd", H200)
     assert few.few_tiles and few.config["BLOCK_M"] == 64 and few.otherwise is not None
-    assert not choosing.choose(problem(128, batch=32), "fwd", H200).few_tiles
+    assert not choosing.choose(problem(128, batch=32, seqlen_q=4096, seqlen_k=4096), "fwd", H200).few_tiles
     assert not choosing.choose(problem(128, Mask("band", 100, 0)), "fwd", H200).few_tiles
     assert choosing.choose(problem(256), "fwd", H200).config["BLOCK_M"] == 128
-    assert not few_tiles.covers(problem(64, seqlen_q=1 << 16), 132)
+    assert few_tiles.covers(problem(64, batch=64), 132) and few_tiles.margin(problem(64, batch=64), 132) == 0.1
+    assert not few_tiles.covers(problem(64, batch=64, seqlen_k=1025), 132)
+    assert few_tiles.covers(problem(64, seqlen_k=4096), 132) and not few_tiles.covers(problem(64, seqlen_k=4097), 132)
+
+
+def test_a_pass_over_the_keys_counts_in_short_calls() -> None:
+    short = Problem("bf16", 62, 90, 3, 161, 161, 16, 16, FULL)
+    never = {"BLOCK_M": 192, "BLOCK_N": 128, "Q_STAGES": 1, "maxnreg": 0, "RESCALE": "never", "HEADS_PER_WAVE": 0}
+    lazy = few_tiles.expected_us(short, {**never, "RESCALE": "lazy"}, 132)
+    assert lazy is not None
+    assert few_tiles.expected_us(short, never, 132) == pytest.approx(lazy + few_tiles.norms_us(short))
+    assert choosing.choose(short, "fwd", H200).config["BLOCK_M"] == 64
 
 
 def test_forms_are_of_the_space_and_differ() -> None:
