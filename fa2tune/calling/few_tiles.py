@@ -48,10 +48,10 @@ SECTOR_COSTS, SECTOR_COST = {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35}, 1.2
 #: Forms that may serve in place of a row's: of the recorded calls these four leave what all leave.
 OFFERED: tuple[TileForm, ...] = ((64, 64, 80), (64, 64, 128), (64, 128, 128), (192, 64, 0))
 #: These constants are for calls of up to so many keys, and of up to MOST_KEYS where tiles of 128 rows are up to MOST_TILES a
-#: multiprocessor. Of three drawings of calls (docs/experiments/few-tiles.md) they are 0.08 to 0.12 off with up to 1024 keys,
-#: however many tiles there are, and rows' times 0.16 to 0.25; with many keys, or more keys and many tiles, rows' are nearer.
+#: multiprocessor. Of drawn calls (docs/experiments/few-tiles.md) they are 0.05 to 0.09 off with up to 1024 keys, however many
+#: tiles there are, and rows' times 0.10 to 0.20; with many keys, or more keys and many tiles, rows' times are nearer.
 FEW_KEYS, MOST_KEYS, MOST_TILES, FULL_TILE = 1024, 4096, 8, 128
-#: Microseconds of the pass over K that RESCALE "never" begins with, and bytes of K a microsecond. What "never" saves with so few
+#: Microseconds of the pass over K that RESCALE "never" begins with, and bytes of K a microsecond. What it saves with so few
 #: keys was not measured.
 NORMS_US, NORMS_BYTES_PER_US = 4.0, 3.0e6
 #: It must be predicted to be faster than the row's config, by the same constants, by this share; of more tiles by the second
