@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import kernels_in_python
@@ -20,7 +21,7 @@ from fa2tune.launching import passes
 from fa2tune.measuring import reference
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
-from fa2tune.spec.problem import Specialization
+from fa2tune.spec.problem import Config, Specialization
 
 SCALE = 0.125
 #: Of a result's largest element: float16 has 11 bits, and P, dS and results are rounded to it.
@@ -209,14 +210,17 @@ FEW_TILES = [((24, 24), FULL), ((64, 64), CAUSAL), ((80, 80), CAUSAL), ((96, 96)
              ((72, 144), CAUSAL), ((104, 80), FULL), ((192, 128), CAUSAL)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dims", "mask"), FEW_TILES, ids=str)
-def test_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask) -> None:
-    spec = Specialization("fp16", *dims, mask.name)
-    configs = [*few_tiles.configs(spec, 90), packed_schedule.for_few_tiles(spec, 90)]
-    assert any(config and config["BLOCK_M"] == 64 for config in configs)
-    for config in configs:
-        if config is not None:
-            check_forward(gpu, Call(((130, 150),), (2, 1), dims, mask), config)
+def forms_of_few_tiles() -> Iterator[tuple[tuple[int, int], Mask, Config]]:
+    for dims, mask in FEW_TILES:
+        spec = Specialization("fp16", *dims, mask.name)
+        packed = packed_schedule.for_few_tiles(spec, 90)
+        for config in [*few_tiles.configs(spec, 90), *([packed] if packed else [])]:
+            yield dims, mask, config
+
+
+@pytest.mark.parametrize(("dims", "mask", "config"), [*forms_of_few_tiles()])
+def test_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask, config: Config) -> None:
+    check_forward(gpu, Call(((130, 150),), (2, 1), dims, mask), dict(config))
 
 
 @pytest.mark.parametrize(("call", "settings"), FORWARDS, ids=str)

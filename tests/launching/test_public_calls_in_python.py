@@ -82,7 +82,7 @@ def check(road: Road, given: reference.Inputs) -> None:
 
 
 ROADS = [
-    Road((53, 203), (64, 64), CAUSAL, (FEW, *FUSED), (4, 2)),
+    Road((53, 203), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
     Road((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
     Road((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
     Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *BESIDE)),
