@@ -322,9 +322,9 @@ class Explanation:
                 )
                 said.append(f"{one.kernel}: {what} expected to be faster, but {one.unsplit}.")
             elif one.few_tiles:
-                why = "short sequences" if self.problem.extent.ragged else "few tiles"
+                why = "short sequences" if self.problem.extent.ragged else "few tiles, or few keys"
                 said.append(
-                    f"{one.kernel}: {why}, so tiles are smaller than those of the row, which is expected to be faster."
+                    f"{one.kernel}: {why}, so tiles are of another form than the row's, which is expected to be faster."
                 )
         return " ".join(said)
 

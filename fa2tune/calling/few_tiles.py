@@ -72,9 +72,10 @@ def covers(problem: Problem, sm_count: int) -> bool:
 
 def sector_cost(problem: Problem, config: Config) -> float:
     """How many times as long tiles take for rows that begin inside a sector."""
-    if config["BLOCK_M"] != ROWS or problem.head_dim % 16 == 0:
+    if config["BLOCK_M"] != ROWS:
         return 1.0
-    return SECTOR_COSTS.get(problem.head_dim, SECTOR_COST)
+    dims = {dim for dim in (problem.head_dim, problem.head_dim_v) if dim % 16}  # V apart was not timed
+    return max((SECTOR_COSTS.get(dim, SECTOR_COST) for dim in dims), default=1.0)
 
 
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:

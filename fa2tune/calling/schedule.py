@@ -82,7 +82,8 @@ def _launch_and_block_us(problem: Problem, row: Row, config: Config) -> tuple[fl
         return None
     in_parts, tuned = SPACE.completed(config)["IN_PARTS"], row.key.workload().specialization
     share = _of_columns(columns_of_parts(problem.specialization, in_parts), columns_of_parts(tuned, in_parts))
-    return _fixed_us(problem, config), block * share * few_tiles.sector_cost(problem, config)
+    share *= few_tiles.sector_cost(problem, config) / few_tiles.sector_cost(row.key.workload(), row.config)
+    return _fixed_us(problem, config), block * share
 
 
 def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:

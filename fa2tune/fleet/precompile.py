@@ -145,6 +145,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)
+    if schedule.covers(variant) and own.config["RESCALE"] == "never":  # calls of few queries have no pass over all keys
+        yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))
     if problem.mask.measured and schedule.covers(variant):
         for few in _for_few_tiles(problem, arch):
             yield from ((*one, problem) for one in runs(kernel, spec, few, arch))

@@ -156,10 +156,16 @@ def test_narrow_rows_cost_small_tiles_more() -> None:
     config = few_tiles.configs(Specialization("bf16", 24, 24, "full"), 90)[0]
     narrow, wide = problem(24, FULL), problem(32, FULL)
     assert few_tiles.sector_cost(narrow, config) > few_tiles.sector_cost(wide, config) == 1.0
+    assert few_tiles.sector_cost(replace(wide, head_dim_v=40), config) > 1.0
     row = next(
         row for layer in choosing.layers() for row in layer.rows
         if row.specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
     )  # fmt: skip
     asked = replace(row.key.workload(), head_dim=24, head_dim_v=24)
     own = schedule.predicted_us(asked, row, row.config, 132)
-    assert own is not None and own > 1.2 * schedule.predicted_us(replace(asked, head_dim=32), row, row.config, 132)  # type: ignore[operator]
+    assert own is not None and own > 1.2 * schedule.predicted_us(
+        replace(asked, head_dim=32, head_dim_v=32), row, row.config, 132
+    )  # type: ignore[operator]
+    at_40 = replace(row, key=row.key.with_(head_dim=40, head_dim_v=40))
+    tuned = at_40.key.workload()
+    assert schedule.predicted_us(tuned, at_40, row.config, 132) == pytest.approx(row.time_us)  # its time has the cost
