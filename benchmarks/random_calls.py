@@ -184,9 +184,7 @@ def measured_and_served(problem: Problem, peers: Mapping[str, side_by_side.Peer]
 def summary(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Per pass, whether what has been measured meets the bars, and the calls below the lower one."""
     for pass_ in ("fwd", "bwd"):
-        found = {
-            name: call[pass_]["ratio"] for name, call in calls.items() if call.get(pass_, {}).get("ratio") is not None
-        }
+        found = {name: call[pass_]["ratio"] for name, call in calls.items() if pass_ in call}
         ratios = {name: ratio for name, ratio in found.items() if ratio is not None}
         if not ratios:
             continue

@@ -140,6 +140,8 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
             if time < most:
                 faster.append((time, row, ordered))
     least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
+    if not few_tiles.covers(problem, sm_count):
+        return row, config
     if (now := few_tiles.expected_us(problem, config, sm_count)) is not None:
         least = now  # by the constants that the other forms have
     few = few_tiles.best(problem, row.key.arch, sm_count)
