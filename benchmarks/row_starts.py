@@ -10,7 +10,9 @@ that begin at multiples of 32, 64 or 128 bytes. Both passes, as CUDA graphs, int
 
 from __future__ import annotations
 
+import functools
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,6 @@ def spread(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 def measured(problem: Problem) -> dict[str, dict[str, float]]:
     """Pass -> form -> microseconds."""
-    import functools
-
     inputs, do, check, _ = workloads.posed(problem)
     forms: dict[str, tuple[Any, Any]] = {"dense": (inputs, do)}
     for start in STARTS:
@@ -86,7 +86,7 @@ def measured(problem: Problem) -> dict[str, dict[str, float]]:
     found = {}
     for pass_, its in graphs.items():
         samples = side_by_side.raced(its)
-        found[pass_] = {name: round(1e3 * sorted(times)[len(times) // 2], 2) for name, times in samples.items()}
+        found[pass_] = {name: round(1e3 * statistics.median(times), 2) for name, times in samples.items()}
     return found
 
 
@@ -96,7 +96,7 @@ def measured(problem: Problem) -> dict[str, dict[str, float]]:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 def main(only: tuple[str, ...], seconds: float, out: Path | None) -> None:
     started = time.monotonic()
-    record = json.loads(out.read_text()) if out and out.exists() else {**side_by_side.environment(), "calls": {}}
+    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     side_by_side.warm()
     for name, problem in CALLS.items():
         if (only and name not in only) or name in record["calls"]:
