@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import runpy
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, redirect_stdout
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -23,18 +25,36 @@ from unittest import mock
 
 import click
 
+from fa2tune.compiling import compiler
 from fa2tune.fleet import precompile
 from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
+from fa2tune.launching import ported
 
 
 def compile_all(jobs: Iterable[BinaryJob], gpu: Gpu) -> None:
     """Each binary once; prints how many there are, and which do not compile and why."""
     todo = list(dict.fromkeys(jobs))
-    done = precompile.compile_all(todo, gpu.arch)
+    done = _ported(todo, gpu) if ported.running() else precompile.compile_all(todo, gpu.arch)
     click.echo(f"{len(todo)} binaries for {gpu.name}, {len(done.failures)} of which do not compile")
     for (variant, spec, _), why in done.failures:
         click.echo(f"{variant.short_name}, head dim {spec.head_dim}/{spec.head_dim_v}, {spec.mask}: {why}")
+
+
+def _ported(jobs: Iterable[BinaryJob], gpu: Gpu) -> precompile.CompiledBinaries:
+    """The code of another GPU, assembled for this one."""
+    done = precompile.CompiledBinaries()
+
+    def build(job: BinaryJob) -> None:
+        variant, spec, config = job
+        try:
+            ported.assembled(compiler.compile_kernel(variant, spec, dict(config), ported.CODE), gpu.arch)
+        except compiler.CompileError as error:
+            done.failures.append((job, str(error)))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(build, jobs))
+    return done
 
 
 class NoProcesses:
@@ -52,10 +72,9 @@ class NoProcesses:
 
 
 def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
-    """What a script launches. ClickException: it is code of another GPU."""
+    """What a script launches."""
     import no_gpu
 
-    from fa2tune.launching import ported
     from fa2tune.rows import whole
 
     no_gpu.launched.clear()
@@ -77,8 +96,6 @@ def launches(script: Path, arguments: Iterable[str]) -> list[BinaryJob]:
             raise
     finally:
         sys.argv = argv
-    if ported.running():
-        raise click.ClickException(f"{script} runs the code of another GPU, which is not known here")
     return list(no_gpu.launched)
 
 

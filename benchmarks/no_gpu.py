@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa2tune import gpus
 from fa2tune.calling import dispatch, ops
 from fa2tune.fleet.precompile import BinaryJob
-from fa2tune.launching import beside, cuda, launch, passes
+from fa2tune.launching import beside, cuda, launch, passes, ported
 from fa2tune.measuring import verify
 
 GPU = gpus.named("h200")
@@ -164,7 +164,7 @@ def gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for of, name, value in _patched():
             stack.enter_context(mock.patch.object(of, name, value, create=True))
-        replaced = {"load": (launch.load, _load), "gpu_of": (dispatch.gpu_of, lambda _: GPU)}
+        replaced = {"load": (launch.load, _load), "gpu_of": (dispatch.gpu_of, lambda _: ported.running_for() or GPU)}
         for module in [module for name, module in sys.modules.items() if name.startswith("fa2tune.")]:
             for name, (old, new) in replaced.items():  # some modules have the function itself
                 if vars(module).get(name) is old:

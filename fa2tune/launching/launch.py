@@ -191,7 +191,7 @@ def _loaded(
     if ported.running():
         code = ported.assembled(compiled, capability_of(device_index))
         image = replace(image, cubin=code)
-        if (other := ported.running_for()) is not None:
+        if (other := ported.running_for()) is not None and ported.crowding():
             image = ported.crowded(image, other, gpus.device(device_index))
     try:
         return Function(image, wanted, device_index, f"compiled: {found}")

@@ -32,6 +32,7 @@ RESERVED = 1024  #: bytes of shared memory that the system takes for each block
 
 _running = 0
 _for: Gpu | None = None
+_crowding = True
 
 
 def can_stand_for(arch: int, here: int) -> bool:
@@ -39,17 +40,22 @@ def can_stand_for(arch: int, here: int) -> bool:
     return here in HOSTS and (80 <= arch < 90 or 120 <= arch < 130)
 
 
-def begin(gpu: Gpu | None = None) -> None:
+def begin(gpu: Gpu | None = None, crowd: bool = True) -> None:
     """From now on every kernel that this process compiles and loads is ``CODE``'s. ``gpu``: whose rows, defaults and limits its
-    calls of ``fa2tune.attention`` get, and how many blocks a multiprocessor holds (``crowded``). Before the first kernel is
-    loaded."""
-    global _running, _for
-    _running, _for = CODE, gpu
+    calls of ``fa2tune.attention`` get, and, with ``crowd``, how many blocks a multiprocessor holds (``crowded``). Before the
+    first kernel is loaded."""
+    global _running, _for, _crowding
+    _running, _for, _crowding = CODE, gpu, crowd
 
 
 def running() -> int:
     """The compute capability whose code runs in place of the GPU's own; 0: its own does."""
     return _running
+
+
+def crowding() -> bool:
+    """Whether kernels ask for as much shared memory as ``crowded`` has it."""
+    return _crowding
 
 
 def running_for() -> Gpu | None:

@@ -13,7 +13,8 @@ import torch
 from benchmark_scripts import script
 from click.testing import CliRunner
 
-from fa2tune.launching import beside
+from fa2tune.compiling import compiler
+from fa2tune.launching import beside, ported
 
 ahead = script("ahead")
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -89,15 +90,21 @@ def test_calls_of_torch_and_pools_of_processes(seconds: str, tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_code_of_another_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_another_gpu_is_assembled_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "other.py"
     path.write_text(
-        "from fa2tune import gpus\nfrom fa2tune.launching import ported\nported.begin(gpus.named('a100'))\n"
+        "import torch, fa2tune\nfrom fa2tune import gpus\nfrom fa2tune.launching import ported\n"
+        "ported.begin(gpus.named('a100'))\nq = torch.empty(1, 2, 512, 64, device='cuda', dtype=torch.bfloat16)\n"
+        "fa2tune.attention(q, q, q)\n"
     )
-    monkeypatch.setattr("fa2tune.launching.ported._running", 0)  # what begin sets
-    monkeypatch.setattr("fa2tune.launching.ported._for", None)
+    for name in ("_running", "_for"):  # what begin sets
+        monkeypatch.setattr(f"fa2tune.launching.ported.{name}", getattr(ported, name))
+    assembled: list[tuple[str, int]] = []
+    monkeypatch.setattr(compiler, "compile_kernel", lambda variant, spec, config, arch: (variant.short_name, arch))
+    monkeypatch.setattr(ported, "assembled", lambda compiled, here: assembled.append((*compiled, here)))
     done = CliRunner().invoke(ahead.main, [str(path)])
-    assert done.exit_code == 1 and "runs the code of another GPU" in done.output
+    assert done.exit_code == 0 and "1 binaries for h200, 0 of which do not compile" in done.output, done.output
+    assert assembled == [("sm80/fwd", 80, 90)]
 
 
 def test_a_script_that_fails_is_an_error(calls: Path) -> None:

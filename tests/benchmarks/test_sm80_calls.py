@@ -1,0 +1,107 @@
+"""benchmarks/sm80_calls.py without a GPU: its calls, its peers' arguments, its tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from benchmark_scripts import script
+from click.testing import CliRunner
+from peer_fakes import right, without_gpu
+
+from fa2tune import gpus
+from fa2tune.launching import ported
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem
+
+sm80_calls, side_by_side = script("sm80_calls"), script("side_by_side")
+
+
+def test_calls_are_the_grid_and_ten_of_models() -> None:
+    found = sm80_calls.calls()
+    assert len(found) == 4 * 2 * 6 + 10
+    assert found["96 causal 2048"] == Problem("bf16", 8, 21, 21, 2048, 2048, 96, 96, CAUSAL)
+    models = list(found.values())[48:]
+    assert all(
+        one.group > 1 or one.seqlen_q % 128 or one.head_dim % 64 or one.seqlen_q != one.seqlen_k for one in models
+    )
+
+
+@pytest.mark.parametrize("dropout", ["p_dropout", "dropout_p"])
+def test_flash_attn_gets_what_its_operator_names(dropout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases differ in the order of arguments and in the name of one."""
+    given: dict[str, Any] = {}
+    names = (
+        "q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", dropout,
+        "softmax_scale", "is_causal", "window_size_left", "gen",
+    )  # fmt: skip
+
+    class Operator:
+        _schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names])
+
+        def __call__(self, *arguments: Any) -> list[torch.Tensor]:
+            given.update(zip(names, arguments, strict=True))
+            return [given["q"]]
+
+    monkeypatch.setenv("FA2_LIBRARY", "library.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    space = SimpleNamespace(varlen_fwd=SimpleNamespace(default=Operator()))
+    monkeypatch.setattr(torch.ops, "_vllm_fa2_C", space, raising=False)
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *args, device, **more: arange(*args, **more))
+    problem = Problem("bf16", 2, 4, 2, 5, 7, 16, 16, CAUSAL)
+    q, k = torch.zeros(2, 5, 4, 16), torch.zeros(2, 7, 2, 16)
+    assert sm80_calls._flash_attn(problem)(q, k, k).shape == (2, 5, 4, 16)
+    assert given["q"].shape == (10, 4, 16) and given["k"].shape == (14, 2, 16)
+    assert given["cu_seqlens_q"].tolist() == [0, 5, 10] and given["cu_seqlens_k"].tolist() == [0, 7, 14]
+    assert (given["max_seqlen_q"], given["max_seqlen_k"], given["softmax_scale"]) == (5, 7, 0.25)
+    assert given["is_causal"] is True and given["window_size_left"] == -1 and given[dropout] == 0.0
+    assert given["out"] is given["seqused_k"] is given["gen"] is None
+
+
+def test_a_record_says_whose_calls_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_gpu(monkeypatch, {"fa2tune": 1.0, "fa2": 1.2, "flash_attn": 0.9})
+    begun: list[Any] = []
+    monkeypatch.setattr(ported, "begin", lambda gpu, crowd: begun.append((gpu.name, crowd)))
+    whole = side_by_side.Peer(right)
+    monkeypatch.setattr(
+        sm80_calls, "PEERS", {"fa2tune": whole, "fa2": whole, "flash_attn": side_by_side.Peer(right, backward=False)}
+    )
+    problems = {"64 full 512": Problem("bf16", 1, 2, 1, 80, 80, 16, 16, FULL)}
+    monkeypatch.setattr(sm80_calls, "calls", lambda: problems)
+    measured = sm80_calls.recorded
+    on_cpu = lambda problem, peers: script("workloads").measure(problem, peers, "cpu")  # noqa: E731
+    monkeypatch.setattr(sm80_calls, "recorded", lambda problem, peers: measured(problem, peers, on_cpu))
+    path = tmp_path / "calls.json"
+    done = CliRunner().invoke(sm80_calls.main, ["--gpu", "l4", "--crowd", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    assert begun == [("l4", True)]
+    assert "forward, x SDPA's FlashAttention-2: 1 of 1 at least 1.0, geometric mean 1.20, least 1.20" in done.output
+    assert "forward, x flash-attn: 0 of 1 at least 1.0, geometric mean 0.90" in done.output
+    assert "backward, x flash-attn" not in done.output
+    shown = CliRunner().invoke(sm80_calls.main, ["--table", str(path)]).output
+    assert "sm_80 code for l4 on one 1" in shown and "as l4 holds" in shown
+    assert "| backward, x SDPA's FlashAttention-2, 64, full | 1.20 | - | - | - | - | - |" in shown
+    again = CliRunner().invoke(sm80_calls.main, ["--gpu", "a100", "--out", str(path)])
+    assert again.exit_code == 2 and "has for l4, here a100-sxm-80gb" in again.output
+    record = json.loads(path.read_text())
+    del record["calls"]["64 full 512"]["fwd"]["us"]["fa2tune"]
+    assert sm80_calls.ratios(record, "fwd", "fa2") == {"64 full 512": 0.0}, "what fa2tune cannot run is lost"
+
+
+def test_a_gpu_with_wgmma_is_refused() -> None:
+    done = CliRunner().invoke(sm80_calls.main, ["--gpu", "h100"])
+    assert done.exit_code == 2 and "got 'h100', allowed are GPUs of compute capability 8.0 to 8.9 and 12" in done.output
+
+
+def test_kernels_are_crowded_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_running", "_for", "_crowding"):
+        monkeypatch.setattr(ported, name, getattr(ported, name))
+    ported.begin(gpus.named("a100"))
+    assert ported.crowding() and ported.running() == 80
+    ported.begin(gpus.named("a100"), crowd=False)
+    assert not ported.crowding()
