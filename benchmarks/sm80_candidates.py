@@ -44,13 +44,11 @@ EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
     ("fwd", 128): (
         _fwd(128, 32, "double", "first", False), _fwd(128, 32, "double", "add", False), _fwd(128, 64, "fa2", "add", False),
         _fwd(128, 64, "fa2", "mma", False), _fwd(128, 64, "fa2", "first", False), _fwd(128, 64, "double", "add", False),
-        _fwd(128, 64, "double", "first", True, num_warps=8),
     ),
     ("fwd", 256): (
-        {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 64, "num_warps": 8}, {"SCHEDULE": "double", "SUMS": "mma"},
-        _fwd(128, 32, "double", "mma", True, num_warps=8), _fwd(128, 32, "double", "first", True, num_warps=8),
-        _fwd(128, 32, "fa2", "mma", True, num_warps=8), _fwd(128, 32, "fa2", "first", True, num_warps=8),
-        _fwd(64, 32, "double", "mma", True, num_warps=4), {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4},
+        _fwd(128, 32, "double", "mma", True), _fwd(128, 32, "fa2", "mma", True), _fwd(128, 64, "fa2", "mma", False),
+        _fwd(64, 32, "fa2", "first", False, num_warps=4), _fwd(64, 64, "fa2", "first", False, num_warps=4),
+        _fwd(64, 32, "double", "mma", True, num_warps=4),
     ),
     ("bwd_fused", 64): (_bwd(64, 64, 4, "registers", 1, 4, 2), {"HEADS_PER_WAVE": 4}),
     ("bwd_fused", 128): (

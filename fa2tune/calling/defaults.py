@@ -10,9 +10,7 @@ Measured on an H200, bf16, as portable time over warp-specialised time. Head dim
 
 On compute capability 8.x and 12.x the kernels of kernels/sm80 serve as defaults from padded head dim 64 on, as their rows of
 evidence "ported" do. Under the limits of an A100 they were 1.1 to 1.8 times as fast forward, 1.6 to 4.2 backward; under those
-of an L4, at 64 and 128, 1.4 to 1.7 and 1.8 to 2.8 (docs/experiments/ported.md). At 256 with 99 KiB of shared memory a block
-only the backward does: in the A100's races its config was 2.4 to 2.9 times as fast as the portable default, the forward's of
-then 0.9 to 1.1.
+of an L4 1.4 to 2.2 and 1.8 to 3.3 (docs/experiments/ported.md).
 """
 
 from __future__ import annotations
@@ -32,9 +30,6 @@ SPECIALIZED_FROM: Mapping[str, int] = {"fwd": 64, "bwd_dq": 64, "bwd_dkdv": 64}
 SM80, SM80_FROM = "sm80", {"fwd": 64, "bwd_fused": 64}
 #: Compute capabilities of the limits that these defaults were raced under, as sm_80 code on an H200: an A100's and an L4's.
 SM80_ARCHS = (80, 86, 87, 88, 89, 120, 121)
-A100_SHARED = 163 * 1024  #: bytes a block
-#: The widest padded head dims with less, as an L4 has.
-SM80_TO_SMALL = {"fwd": 128, "bwd_fused": 256}
 
 
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
@@ -70,8 +65,6 @@ def sm80_default(kernel: str, problem: Problem, gpu: Gpu) -> Config | None:
     width = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
     variant = implementations(kernel).get(SM80)
     if variant is None or gpu.arch not in SM80_ARCHS or width < SM80_FROM.get(kernel, width + 1):
-        return None
-    if gpu.shared_per_block < A100_SHARED and width > SM80_TO_SMALL[kernel]:
         return None
     config = variant.space.default(spec, gpu.arch)
     return None if limits.before_compile(variant, spec, config, gpu) else config

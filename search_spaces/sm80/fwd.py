@@ -16,12 +16,15 @@ from fa2tune.spec.variant import Constraint, SearchSpace
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
-#: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS) by padded head dim, at least 64: the best of
-#: docs/experiments/mma-sync.md at 64 and 128; at 256 by the machine code.
-BEST = {64: (128, 64, 4, "double", True), 128: (128, 32, 4, "double", False), 256: (128, 64, 8, "fa2", False)}
+#: (BLOCK_M, BLOCK_N, num_warps, SCHEDULE, Q_IN_REGISTERS, SUMS) by padded head dim, at least 64: the best of
+#: docs/experiments/mma-sync.md at 64 and 128, of docs/experiments/ported.md at 256.
+BEST = {
+    64: (128, 64, 4, "double", True, "first"), 128: (128, 32, 4, "double", False, "first"),
+    256: (128, 32, 8, "double", True, "mma"),
+}  # fmt: skip
 #: The same for 99 KiB of shared memory a block, and 100 a multiprocessor: two blocks of it, but for 256, where one block has
-#: eight warps. There by the model alone: 1.2 to 1.5 times as fast as with four, of 64 rows (docs/experiments/ported.md).
-BEST_SMALL = {64: BEST[64], 128: (128, 32, 4, "fa2", False), 256: (128, 32, 8, "fa2", False)}
+#: eight warps.
+BEST_SMALL = {64: BEST[64], 128: (128, 32, 4, "fa2", False, "first"), 256: (128, 32, 8, "fa2", True, "mma")}
 
 
 def buffers(config: Config) -> int:
@@ -47,9 +50,9 @@ def default(spec: Specialization, arch: int) -> Config:
     """Where the search starts."""
     widest = max(64, *block_dims(spec))
     small = shared_limit(arch) < 160 * 1024
-    block_m, block_n, warps, schedule, q_in_registers = (BEST_SMALL if small else BEST)[widest]
+    block_m, block_n, warps, schedule, q_in_registers, sums = (BEST_SMALL if small else BEST)[widest]
     return {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": "first",
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "SCHEDULE": schedule, "Q_IN_REGISTERS": q_in_registers, "SUMS": sums,
         "HEADS_PER_WAVE": 16, "IMPLEMENTATION": NAME, "num_warps": warps, "maxnreg": 0,
     }  # fmt: skip
 

@@ -206,7 +206,15 @@ def test_what_is_built_is_all_that_a_race_takes(racing: Any) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "of", "races"), [("sm80_rows", "", 96), ("sm80_rows_l4", "L4, ", 34)])
+@pytest.mark.parametrize(
+    ("record", "of", "races"),
+    [
+        ("sm80_rows", "", 96),
+        ("sm80_rows_l4", "L4, ", 34),
+        ("sm80_rows_2", "A100 again, ", 48),
+        ("sm80_rows_l4_2", "L4 again, ", 48),
+    ],
+)
 def test_the_page_has_what_was_recorded(record: str, of: str, races: int) -> None:
     """docs/experiments/ported.md, of benchmarks/calls, whatever the sources are now."""
     root = Path(__file__).parents[2]

@@ -41,18 +41,11 @@ def test_other_architectures_take_the_portable_default() -> None:
     assert all(default_config(one, problem(), B200) == portable_default(one, problem(), B200.arch) for one in KERNELS)
 
 
-@pytest.mark.parametrize("name", ["a10", "l4", "rtx-5090", "gb10"])
-def test_with_99_kib_their_forward_of_256_was_slower_so_the_portable_default_serves(name: str) -> None:
-    gpu, asked = gpus.named(name), problem((192, 256))
-    assert default_config("fwd", asked, gpu) == portable_default("fwd", asked, gpu.arch)
-    assert variant_of("bwd_fused", default_config("bwd_fused", asked, gpu)).name == "sm80/bwd_fused"
-
-
 @pytest.mark.parametrize("name", ["a100", "a100@42sm", "orin-agx-64gb", "a10", "l4", "rtx-5090"])
 @pytest.mark.parametrize("dims", [(64, 64), (72, 40), (96, 96), (128, 128), (256, 256)])
 def test_gpus_without_wgmma_take_the_default_of_their_own_kernels(name: str, dims: tuple[int, int]) -> None:
     gpu, asked = gpus.named(name), problem(dims, causal=True)
-    for kernel in ("fwd", "bwd_fused") if dims[0] < 256 or gpu.arch in (80, 87) else ("bwd_fused",):
+    for kernel in ("fwd", "bwd_fused"):
         config = default_config(kernel, asked, gpu)
         variant = variant_of(kernel, config)
         assert variant.name == f"sm80/{kernel}"
