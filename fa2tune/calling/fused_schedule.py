@@ -66,6 +66,8 @@ LONG_BYTES, LONG_MARGIN = 400e6, -0.04
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
+#: Whether calls of up to so many microseconds have each kernel started before the one before it ends: not yet measured.
+EARLY_START, EARLY_START_US = False, 100.0
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
@@ -294,6 +296,19 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
             yield other, margin
 
 
+def started_early(config: Config) -> Config:
+    """With each kernel started before the one before it ends."""
+    return {**config, "EARLY_START": True}
+
+
+def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
+    """Every config of other machine code that some dense call may have in place of a row's."""
+    found = [form for form, _ in forms(problem, choice, arch)]
+    yield from found
+    if EARLY_START and covers(choice.variant, problem):
+        yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
+
+
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
     """Microseconds with query groups in the number of parts that is expected to be the fastest; more than ``below``: no number
     of parts takes less than that."""
@@ -306,7 +321,17 @@ def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf
 
 
 def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
-    """The form for a dense call: the row's, or one of ``forms``."""
+    """The form for a dense call: the row's, or one of ``all_forms``."""
+    found = _of_forms(problem, choice, gpu)
+    if not EARLY_START or not covers(found.variant, problem) or is_empty(problem) or found.config["BESIDE"]:
+        return found
+    if least_us(problem, found.config, gpu, EARLY_START_US) > EARLY_START_US:
+        return found
+    return replace(found, config=started_early(found.config), otherwise=found.otherwise or found.config)
+
+
+def _of_forms(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
+    """The row's form, or one of ``forms``."""
     if is_empty(problem) or not (others := list(forms(problem, choice, gpu.arch))):
         return choice
     now, least = least_us(problem, choice.config, gpu), math.inf
@@ -326,5 +351,9 @@ def about(choice: Choice) -> str:
     """In a few words, the form that runs in place of a row's; "": the row's."""
     if choice.otherwise is None or choice.variant.space is not bwd_fused.SPACE:
         return ""
-    rows, own = choice.config["BLOCK_M"], choice.otherwise["BLOCK_M"]
-    return "alone on the GPU" if rows == own else f"in blocks of {rows} queries, alone on the GPU"
+    config, own = choice.config, choice.otherwise
+    words = [f"in blocks of {config['BLOCK_M']} queries"] if config["BLOCK_M"] != own["BLOCK_M"] else []
+    early = bool(config.get("EARLY_START"))
+    words += ["alone on the GPU"] if words or own["BESIDE"] or not early else []
+    words += ["each kernel started early"] if early else []
+    return ", ".join(words)
