@@ -5,8 +5,9 @@
     python benchmarks/early_start.py --list                                # what would be timed; no GPU
     python benchmarks/early_start.py --table early_start.json              # a file, as text
 
-Of each call what serves it without the form, and the same with it, in the same number of parts. Checks and times are those of
-benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+Of each call what serves it without the form, and the same with it, in the same number of parts. Of head dims above 128, which
+the split kernels serve, the form is of one kernel after the other; where both are expected to be faster at a time, they are
+timed in that order, too. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
 
 KERNEL = dense_backwards.FUSED_KERNEL
-WITHOUT, WITH = "one after the other", "started early"
+WITHOUT, WITH, AT_A_TIME = "one after the other", "started early", "at a time"
 #: (batch, heads, queries, keys, head dim, mask)
 CALLS = (
     (2, 3, 158, 802, 96, FULL), (8, 2, 220, 220, 96, CAUSAL), (10, 1, 208, 208, 24, CAUSAL), (1, 1, 85, 386, 56, FULL),
     (10, 1, 341, 341, 56, CAUSAL), (5, 3, 647, 647, 128, CAUSAL), (1, 4, 572, 572, 88, CAUSAL), (8, 8, 515, 515, 32, CAUSAL),
-    (2, 8, 1024, 1024, 64, CAUSAL), (2, 16, 2048, 2048, 128, FULL),
+    (2, 8, 1024, 1024, 64, CAUSAL), (2, 16, 2048, 2048, 128, FULL), (1, 1, 104, 104, 248, CAUSAL), (2, 5, 92, 92, 240, FULL),
+    (4, 6, 300, 300, 192, CAUSAL), (2, 8, 1000, 1000, 256, FULL),
 )  # fmt: skip
 
 
@@ -47,7 +49,15 @@ def posed(shape: tuple[Any, ...]) -> Problem:
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
     """Name -> candidate."""
-    choice, parts = dense_backwards.chosen(problem, gpu)[KERNEL]
+    now = dense_backwards.chosen(problem, gpu)
+    if KERNEL not in now:
+        early = {
+            name: (replace(choice, config=fused_schedule.started_early(choice.config)), parts)
+            for name, (choice, parts) in now.items()
+        }
+        order = dense_backwards.order_of(problem, now, gpu)
+        return {WITHOUT: (now, ""), **({AT_A_TIME: (now, order)} if order else {}), WITH: (early, "")}
+    choice, parts = now[KERNEL]
     without = {
         **(fused_schedule.apart(choice.config) if choice.config["BESIDE"] else choice.config),
         "EARLY_START": False,
@@ -58,7 +68,8 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]
 
 def line(name: str, call: Mapping[str, Any]) -> str:
     us = call["us"]
-    return f"{name}: {us[WITHOUT]} us, {WITH} {us[WITH]}, {us[WITHOUT] - us[WITH]:.1f} less"
+    other = f", {AT_A_TIME} {us[AT_A_TIME]}" if AT_A_TIME in us else ""
+    return f"{name}: {us[WITHOUT]} us{other}, {WITH} {us[WITH]}, {us[WITHOUT] - us[WITH]:.1f} less"
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -74,7 +85,8 @@ def main(listed: bool, seconds: float, out: Path | None, shown: Path | None) -> 
     if listed:
         for name, problem in problems.items():
             found = candidates(problem, gpus.named("h200"))
-            click.echo(f"{name}: {found[WITH][0][KERNEL][1]} parts, {dict(found[WITH][0][KERNEL][0].config)}")
+            for kernel, (choice, parts) in found[WITH][0].items():
+                click.echo(f"{name}: {kernel}, {parts} parts, {dict(choice.config)}; {', '.join(found)}")
         return
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
