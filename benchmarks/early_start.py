@@ -32,7 +32,7 @@ from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
 
 KERNEL = dense_backwards.FUSED_KERNEL
-WITHOUT, WITH, AT_A_TIME = "one after the other", "started early", "at a time"
+WITHOUT, WITH, AT_A_TIME, BOTH = "one after the other", "started early", "at a time", "at a time, started early"
 #: (batch, heads, queries, keys, head dim, mask)
 CALLS = (
     (2, 3, 158, 802, 96, FULL), (8, 2, 220, 220, 96, CAUSAL), (10, 1, 208, 208, 24, CAUSAL), (1, 1, 85, 386, 56, FULL),
@@ -56,7 +56,8 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]
             for name, (choice, parts) in now.items()
         }
         order = dense_backwards.order_of(problem, now, gpu)
-        return {WITHOUT: (now, ""), **({AT_A_TIME: (now, order)} if order else {}), WITH: (early, "")}
+        found: dict[str, dense_backwards.Ordered] = {WITHOUT: (now, ""), WITH: (early, "")}
+        return {**found, AT_A_TIME: (now, order), BOTH: (early, order)} if order else found
     choice, parts = now[KERNEL]
     without = {
         **(fused_schedule.apart(choice.config) if choice.config["BESIDE"] else choice.config),
@@ -68,8 +69,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]
 
 def line(name: str, call: Mapping[str, Any]) -> str:
     us = call["us"]
-    other = f", {AT_A_TIME} {us[AT_A_TIME]}" if AT_A_TIME in us else ""
-    return f"{name}: {us[WITHOUT]} us{other}, {WITH} {us[WITH]}, {us[WITHOUT] - us[WITH]:.1f} less"
+    return f"{name}: {', '.join(f'{which} {its} us' for which, its in us.items())}; {us[WITHOUT] - us[WITH]:.1f} less"
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])

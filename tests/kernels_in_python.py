@@ -113,7 +113,9 @@ class Program:
     met: dict[int, list[int]] = field(
         default_factory=dict
     )  #: numbered barrier -> threads that have come, times it was full
-    known: set[int] = field(default_factory=set)  #: of these, where a thread came that knows that the kernel before has ended
+    known: set[int] = field(
+        default_factory=set
+    )  #: of these, where a thread came that knows that the kernel before has ended
     errors: list[BaseException] = field(default_factory=list)
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
