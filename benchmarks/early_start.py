@@ -5,9 +5,9 @@
     python benchmarks/early_start.py --list                                # what would be timed; no GPU
     python benchmarks/early_start.py --table early_start.json              # a file, as text
 
-Of each call what serves it without the form, and the same with it, in the same number of parts. Of head dims above 128, which
-the split kernels serve, the form is of one kernel after the other; where both are expected to be faster at a time, they are
-timed in that order, too. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+Of each call what serves it without the form, the same with it, and what its row names, in the same number of parts. Of head
+dims above 128, which the split kernels serve, one kernel after the other; where both are expected to be faster at a time, in
+that order, too. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ import workloads
 
 from fa2tune import gpus
 from fa2tune.calling import fused_schedule
+from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem
 
 KERNEL = dense_backwards.FUSED_KERNEL
-WITHOUT, WITH, AT_A_TIME, BOTH = "one after the other", "started early", "at a time", "at a time, started early"
+ROW, WITHOUT, WITH = "the row's form", "one after the other", "started early"
+AT_A_TIME, BOTH = "at a time", "at a time, started early"
 #: (batch, heads, queries, keys, head dim, mask)
 CALLS = (
     (2, 3, 158, 802, 96, FULL), (8, 2, 220, 220, 96, CAUSAL), (10, 1, 208, 208, 24, CAUSAL), (1, 1, 85, 386, 56, FULL),
@@ -47,24 +49,27 @@ def posed(shape: tuple[Any, ...]) -> Problem:
     return Problem("bf16", batch, heads, heads, queries, keys, dim, dim, mask)
 
 
+def _started(choice: Choice, early: bool) -> Choice:
+    return replace(choice, config={**choice.config, "EARLY_START": early})
+
+
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
     """Name -> candidate."""
     now = dense_backwards.chosen(problem, gpu)
     if KERNEL not in now:
-        early = {
-            name: (replace(choice, config=fused_schedule.started_early(choice.config)), parts)
-            for name, (choice, parts) in now.items()
-        }
+        without, early = (
+            {name: (_started(choice, early), parts) for name, (choice, parts) in now.items()} for early in (False, True)
+        )
         order = dense_backwards.order_of(problem, now, gpu)
-        found: dict[str, dense_backwards.Ordered] = {WITHOUT: (now, ""), WITH: (early, "")}
-        return {**found, AT_A_TIME: (now, order), BOTH: (early, order)} if order else found
+        found: dict[str, dense_backwards.Ordered] = {WITHOUT: (without, ""), WITH: (early, "")}
+        return {**found, AT_A_TIME: (without, order), BOTH: (early, order)} if order else found
     choice, parts = now[KERNEL]
-    without = {
-        **(fused_schedule.apart(choice.config) if choice.config["BESIDE"] else choice.config),
-        "EARLY_START": False,
-    }
-    configs = {WITHOUT: without, WITH: fused_schedule.started_early(without)}
-    return {name: ({KERNEL: (replace(choice, config=config), parts)}, "") for name, config in configs.items()}
+    if choice.config["BESIDE"]:
+        choice = replace(choice, config=fused_schedule.apart(choice.config), otherwise=choice.config)
+    found = {name: ({KERNEL: (_started(choice, early), parts)}, "") for name, early in ((WITHOUT, False), (WITH, True))}
+    if choice.of_row.config["BESIDE"]:
+        found[ROW] = {KERNEL: (choice.of_row, parts)}, ""
+    return found
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
