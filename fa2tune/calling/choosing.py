@@ -327,8 +327,8 @@ def choose_backward(
     if deterministic and in_order and (found := choose_in_order(chooser)) is not None:
         return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
-    found = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
-    return strategy, split_backward_schedule.with_early_start(chooser.problem, found, chooser.gpu)
+    choices = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
+    return strategy, split_backward_schedule.with_early_start(chooser.problem, choices, chooser.gpu)
 
 
 def strategy_of(

@@ -1,4 +1,4 @@
-"""The fused Hopper backward with each kernel started before the one before it ends (EARLY_START): by the error rule, beside the
+"""The Hopper backwards with each kernel started before the one before it ends (EARLY_START): by the error rule, beside the
 same form without it, and over and over in CUDA graphs, with NaN in outputs and workspaces. All binaries are compiled first, on
 all cores."""
 
@@ -15,11 +15,11 @@ from hopper_cases import _compile, binaries_of, check, compilers, config_for, sp
 from fa2tune.calling import dispatch, fused_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import portable_of
-from fa2tune.launching import cuda, launch, passes
+from fa2tune.launching import beside, cuda, launch, passes
 from fa2tune.measuring import reference
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import FUSED, Config, Problem
+from fa2tune.spec.problem import FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.variant import Variant
 
 #: Of a GPU that has one.
@@ -102,16 +102,34 @@ def test_a_driver_that_starts_nothing_early(monkeypatch: pytest.MonkeyPatch) -> 
     check(FOUND[0], case.config(asked), asked)
 
 
+def split_configs(asked: Problem, early: bool) -> dict[str, Config]:
+    """Of both split kernels."""
+    found = {kernel: specialized((kernel,))[0].space.default(asked.specialization, 90) for kernel in STRATEGIES[SPLIT]}
+    return {kernel: {**config, "EARLY_START": early} for kernel, config in found.items()}
+
+
 class Backward:
     """One call's kernels, on memory that stays. Results are poisoned with NaN, as are the workspaces if it is asked to."""
 
-    def __init__(self, case: Case, asked: Problem, early: bool, seed: int, block: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        asked: Problem,
+        early: bool,
+        seed: int,
+        block: torch.Tensor | None = None,
+        order: str | None = None,
+    ) -> None:
+        """``order``: of the split kernels, as a ``BackwardPlan`` has it; None: the fused kernel."""
         made = reference.make_inputs(asked, "cuda", with_dlse=False, seed=seed)
-        scale = case.dim**-0.5
+        scale = asked.head_dim**-0.5
         forward = portable_of("fwd").space.default(asked.specialization, dispatch.gpu_of(0).arch)
         o, lse = passes.forward(made.q, made.k, made.v, mask=asked.mask, softmax_scale=scale, config=forward)
-        configs = {"bwd_fused": case.config(asked, early)}
-        plan = passes.BackwardPlan(asked, made.do, None, made.q, made.k, made.v, o, scale, FUSED, configs)
+        fused = {"bwd_fused": case.config(asked, early)} if order is None else {}
+        plan = passes.BackwardPlan(
+            asked, made.do, None, made.q, made.k, made.v, o, scale, FUSED if fused else SPLIT,
+            fused or split_configs(asked, early), order=order or "",
+        )  # fmt: skip
         self.results = [torch.empty_like(one) for one in (made.q, made.k, made.v)]
         self.block = torch.empty(plan.kernels.size, dtype=torch.uint8, device="cuda") if block is None else block
         tensors = (made.q, made.k, made.v, o, made.do, lse, *self.results, self.block)
@@ -187,6 +205,36 @@ def test_two_thousand_launches(case: Case, poisoned: bool) -> None:
                 with torch.cuda.stream(products):
                     for _ in range(8):
                         matrix @ matrix
+            graph.replay()
+        torch.cuda.synchronize()
+        assert int(wrong) == 0, (queries, keys, batch)
+
+
+@pytest.mark.parametrize("order", ["", *beside.ORDERS])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_split_kernels_have_the_same_bits(dim: int, mask: Mask, order: str) -> None:
+    """They sum in one order. Two calls take turns on the same workspaces, which the first half of the time hold NaN."""
+    case = Case(dim, mask)
+    for queries, keys, batch in RACED:
+        asked = case.posed(queries, keys, heads=(4, 4), batch=batch)
+        first = Backward(case, asked, True, 0, order=order)
+        calls = [first, Backward(case, asked, True, 1, first.block, order)]
+        right = [Backward(case, asked, False, seed, order="").found() for seed in (0, 1)]
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for call in calls:
+            call.found()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for turn in range(20):
+                for call, its in zip(calls, right, strict=True):
+                    if turn < 10:
+                        call.poison()
+                    call.launch()
+                    if turn < 10 or turn == 19:
+                        wrong += far_off(call.results, its, True)
+        for _ in range(10):
             graph.replay()
         torch.cuda.synchronize()
         assert int(wrong) == 0, (queries, keys, batch)

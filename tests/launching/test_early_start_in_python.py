@@ -1,4 +1,4 @@
-"""The fused Hopper backward whose kernels start before the one before them ends (EARLY_START), run by Python
+"""The Hopper backwards whose kernels start before the one before them ends (EARLY_START), run by Python
 (tests/kernels_in_python.py) beside float64 attention: what a kernel touches that another one in flight does, and no wait comes
 before, is a fault (tests/early_starts.py)."""
 
@@ -12,7 +12,7 @@ import pytest
 from early_starts import READ, WRITE, Flight, Overlap, Touch
 from gpu_in_python import PythonGpu
 from kernel_values import Buffer, Fault
-from test_computed_in_python import BACKWARDS, BEHIND, TOP_LEFT, Call, check_backward
+from test_computed_in_python import BACKWARDS, BEHIND, SPLIT, TOP_LEFT, Call, check_backward
 
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import cuda
@@ -95,6 +95,21 @@ def test_an_overlapped_kernel_that_does_not_wait_is_found(
     monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
     with pytest.raises(Fault, match=r"which a kernel touches|may end before the one before it"):
         check_backward(gpu, Call(((100, 200),), (1, 1), (128, 128), FULL), BACKWARDS["prepared beside"])
+
+
+@pytest.mark.parametrize(("call", "settings"), SPLIT, ids=str)
+def test_split_kernels(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
+    check_backward(gpu, call, {**settings, **EARLY}, "sm90/bwd_dq,sm90/bwd_dkdv")
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_a_split_kernel_that_does_not_wait_is_found(gpu: PythonGpu, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Of each form of dK/dV's kernel."""
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, "do_once": lambda PTX: None})
+    monkeypatch.setattr(kernels_in_python, "_MODULES", {})
+    monkeypatch.setattr(kernels_in_python, "PATIENCE", 2)
+    with pytest.raises(Fault, match="reads workspace"):
+        check_backward(gpu, Call(((70, 90),), (1, 1), (dim, dim), FULL), EARLY, "sm90/bwd_dq,sm90/bwd_dkdv")
 
 
 def test_what_is_in_flight() -> None:
