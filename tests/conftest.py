@@ -60,6 +60,7 @@ COMPILING = tuple(
         "hopper_grouped",
         "dq_parts_compiled",
         "backward_narrow",
+        "early_start_compiled",
         "hostside",
         "sm80",
         "hopper",

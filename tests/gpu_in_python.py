@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from early_starts import Flight
 from kernel_values import Buffer, Descriptor, Int, Pointer
 
 from fa2tune.compiling import compiler
@@ -100,7 +101,12 @@ class PythonGpu:
         """Told of every copy by TMA."""
 
     def run(self, plan: passes.Kernels, addresses: list[int]) -> None:
-        for (call, places), (variant, problem, config) in zip(plan.chain.launches, self.bound, strict=True):  # type: ignore[union-attr]
+        """Kernels one after the other; what one may not touch that starts early is a fault (tests/early_starts.py)."""
+        launches = plan.chain.launches
+        early = [cuda._PROGRAMMATIC in [one.id for one in call.attributes] for call, _ in launches] + [False]  # type: ignore[union-attr]
+        flight: Flight | None = None
+        for nth, ((call, places), (variant, problem, config)) in enumerate(zip(launches, self.bound, strict=True)):  # type: ignore[arg-type]
+            before, after = flight if early[nth] else None, Flight() if early[nth + 1] else None
             given = [addresses[which] + behind for which, behind in places]
             _, kept = call.packed(given, 0)
             spec = problem.specialization
@@ -114,7 +120,10 @@ class PythonGpu:
                     at += 1 + 2 * len(
                         getattr(arguments[name], "sizes", ())
                     )  # a map is followed by its sizes and strides
-            kernels_in_python.launch(variant.kernel, call.config.grid_x, config["num_warps"], arguments, self.values)
+            grid, warps = call.config.grid_x, config["num_warps"]
+            kernels_in_python.launch(variant.kernel, grid, warps, arguments, self.values, before, after)
+            # one that starts early may let the next one start before the one before it has ended
+            flight = after.with_those_of(before) if after is not None and before is not None else after
 
     def _argument(self, kind: str, pointer: int) -> Any:
         if kind == "map":

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tile_values
@@ -137,7 +137,9 @@ tile_values.define_operators(Int, Unknown)
 
 class Buffer:
     """Global memory of one tensor: its words, where they count, of what type if of floating point, and how often each was
-    written or added to."""
+    written or added to. ``touched`` (buffer, elements, whether they are written) is told of every access."""
+
+    touched: ClassVar[Callable[[Buffer, Any, bool], None]] = staticmethod(lambda *_: None)
 
     def __init__(self, name: str, base: int, count: int, itemsize: int, words: Any = None, dtype: Any = None) -> None:
         self.name, self.base, self.itemsize, self.words, self.dtype = name, base, itemsize, words, dtype
@@ -184,6 +186,7 @@ class Pointer:
 
 def load_words(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
     index, mask = pointer.places(mask, "a load of")
+    Buffer.touched(pointer.buffer, index[mask], False)
     if pointer.buffer.words is None:
         return UNKNOWN
     with pointer.buffer.lock:
@@ -194,6 +197,7 @@ def load_words(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> 
 def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
     index, mask = pointer.places(mask, "a store to")
     index, buffer = index[mask], pointer.buffer
+    Buffer.touched(buffer, index, True)
     with buffer.lock:
         np.add.at(buffer.written, index, 1)
         if buffer.words is not None:
@@ -203,6 +207,7 @@ def store_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
 def add_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
     index, mask = pointer.places(mask, "an addition to")
     buffer = pointer.buffer
+    Buffer.touched(buffer, index[mask], True)
     with buffer.lock:
         np.add.at(buffer.written, index[mask], 1)
         if buffer.words is not None:
@@ -212,8 +217,9 @@ def add_words(pointer: Pointer, value: Any, mask: Any = None) -> None:
 def atomic_add(pointer: Pointer, value: Any, mask: Any = None, **_: Any) -> Any:
     if pointer.buffer.dtype is not None:
         return add_words(pointer, value, mask)
+    place = pointer.places(None, "an addition to")[0]
+    Buffer.touched(pointer.buffer, place, True)
     with pointer.buffer.lock:
-        place = pointer.places(None, "an addition to")[0]
         before = pointer.buffer.words[place].copy()
         pointer.buffer.words[place] += value
     return Int(before)
@@ -335,6 +341,7 @@ class Descriptor:
         self.buffer.at(np.array(index), f"{kind} at {at} touches")
         elements = ((addresses - np.uint64(self.buffer.base)) // np.uint64(self.buffer.itemsize)).astype(np.int64)
         self.seen(kind, self.buffer, elements)
+        Buffer.touched(self.buffer, elements, kind != "load")
         block = np.ix_(*inside)
         if kind == "load" and place.words is not None:
             place.words[block] = self.buffer.words[elements].reshape([len(one) for one in inside])

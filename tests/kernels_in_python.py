@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from early_starts import READ, WRITE, Flight, Overlap, Touch
 from kernel_values import (
     UNKNOWN,
+    Buffer,
     Descriptor,
     Fault,
     Int,
@@ -46,6 +48,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.left = self.bytes = self.phase = 0
+        self.known = False  #: whether a thread came that knows that the kernel before has ended
 
     def _settle(self) -> None:
         if self.left < 0:
@@ -58,10 +61,12 @@ class Barrier:
         with _HERE.program.changed:
             self.left -= arrivals
             self.bytes += promised
+            self.known |= _HERE.knows
             self._settle()
 
     def wait(self, parity: int) -> None:
         _HERE.program.until(lambda: self.phase & 1 != parity, f"an mbarrier of {self.count} in phase {self.phase}")
+        _HERE.knows |= self.known
 
 
 class _Mbarrier:
@@ -103,10 +108,14 @@ class Program:
     programs: int
     warps: int
     values: bool
+    overlap: Overlap
     changed: threading.Condition = field(default_factory=threading.Condition)
     met: dict[int, list[int]] = field(
         default_factory=dict
     )  #: numbered barrier -> threads that have come, times it was full
+    known: set[int] = field(
+        default_factory=set
+    )  #: of these, where a thread came that knows that the kernel before has ended
     errors: list[BaseException] = field(default_factory=list)
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
@@ -121,6 +130,8 @@ class Program:
             state = self.met.setdefault(number, [0, 0])
             state[0] += 32 * _HERE.warps
             turn = state[1]
+            if _HERE.knows:
+                self.known.add(number)
             if state[0] > threads:
                 raise Fault(f"{state[0]} threads at barrier {number} of {threads}")
             if state[0] == threads:
@@ -128,16 +139,25 @@ class Program:
                 self.changed.notify_all()
         if waits:
             self.until(lambda: state[1] > turn, f"barrier {number}")
+            _HERE.knows |= number in self.known
 
 
 def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
     """What of inline PTX counts here."""
-    if "bar.sync $1" in text or "bar.arrive" in text:
+    overlap = _HERE.program.overlap
+    if "griddepcontrol.wait" in text:
+        overlap.waited = _HERE.knows = True
+    elif "griddepcontrol.launch_dependents" in text:
+        overlap.start_next()
+    elif text.startswith("fence.acq_rel"):
+        overlap.fence()
+    elif "bar.sync $1" in text or "bar.arrive" in text:
         if len(given) < 3 or bool(given[2]):
             _HERE.program.meet(int(array(given[0])), int(array(given[1])), "bar.sync" in text)
     elif "atom.relaxed" in text:
         return atomic_add(given[0], 1)
     elif "ld.acquire" in text:
+        _HERE.knows = True
         return load_words(given[0])
     elif "shfl" in text or text.startswith("mov.b32 $0, $1"):
         return given[0]
@@ -145,6 +165,7 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
         store_words(given[0], 1, given[1] != 0)
     elif "global.add.u32" in text:
         index, mask = given[0].places(given[1] != 0, "a count in")
+        Buffer.touched(given[0].buffer, index[mask], True)
         with given[0].buffer.lock:
             np.add.at(given[0].buffer.words, index[mask], 1)
     elif "global.add.v4" in text:
@@ -155,6 +176,18 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
             Real(np.stack([one.a for one in given[1:]], -1)) if known else UNKNOWN,
         )
     return UNKNOWN
+
+
+def _touched(buffer: Buffer, index: Any, written: bool) -> None:
+    _HERE.program.overlap.touch(_HERE.knows, Touch(WRITE if written else READ, buffer, index))
+
+
+Buffer.touched = staticmethod(_touched)
+
+
+def _atomic_add(pointer: Any, value: Any, mask: Any = None, sem: str = "acq_rel", **_: Any) -> Any:
+    _HERE.knows |= sem in ("acquire", "acq_rel")
+    return atomic_add(pointer, value, mask)
 
 
 def _elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,14 +236,16 @@ def _specialize(partitions: Any, warps: Sequence[int], _registers: Any) -> None:
     program, started = _HERE.program, []
     for number, ((function, given), count) in enumerate(zip(partitions, (program.warps, *warps), strict=True)):
         name = f"partition {number} of program {program.number}"
-        started.append(_spawn(program, name, count, lambda function=function, given=given: function(*given)))
+        work = lambda function=function, given=given: function(*given)  # noqa: E731
+        started.append(_spawn(program, name, count, work, _HERE.knows))
     for thread in started:
         thread.join()
 
 
-def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any]) -> threading.Thread:
+def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any], knows: bool) -> threading.Thread:
     def run() -> None:
         _HERE.program, _HERE.name, _HERE.warps, _HERE.products = program, name, warps, Products()
+        _HERE.knows = knows  # that the kernel before has ended
         _HERE.asked, _HERE.groups = [], []
         try:
             work()
@@ -323,7 +358,7 @@ _LANGUAGE = SimpleNamespace(
     minimum=_elementwise(np.fmin), maximum=_elementwise(np.fmax), where=_where,
     cdiv=_elementwise(lambda a, b: quotient(a + b - 1, b)), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
     convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
-    load=load_words, store=store_words, atomic_add=atomic_add, inline_asm_elementwise=_assembly,
+    load=load_words, store=store_words, atomic_add=_atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),
     zeros=lambda shape, *rest, **_: _filled(shape, 0, *rest), full=_filled, zeros_like=_zeros_like, split=_split,
     to_tensor=lambda x: x if isinstance(x, Int | Unknown | Real) else Int(x), reshape=lambda x, shape: x.reshape(shape),
@@ -376,18 +411,26 @@ def _function(fn: Any) -> Any:
     return called
 
 
-def launch(kernel: Any, grid: int, warps: int, arguments: Mapping[str, Any], values: bool = False) -> None:
+def launch(
+    kernel: Any, grid: int, warps: int, arguments: Mapping[str, Any], values: bool = False, before: Flight | None = None,
+    after: Flight | None = None,
+) -> None:  # fmt: skip
     """All programs at once. ``arguments``: by name, of which integers are ``Int``, and device functions themselves.
-    ``values``: buffers hold their words, and these are computed with."""
+    ``values``: buffers hold their words, and these are computed with. ``before``, ``after``: as ``Overlap`` has them."""
     function = _function(kernel.fn)
     given = {name: in_python(value) for name, value in arguments.items()}
-    programs = [Program(number, grid, warps, values) for number in range(grid)]
-    threads = [_spawn(one, f"program {one.number}", warps, lambda: function(**given)) for one in programs]
+    programs = [Program(number, grid, warps, values, Overlap(before, after)) for number in range(grid)]
+    work = lambda: function(**given)  # noqa: E731
+    threads = [_spawn(one, f"program {one.number}", warps, work, before is None) for one in programs]
     for thread in threads:
         thread.join()
+    for one in programs:
+        one.overlap.start_next()
     for one in programs:
         for error in sorted(one.errors, key=lambda error: "another partition" in str(error)):
             raise error
         for number, (left, _) in one.met.items():
             if left:
                 raise Fault(f"program {one.number} leaves {left} threads at barrier {number}")
+    if before is not None and not any(one.overlap.waited for one in programs):
+        raise Fault("the kernel may end before the one before it, for which the next one would not wait")

@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling import fused_schedule, ordered, packed_schedule, schedule, window_schedule
+from fa2tune.calling import (
+    fused_schedule,
+    ordered,
+    packed_schedule,
+    schedule,
+    split_backward_schedule,
+    window_schedule,
+)
 from fa2tune.calling.defaults import better_default, portable_default
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
@@ -320,7 +327,8 @@ def choose_backward(
     if deterministic and in_order and (found := choose_in_order(chooser)) is not None:
         return FUSED, {ordered.KERNEL: found}
     strategy, kinds = chooser.strategy(deterministic)
-    return strategy, {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
+    choices = {kernel: chooser.choose(kernel, kinds.get(kernel)) for kernel in STRATEGIES[strategy]}
+    return strategy, split_backward_schedule.with_early_start(chooser.problem, choices, chooser.gpu)
 
 
 def strategy_of(

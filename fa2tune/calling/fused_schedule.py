@@ -21,7 +21,7 @@ from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
-from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, head_dim_parts
 from fa2tune.spec.variant import Variant
@@ -66,6 +66,9 @@ LONG_BYTES, LONG_MARGIN = 400e6, -0.04
 SHORT_US, SHORT_MARGIN = 45.0, -0.05
 #: Parts of groups must be by this one; of predictions within PARTS_TIE of the least the fewest parts, which move the least.
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
+#: Whether calls of up to so many microseconds have each kernel started before the one before it ends (not yet raced enough to
+#: be on); and what that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
+EARLY_START, EARLY_START_US, EARLY_SAVES_US = False, 100.0, 1.3
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
@@ -129,12 +132,13 @@ class FusedForm(NamedTuple):
     in_parts: bool
     narrow: bool
     heads_per_wave: int
+    early_start: bool
 
 
 def _form(config: Config) -> FusedForm:
     return FusedForm(
         config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
-        bool(config.get("NARROW")), config["HEADS_PER_WAVE"],
+        bool(config.get("NARROW")), config["HEADS_PER_WAVE"], bool(config.get("EARLY_START")),
     )  # fmt: skip
 
 
@@ -223,7 +227,8 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
         prepared = max(END_US, chunks * bwd_fused.CHUNK * before)
         ended = _over(costs, heads, band, Programs(min(tiles, sm_count), 0, 0.0, 0.0), exact)
         ended = max(ended, fetched * by_memory)
-        return fixed + LAUNCH_US + prepared + ended + rows * after
+        saved = EARLY_SAVES_US if form.early_start else 0.0
+        return fixed + LAUNCH_US + prepared + ended + rows * after - saved
     # every program prepares a share of what the main kernel begins with, and some go on with the rest (sm90/bwd_beside.py)
     if form.finish_beside:
         ours = group_parts.split(problem, parts)
@@ -294,6 +299,19 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
             yield other, margin
 
 
+def started_early(config: Config) -> Config:
+    """With each kernel started before the one before it ends."""
+    return {**config, "EARLY_START": True}
+
+
+def all_forms(problem: Problem, choice: Choice, arch: int) -> Iterator[Config]:
+    """Every config of other machine code that some dense call may have in place of a row's."""
+    found = [form for form, _ in forms(problem, choice, arch)]
+    yield from found
+    if EARLY_START and covers(choice.variant, problem):
+        yield from (started_early(form) for form in [choice.config, *found] if not form["BESIDE"])
+
+
 def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> float:
     """Microseconds with query groups in the number of parts that is expected to be the fastest; more than ``below``: no number
     of parts takes less than that."""
@@ -305,26 +323,44 @@ def least_us(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf
     return least
 
 
+def _early_if_short(problem: Problem, config: Config, gpu: Gpu, below: float = math.inf) -> tuple[Config, float]:
+    """(config, ``least_us``), with EARLY_START where a call is short enough for it."""
+    if EARLY_START and not config["BESIDE"]:
+        early = started_early(config)
+        if (time := least_us(problem, early, gpu, below)) <= EARLY_START_US:
+            return early, time
+    return config, least_us(problem, config, gpu, below)
+
+
 def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
-    """The form for a dense call: the row's, or one of ``forms``."""
-    if is_empty(problem) or not (others := list(forms(problem, choice, gpu.arch))):
+    """The form for a dense call: the row's, or one of ``all_forms``."""
+    if is_empty(problem) or not covers(choice.variant, problem):
         return choice
-    now, least = least_us(problem, choice.config, gpu), math.inf
+    own, others = choice.config, list(forms(problem, choice, gpu.arch))
+    if not others and (own["BESIDE"] or not EARLY_START):
+        return choice
+    (best, now), least = _early_if_short(problem, own, gpu), math.inf
     in_parts = problem.batch * problem.heads_q * -(-problem.seqlen_k // (bwd_fused.GROUPS * bwd_fused.KEYS))
     short = now <= SHORT_US and 2 * in_parts >= gpu.sm_count  # tiles, as far as groups can be split
-    best: Config | None = None
     for other, margin in others:
-        if short and other["BLOCK_M"] == choice.config["BLOCK_M"]:
+        if short and other["BLOCK_M"] == own["BLOCK_M"]:
             margin = min(margin, SHORT_MARGIN)
         wanted = min((1 - margin) * now - LEAST_US, least)
-        if (time := least_us(problem, other, gpu, wanted)) < wanted:
-            best, least = other, time
-    return choice if best is None else replace(choice, config=best, otherwise=choice.config)
+        config, time = _early_if_short(problem, other, gpu, wanted)
+        if time < wanted:
+            best, least = config, time
+    return choice if best == own else replace(choice, config=best, otherwise=own)
 
 
 def about(choice: Choice) -> str:
-    """In a few words, the form that runs in place of a row's; "": the row's."""
-    if choice.otherwise is None or choice.variant.space is not bwd_fused.SPACE:
+    """In a few words, the form of a backward's kernel that runs in place of a row's; "": the row's."""
+    config, own = choice.config, choice.otherwise
+    if own is not None and config.get("EARLY_START") and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
+        return "the next kernel started early" if choice.variant.space is bwd_dq.SPACE else "started early"
+    if own is None or choice.variant.space is not bwd_fused.SPACE:
         return ""
-    rows, own = choice.config["BLOCK_M"], choice.otherwise["BLOCK_M"]
-    return "alone on the GPU" if rows == own else f"in blocks of {rows} queries, alone on the GPU"
+    words = [f"in blocks of {config['BLOCK_M']} queries"] if config["BLOCK_M"] != own["BLOCK_M"] else []
+    early = bool(config.get("EARLY_START"))
+    words += ["alone on the GPU"] if words or own["BESIDE"] or not early else []
+    words += ["each kernel started early"] if early else []
+    return ", ".join(words)

@@ -73,8 +73,8 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
     strategy, kinds = chooser.strategy(split)
-    found = [_served(chooser, kernel, kinds.get(kernel), in_order) for kernel in STRATEGIES[strategy]]
     _, choices = choose_backward(chooser, deterministic)
+    found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
     parts = {one.kernel: one.parts for one in found}
     count, refused_parts = backward_plans.key_parts(problem, choices, parts, chooser.gpu)
     in_parts = _Runs(dq_parts.kernels(problem, count, chooser.gpu.arch), chooser.gpu) if count > 1 else None

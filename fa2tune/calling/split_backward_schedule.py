@@ -10,11 +10,12 @@ are fitted, and how far off they are.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fa2tune.calling import fused_schedule
+from fa2tune.calling import fused_schedule, group_schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -64,12 +65,37 @@ class Tiles(NamedTuple):
         return len(self.costs) * self.heads
 
 
-def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
-    """Whether a backward is one that was recorded: the split Hopper kernels over dense tensors of head dims above 128."""
+def _of_dense_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
     if set(choices) != {DQ, DKDV} or problem.extent.ragged or problem.mask not in (CAUSAL, FULL) or is_empty(problem):
         return False
-    spaces = choices[DQ].variant.space, choices[DKDV].variant.space
-    return spaces == (bwd_dq.SPACE, bwd_dkdv.SPACE) and max(block_dims(problem.specialization)) > 128
+    return (choices[DQ].variant.space, choices[DKDV].variant.space) == (bwd_dq.SPACE, bwd_dkdv.SPACE)
+
+
+def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
+    """Whether a backward is one that was recorded: the split Hopper kernels over dense tensors of head dims above 128."""
+    return _of_dense_hopper(problem, choices) and max(block_dims(problem.specialization)) > 128
+
+
+def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dict[str, Choice]:
+    """Those of a backward, of a short dense one with dK/dV's kernel started before dQ's ends. Not where copies of K and V for
+    parts of groups come between both, which it would read too early. Of head dims up to 128 the time is a rough one."""
+    if not fused_schedule.EARLY_START or not _of_dense_hopper(problem, choices):
+        return choices
+    parts = group_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
+    copied = parts > 1 and group_parts.copies(problem)
+    if copied or predicted_us(problem, choices, parts, gpu) > fused_schedule.EARLY_START_US:
+        return choices
+    return {
+        kernel: replace(one, config=fused_schedule.started_early(one.config), otherwise=one.otherwise or one.config)
+        for kernel, one in choices.items()
+    }
+
+
+def forms(problem: Problem, choice: Choice) -> Iterator[Config]:
+    """Every config of other machine code that some dense call may have in place of a row's."""
+    dense = not problem.extent.ragged and problem.mask in (CAUSAL, FULL)
+    if fused_schedule.EARLY_START and dense and choice.variant.space in (bwd_dq.SPACE, bwd_dkdv.SPACE):
+        yield fused_schedule.started_early(choice.config)
 
 
 def _shares(problem: Problem, choice: Choice) -> tuple[float, float]:

@@ -135,7 +135,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     variant, spec, own = choice.variant, problem.specialization, choice.of_row
     if own is not choice:
         yield from ((*one, problem) for one in runs(kernel, spec, own, arch))
-    others = [*packed_schedule.forms(problem, own), *(form for form, _ in fused_schedule.forms(problem, own, arch))]
+    others = [*packed_schedule.forms(problem, own), *fused_schedule.all_forms(problem, own, arch)]
+    others += split_backward_schedule.forms(problem, own)
     for other in others:
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:

@@ -18,11 +18,13 @@ from fa2tune.kernels.lib.hopper_fused import (
     EMPTY,
     GROUPS_AND_WARP,
     PIECE_GONE,
+    PREPARED,
     V_EMPTY,
     add_terms,
     as_block_of,
     come,
     come_if,
+    do_once,
     meet,
     probabilities,
 )
@@ -107,6 +109,8 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
+    if form.EARLY_START:
+        do_once(PREPARED)
     while lap < laps:
         tile = next_tile(lap, taken, channel, call, 8, form)
         if form.RAGGED:

@@ -22,6 +22,7 @@ class Form(NamedTuple):
     P_STAGES: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
+    EARLY_START: gl.constexpr
     num_warps: gl.constexpr  #: of a group
 
 

@@ -63,6 +63,7 @@ class Form(NamedTuple):
     PAIRS: gl.constexpr
     DYNAMIC: gl.constexpr
     BESIDE: gl.constexpr
+    EARLY_START: gl.constexpr
     CONCATENATED: gl.constexpr
     ADDS: gl.constexpr  #: dQ is added by a warp of its own
     COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
@@ -195,6 +196,8 @@ def as_block_of(stage, descriptor):
 _SEEN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
 _SEEN_BY_TMA = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 _ALL_PREPARED = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
+#: What the kernel before has written, this thread and what it asks of TMA may read and add to.
+PREPARED = gl.constexpr("griddepcontrol.wait; fence.proxy.async; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -236,7 +239,8 @@ def await_packed(flags, head, group, heads_kv, heads_per_wave, rows_padded, own_
 @gluon.jit
 def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form):
     """One warp: K and V of each tile, and for every query head of the group Q with the terms of lse and dO with those of delta
-    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. RAGGED: as
+    through rings; BESIDE: once these are prepared, and so are the zeros that the other warps add to. EARLY_START: terms once
+    the kernel before has ended, for which K and V of the first tile, and its first Q and dO, do not wait. RAGGED: as
     hopper_packed.py has it."""
     laps = laps_of(call, form)
     taken = gl.program_id(0)
@@ -303,7 +307,11 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                 meet(EMPTY + stage, GROUPS_AND_WARP)
             expect_both(q, (terms,), barriers.q_ready.index(stage))
             load_parts(q, b, h, row, barriers.q_ready.index(stage), smem.q, stage)
-            tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
+            if form.EARLY_START:
+                if turn > 0:
+                    tma_load(terms, [of_lse, h, row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
+            else:
+                tma_load(terms, [of_lse, h, row + own_row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             if i == 0:
                 k_stage = filled % form.K_STAGES
                 ready = barriers.k_ready.index(k_stage)
@@ -319,11 +327,17 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
                     load_parts(v, k_entry, h_kv, start_n + c * form.TILE_ROWS, barriers.v_ready, smem.v, c)
             expect_both(do, (terms,), barriers.do_ready.index(stage))
             load_parts(do, b, h, row, barriers.do_ready.index(stage), smem.do, stage)
+            if form.EARLY_START:
+                if turn == 0:
+                    do_once(PREPARED)
+                    tma_load(terms, [of_lse, h, row, 0], barriers.q_ready.index(stage), smem.lse.index(stage))
             tma_load(
                 terms, [entries + of_lse, h, row + own_row, 0], barriers.do_ready.index(stage), smem.delta.index(stage)
             )
         base += total
         filled += gl.where(total > 0, 1, 0)
+        if form.EARLY_START:  # of a first tile that no query sees; the kernel before sets the counter to 0
+            do_once(PREPARED)
         if form.DYNAMIC and not form.RAGGED:
             taken, laps = take(lap, counter, channel, call)
         lap += 1

@@ -12,6 +12,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     GROUPS_AND_WARP,
     PIECE_GONE,
     PIECE_READY,
+    PREPARED,
     come,
     do_once,
     meet,
@@ -139,12 +140,15 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
 def add(sums, counts, smem, channel, tiles_done, call, form):
     """One warp. ADDS: dQ of each block (CONCATENATED), or each group's piece of it, from shared memory to its sums; without it
     others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added:
-    sm90/bwd_finish may start, and waits until all are. Without either it has nothing to do. RAGGED: counts
+    sm90/bwd_finish may start, and waits until all are. EARLY_START: it may start, and waits for this kernel's end; without
+    any of these there is nothing to do. RAGGED: counts
     [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
     all are."""
     laps = laps_of(call, form)
-    if form.COUNTS:
+    if form.COUNTS or form.EARLY_START:
         do_once(_START_FINISH)
+    if form.EARLY_START and form.ADDS:
+        do_once(PREPARED)
     if form.ADDS or form.COUNTS:
         taken = gl.program_id(0)
         lap = 0

@@ -17,6 +17,7 @@ from fa2tune.kernels.lib.hopper import (
 )
 from fa2tune.kernels.lib.hopper_blocks import query_blocks
 from fa2tune.kernels.lib.hopper_dkdv import Barriers, Call, Form, Memory, Shared, Tile, block_of, produce, row_words
+from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     alike,
@@ -39,6 +40,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 #: Keys of a group that owns keys: the rows of one wgmma.
 KEYS = gl.constexpr(space.KEYS)
 PRODUCER_REGISTERS = gl.constexpr(24)
+_DELTA_IS_THERE = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -172,7 +174,8 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
     seqlen_q = call.seqlen_q
     of_head = rows_of_head(seqlen_q, tile)
     delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
-    delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
+    if not form.EARLY_START:
+        delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
     v_tile = tiles_in(smem.v, 0)
     do_tile = tiles_in(smem.do, 0)
@@ -180,6 +183,9 @@ def _consume_dk(memory, smem, barriers, tile, call, form):
     dp_next = product_of_rows(v_tile, do_tile, zero)
     dp = warpgroup_mma_wait(0, deps=[dp_next])
     mbarrier.arrive(barriers.do_empty.index(0), count=1)
+    if form.EARLY_START:
+        do_once(_DELTA_IS_THERE)
+        delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     for g in range(tile.group):  # every query head that reads this key head
         acc, dp, delta_words = _dk_over_queries(
             acc, dp, delta_words, g * n_blocks - tile.first, total, delta, smem, barriers, tile, call, form
@@ -256,6 +262,8 @@ def _consume_keys(memory, smem, barriers, tile, call, CONSUMER: gl.constexpr, fo
     lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
     delta += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
     lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    if form.EARLY_START:
+        do_once(_DELTA_IS_THERE)
     delta_words = row_words(delta, tile.first, tile, total > 0, seqlen_q, 0.0, form)
     mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
     mbarrier.wait(barriers.v_ready, 0, pred=total > 0)
@@ -286,10 +294,11 @@ def bwd_dkdv_hopper_kernel(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, P_STAGES: gl.constexpr, OWN: gl.constexpr,
-    ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    ROWS_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, lse and delta [B, Hq, Sq] float32 -> dk, dv. Columns
     behind BLOCK_D or BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest.
+    EARLY_START: it may start once all programs of the kernel before have, which makes delta.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on.
     Keys without queries and those behind the last sequence: dk = dv = 0."""
@@ -356,7 +365,7 @@ def bwd_dkdv_hopper_kernel(
     call = Call(seqlen_q, seqlen_k, window, qk_scale, softmax_scale)
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ROWS_N=ROWS_N, TILES=TILES, STAGES=STAGES, P_STAGES=P_STAGES,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, num_warps=num_warps,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, EARLY_START=EARLY_START, num_warps=num_warps,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if OWN == "keys":
@@ -395,5 +404,6 @@ VARIANT = Variant(
     },
     min_arch=90,
     max_arch=90,
+    early=lambda config: bool(config.get("EARLY_START")),
     fitted=space.fitted,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from fa2tune.kernels.lib.hopper_dq import (
     _over_keys,
     _produce,
 )
+from fa2tune.kernels.lib.hopper_fused import do_once
 from fa2tune.kernels.lib.hopper_parts import (
     descriptors_of,
     product_layout,
@@ -37,6 +38,8 @@ from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import bwd_dq as space
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import Variant, Workspaces
+
+_START_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -130,16 +133,19 @@ def bwd_dq_hopper_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, o by pointer; lse as the forward leaves it -> dq
     [B, Hq, Sq, D] by a descriptor, delta [B, Hq, Sq] float32. Sk >= 1. dlse is read only if has_dlse. Columns behind BLOCK_D or
     BLOCK_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dq_rest. BY_HOOKS: the mask is
-    neither causal nor none, whose code, which rows were measured with, is compiled in.
+    neither causal nor none, whose code, which rows were measured with, is compiled in. EARLY_START: the next kernel may start
+    once all programs of this one have.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
     they start. Rows without keys and those behind the last sequence: dq = 0; their delta is not read."""
     BLOCK_M: gl.constexpr = GROUPS * ROWS
+    if EARLY_START:
+        do_once(_START_NEXT)
     LAST_FIRST: gl.constexpr = IS_CAUSAL and not RAGGED
     if RAGGED:
         tiles, heads = packed_tiles(seqlen_q, batch, BLOCK_M), heads_q

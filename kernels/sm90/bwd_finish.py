@@ -3,6 +3,7 @@ memory order.
 
 Overlapped, programs start where rows were prepared (sm90/bwd_beside.py), once all programs of the main kernel have started
 (griddepcontrol), so no program is waited for that could not run; each waits until all tiles have added to dQ of its head.
+EARLY_START: they start then, too, and wait for the main kernel's end.
 
 Bound by memory, so it has no search space: one fixed config."""
 
@@ -34,6 +35,7 @@ def bwd_finish_hopper_kernel(
     words, dq, softmax_scale, stride_dqb, stride_dqh, stride_dqm, heads_q, seqlen_q, rows_padded, flags, batch, seqlen_k,
     cu_seqlens_q, cu_seqlens_k, HEAD_DIM: tl.constexpr, RAGGED: tl.constexpr, SUM_COLUMNS: tl.constexpr,
     BLOCK_R: tl.constexpr, PERMUTED_COLUMNS: tl.constexpr, FINISH_BESIDE: tl.constexpr, USED_COLUMNS: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """words [B, Hq, rows_padded, SUM_COLUMNS] float32 -> dq [B, Hq, Sq, D]. The words of each 64 rows lie as pieces
     [64, PERMUTED_COLUMNS] in the register order of a wgmma accumulator (sm90/bwd_fused.py). BLOCK_R is a multiple of 64 that
@@ -50,6 +52,8 @@ def bwd_finish_hopper_kernel(
         count = flags + batch * heads_q * (rows_padded // CHUNK) + head
         while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < tl.cdiv(seqlen_k, BLOCK_N):
             _do_once(_REST)
+    elif EARLY_START:
+        _do_once(_MAIN_IS_OVER)
     dq = head_base(dq, head // heads_q, head % heads_q, stride_dqb, stride_dqh, "pointer")
     words += (head.to(tl.int64) * rows_padded + start_m) * SUM_COLUMNS
     if RAGGED:
@@ -97,6 +101,9 @@ VARIANT = Variant(
     tensors={"words": "fp32", "dq": "", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32"},
     descriptors={},
     grid=_grid,
-    constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
-    early=lambda config: bool(config.get("FINISH_BESIDE")),
+    constants=lambda spec, config: {
+        "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
+        "EARLY_START": config.get("EARLY_START", False),
+    },
+    early=lambda config: bool(config.get("FINISH_BESIDE") or config.get("EARLY_START")),
 )

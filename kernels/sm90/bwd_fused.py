@@ -26,6 +26,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     GROUPS_AND_WARP,
     KEYS,
     PIECE_GONE,
+    PREPARED,
     TERM_COLUMNS,
     Call,
     Form,
@@ -33,6 +34,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     add_terms,
     as_block_of,
     come,
+    do_once,
     issue_dq,
     make_barriers,
     meet,
@@ -184,6 +186,8 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
+    if form.EARLY_START:
+        do_once(PREPARED)
     while lap < laps:
         tile = next_tile(lap, taken, channel, call, 4, form)
         if form.RAGGED:
@@ -270,7 +274,8 @@ def bwd_fused_hopper_kernel(
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
-    FINISH_BESIDE: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; columns behind PART_D, where REST_D is not 0, by
     descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
@@ -279,7 +284,9 @@ def bwd_fused_hopper_kernel(
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
     (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
-    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py).
+    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py). EARLY_START: it
+    may start once all programs of the kernel before have, and so may the kernel behind it; before a thread reads terms or the
+    counter, or adds to the workspace, it waits for the end of the kernel before.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
@@ -329,8 +336,8 @@ def bwd_fused_hopper_kernel(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
-        CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, QUERY_BLOCKS=QUERY_BLOCKS,
-        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
+        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED,
+        QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if CONCATENATED:  # in one part
@@ -400,11 +407,12 @@ VARIANT = Variant(
     before=("sm90/bwd_prepare", "sm90/bwd_beside"),
     after=("sm90/bwd_finish",),
     surrounded=lambda config, name: name != ("sm90/bwd_prepare" if config["BESIDE"] else "sm90/bwd_beside"),
-    early=lambda config: bool(config["BESIDE"]),
+    early=lambda config: bool(config["BESIDE"] or config.get("EARLY_START")),
     passes_on=lambda spec, config: {
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
         "FINISH_BESIDE": config["FINISH_BESIDE"],
-        **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {})},
+        **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {}),
+        **({"EARLY_START": True} if config.get("EARLY_START") else {})},
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,

@@ -16,6 +16,8 @@ TERMS = tl.constexpr(space.TERMS)
 #: Rows of a block of the workspaces, of packed sequences.
 CHUNK = tl.constexpr(space.CHUNK)
 
+_START_MAIN = tl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+
 
 @triton.jit
 def _as_terms(x):
@@ -35,13 +37,16 @@ def bwd_prepare_hopper_kernel(
     stride_dlseb, stride_dlseh, stride_dlsem, batch, heads_q, seqlen_q, seqlen_k, rows_padded, has_dlse, counter, counts,
     qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
-    BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
-    counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R. RAGGED: as sm90/bwd_fused.py has it."""
+    counter [1] int32, only if counts: 0. rows_padded is a multiple of BLOCK_R, and 64 is. RAGGED: as sm90/bwd_fused.py has it.
+    EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
+    if EARLY_START:
+        tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
@@ -107,7 +112,10 @@ VARIANT = Variant(
         "cu_seqlens_k": "i32",
     },
     descriptors={},
-    constants=lambda spec, config: {"USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"])},
+    constants=lambda spec, config: {
+        "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
+        "EARLY_START": config.get("EARLY_START", False),
+    },
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q
     ),

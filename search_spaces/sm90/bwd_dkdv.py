@@ -65,6 +65,8 @@ SPACE = SearchSpace(
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "IN_PARTS": added(False, True, older=False),  # head dims as sums of two powers of two, 192 as 128 + 64
         "num_warps": (4,),
+        # started before dQ's kernel ends, for whose end it waits before it reads delta; not searched
+        "EARLY_START": added(False, older=False),
     },
     constraints=(
         SIXTEEN_BIT,

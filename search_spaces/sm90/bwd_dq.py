@@ -67,6 +67,7 @@ SPACE = SearchSpace(
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "IN_PARTS": added(False, True, older=False),  # head dims as sums of two powers of two, 192 as 128 + 64
         "num_warps": (4,),
+        "EARLY_START": added(False, older=False),  # the next kernel started before this one ends; not searched
     },
     constraints=(
         SIXTEEN_BIT,

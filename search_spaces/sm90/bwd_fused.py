@@ -195,6 +195,9 @@ SPACE = SearchSpace(
         "DYNAMIC": (False, True),  # the next tile that no program has taken, by a counter
         "BESIDE": (False, True),  # lse, delta and zeros prepared overlapped with the first tiles, or before
         "FINISH_BESIDE": (False, True),  # and dQ made of its sums overlapped with the last ones, or after
+        # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
+        # have it (fa2tune/calling/fused_schedule.py)
+        "EARLY_START": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(
             False, True, older=False
@@ -277,6 +280,12 @@ SPACE = SearchSpace(
                     and (config["REDUCE"] == "vector" or config["ORDER"] == "together")
                 )
             ),
+        ),
+        Constraint(
+            "early_start_is_of_dense_calls",
+            "overlapped kernels wait for flags, not for each other's end; and a packed tile's place comes from the counter, so "
+            "nothing of it can be loaded before the kernel before has ended",
+            lambda config, spec, arch: not config["EARLY_START"] or (not config["BESIDE"] and not spec.ragged),
         ),
         Constraint(
             "packed_sequences_in_one_form",

@@ -374,6 +374,14 @@ FORMS = (
             (16, True, {"ORDER": "together", "BLOCK_M": 64, "num_warps": 8, "EXPONENTIALS_FIRST": False}),
         )
     ),
+    *(  # each kernel started before the one before it ends
+        Form(kernel, dim, causal, {"EARLY_START": True, **more})
+        for kernel, dim, causal, more in (
+            ("sm90/bwd_fused", 64, True, {"BLOCK_M": 64, "ORDER": "together", "REDUCE": "vector", "num_warps": 8}),
+            ("sm90/bwd_fused", 128, False, {"ORDER": "together", "REDUCE": "tma", "num_warps": 4}),
+            ("sm90/bwd_dkdv", 256, True, {}), ("sm90/bwd_dkdv", 128, False, {}),
+        )
+    ),
     *(
         Form("sm90/bwd_fused", dim, causal, {
             "BLOCK_M": 128 if (dim, warps) == (64, 4) else 64, "ORDER": order, "REDUCE": reduce, "num_warps": warps,

@@ -1,0 +1,111 @@
+"""Times backwards of a few microseconds with each kernel started before the one before it ends (EARLY_START), and without.
+
+    python benchmarks/ahead.py benchmarks/early_start.py                   # first: every binary, on all cores; no GPU
+    python benchmarks/early_start.py --out early_start.json                # resumes from the file
+    python benchmarks/early_start.py --list                                # what would be timed; no GPU
+    python benchmarks/early_start.py --table early_start.json              # a file, as text
+
+Of each call what serves it without the form, the same with it, and what its row names, in the same number of parts. Of head
+dims above 128, which the split kernels serve, one kernel after the other; where both are expected to be faster at a time, in
+that order, too. Checks and times are those of benchmarks/dense_backwards.py. Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import dense_backwards
+import side_by_side
+import torch
+import workloads
+
+from fa2tune import gpus
+from fa2tune.calling import fused_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import Problem
+
+KERNEL = dense_backwards.FUSED_KERNEL
+ROW, WITHOUT, WITH = "the row's form", "one after the other", "started early"
+AT_A_TIME, BOTH = "at a time", "at a time, started early"
+#: (batch, heads, queries, keys, head dim, mask)
+CALLS = (
+    (2, 3, 158, 802, 96, FULL), (8, 2, 220, 220, 96, CAUSAL), (10, 1, 208, 208, 24, CAUSAL), (1, 1, 85, 386, 56, FULL),
+    (10, 1, 341, 341, 56, CAUSAL), (5, 3, 647, 647, 128, CAUSAL), (1, 4, 572, 572, 88, CAUSAL), (8, 8, 515, 515, 32, CAUSAL),
+    (2, 8, 1024, 1024, 64, CAUSAL), (2, 16, 2048, 2048, 128, FULL), (1, 1, 104, 104, 248, CAUSAL), (2, 5, 92, 92, 240, FULL),
+    (4, 6, 300, 300, 192, CAUSAL), (2, 8, 1000, 1000, 256, FULL),
+)  # fmt: skip
+
+
+def posed(shape: tuple[Any, ...]) -> Problem:
+    batch, heads, queries, keys, dim, mask = shape
+    return Problem("bf16", batch, heads, heads, queries, keys, dim, dim, mask)
+
+
+def _started(choice: Choice, early: bool) -> Choice:
+    return replace(choice, config={**choice.config, "EARLY_START": early})
+
+
+def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]:
+    """Name -> candidate."""
+    now = dense_backwards.chosen(problem, gpu)
+    if KERNEL not in now:
+        without, early = (
+            {name: (_started(choice, early), parts) for name, (choice, parts) in now.items()} for early in (False, True)
+        )
+        order = dense_backwards.order_of(problem, now, gpu)
+        found: dict[str, dense_backwards.Ordered] = {WITHOUT: (without, ""), WITH: (early, "")}
+        return {**found, AT_A_TIME: (without, order), BOTH: (early, order)} if order else found
+    choice, parts = now[KERNEL]
+    if choice.config["BESIDE"]:
+        choice = replace(choice, config=fused_schedule.apart(choice.config), otherwise=choice.config)
+    found = {name: ({KERNEL: (_started(choice, early), parts)}, "") for name, early in ((WITHOUT, False), (WITH, True))}
+    if choice.of_row.config["BESIDE"]:
+        found[ROW] = {KERNEL: (choice.of_row, parts)}, ""
+    return found
+
+
+def line(name: str, call: Mapping[str, Any]) -> str:
+    us = call["us"]
+    return f"{name}: {', '.join(f'{which} {its} us' for which, its in us.items())}; {us[WITHOUT] - us[WITH]:.1f} less"
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
+@click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
+@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
+def main(listed: bool, seconds: float, out: Path | None, shown: Path | None) -> None:
+    if shown is not None:
+        click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
+        return
+    problems = {workloads.described(problem): problem for problem in map(posed, CALLS)}
+    if listed:
+        for name, problem in problems.items():
+            found = candidates(problem, gpus.named("h200"))
+            for kernel, (choice, parts) in found[WITH][0].items():
+                click.echo(f"{name}: {kernel}, {parts} parts, {dict(choice.config)}; {', '.join(found)}")
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
+    side_by_side.warm()
+    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
+    stream, started = torch.cuda.Stream(), time.monotonic()
+    for name, problem in problems.items():
+        if name in record["calls"] or time.monotonic() - started > seconds:
+            continue
+        record["calls"][name] = found = {"us": dense_backwards.measured(problem, stream, candidates)}
+        click.echo(line(name, found))
+        if out is not None:
+            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

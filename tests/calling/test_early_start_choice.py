@@ -1,0 +1,146 @@
+"""Which calls have each kernel of a backward started before the one before it ends (EARLY_START), and what says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, serving, split_backward_schedule
+from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.compiler import NoTritonError
+from fa2tune.fleet import precompile
+from fa2tune.launching import group_parts
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Problem
+
+H200 = gpus.named("h200")
+
+
+def posed(batch: int, heads: int | tuple[int, int], queries: int, keys: int, dim: int, mask: Mask) -> Problem:
+    heads_q, heads_kv = (heads, heads) if isinstance(heads, int) else heads
+    return Problem("bf16", batch, heads_q, heads_kv, queries, keys, dim, dim, mask)
+
+
+#: Behind FlashAttention-4 where they were drawn.
+FUSED = (
+    posed(2, 3, 158, 802, 96, FULL), posed(8, 2, 220, 220, 96, CAUSAL), posed(10, 1, 208, 208, 24, CAUSAL),
+    posed(1, 1, 85, 386, 56, FULL), posed(5, 3, 647, 647, 128, CAUSAL), posed(8, 8, 515, 515, 32, CAUSAL),
+)  # fmt: skip
+SPLIT = posed(1, 1, 104, 104, 248, CAUSAL), posed(2, 5, 92, 92, 240, FULL), posed(4, 6, 300, 300, 192, CAUSAL)
+LONG = posed(8, 16, 2048, 2048, 128, FULL), posed(2, 8, 4096, 4096, 256, CAUSAL)
+
+
+def choices(problem: Problem, deterministic: bool = False) -> dict[str, Choice]:
+    return choosing.choose_backward(choosing.Chooser(problem, H200), deterministic)[1]
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_schedule, "EARLY_START", True)
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("problem", FUSED, ids=str)
+def test_short_fused_backwards(problem: Problem) -> None:
+    choice = choices(problem)["bwd_fused"]
+    assert choice.config["EARLY_START"] and not choice.config["BESIDE"] and not choice.of_row.config["EARLY_START"]
+    without = {**choice.config, "EARLY_START": False}
+    saved = fused_schedule.predicted_us(problem, without, H200) - fused_schedule.predicted_us(
+        problem, choice.config, H200
+    )
+    assert saved == pytest.approx(fused_schedule.EARLY_SAVES_US)
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("problem", SPLIT, ids=str)
+def test_short_split_backwards(problem: Problem) -> None:
+    for deterministic in (False, True):
+        found = choices(problem, deterministic)
+        assert all(
+            choice.config["EARLY_START"] and not choice.of_row.config["EARLY_START"] for choice in found.values()
+        )
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("problem", LONG, ids=str)
+def test_long_ones_do_not(problem: Problem) -> None:
+    for deterministic in (False, True):
+        assert not any(choice.config.get("EARLY_START") for choice in choices(problem, deterministic).values())
+
+
+def test_none_without_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_schedule, "EARLY_START", False)
+    for problem in (*FUSED, *SPLIT):
+        assert not any(choice.config.get("EARLY_START") for choice in choices(problem).values())
+
+
+@pytest.mark.usefixtures("early")
+def test_other_masks_packed_calls_and_no_queries() -> None:
+    packed = Problem("bf16", 1, 3, 3, 640, 640, 128, 128, FULL, extent=Extent(RAGGED, 4, 0))
+    wide = Problem("bf16", 1, 3, 3, 640, 640, 256, 256, FULL, extent=Extent(RAGGED, 4, 0))
+    for problem in (packed, wide, posed(1, 2, 500, 500, 64, band(100, 0)), posed(1, 2, 0, 500, 64, FULL)):
+        for deterministic in (False, True):
+            assert not any(choice.config.get("EARLY_START") for choice in choices(problem, deterministic).values())
+
+
+@pytest.mark.usefixtures("early")
+def test_not_where_copies_come_between_both_kernels() -> None:
+    """With one key head there are none."""
+    copied, one_head = posed(1, (32, 2), 300, 300, 256, FULL), posed(1, (32, 1), 300, 300, 256, FULL)
+    for problem, starts in ((copied, False), (one_head, True)):
+        found = choices(problem)
+        assert group_schedule.parts_of(problem, "bwd_dkdv", found["bwd_dkdv"], H200) > 1
+        assert group_parts.copies(problem) is not starts
+        assert all(choice.config["EARLY_START"] is starts for choice in found.values())
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(("problem", "kernel"), [(FUSED[1], "bwd_fused"), (SPLIT[0], "bwd_dq"), (SPLIT[0], "bwd_dkdv")])
+def test_binaries_are_made_ahead(problem: Problem, kernel: str) -> None:
+    """Of the row's form and this one; of kernels around it, too."""
+    choice = choices(problem)[kernel]
+    asked = [(variant.name, config.get("EARLY_START", False))
+             for variant, config, _ in precompile._by_shape(kernel, problem, choice.of_row, 90)]  # fmt: skip
+    around = ["sm90/bwd_prepare", "sm90/bwd_finish"] if kernel == "bwd_fused" else []
+    for name in (choice.variant.name, *around):
+        assert (name, True) in asked
+    found = [config for variant, config, _ in precompile._by_shape(kernel, problem, choice.of_row, 90)
+             if variant is choice.variant]  # fmt: skip
+    assert dict(choice.config) in [dict(config) for config in found]
+
+
+@pytest.mark.usefixtures("early")
+def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
+    for problem in (FUSED[1], SPLIT[0]):
+        chooser, first = choosing.Chooser(problem, H200), choices(problem)
+
+        def make(asked: Mapping[str, Choice]) -> Mapping[str, Choice]:
+            if any(choice.config["EARLY_START"] for choice in asked.values()):
+                raise NoTritonError("x")
+            return asked
+
+        assert dispatch._plan(chooser, first, make) == {name: choice.of_row for name, choice in first.items()}
+
+
+@pytest.mark.usefixtures("early")
+def test_explain_says_so() -> None:
+    fused = serving.explain_problem(FUSED[1], H200)
+    assert "bwd_fused: alone on the GPU, each kernel started early, not as the row has it" in str(fused)
+    split = str(serving.explain_problem(SPLIT[0], H200))
+    assert "bwd_dq: the next kernel started early, not as" in split and "bwd_dkdv: started early, not as" in split
+    assert "both kernels run at a time" in split
+    assert "started early" not in str(serving.explain_problem(LONG[0], H200))
+
+
+@pytest.mark.usefixtures("early")
+def test_what_is_chosen_by_time_is_as_without() -> None:
+    """Order and parts of split kernels do not depend on when they start."""
+    for problem in SPLIT:
+        found = choices(problem)
+        rows = {name: choice.of_row for name, choice in found.items()}
+        assert split_backward_schedule.order_of(problem, found, {}, H200) == split_backward_schedule.order_of(
+            problem, rows, {}, H200
+        )
