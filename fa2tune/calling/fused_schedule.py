@@ -68,7 +68,7 @@ SHORT_US, SHORT_MARGIN = 45.0, -0.05
 PARTS_MARGIN, PARTS_TIE = 0.06, 0.008
 #: Whether calls of up to so many microseconds have each kernel started before the one before it ends (not yet raced enough to
 #: be on); and what that saves: 1.1 to 2.6 measured in five calls (docs/experiments/fused-backward-ends.md).
-EARLY_START, EARLY_START_US, EARLY_SAVES_US = False, 100.0, 1.3
+EARLY_START, EARLY_START_US, EARLY_SAVES_US = True, 100.0, 1.3
 #: Tiles given out one by one at most; of more, all programs have the mean and half of the longest or last tile.
 MOST_TILES = 4096
 
