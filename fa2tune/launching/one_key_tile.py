@@ -11,32 +11,34 @@ from dataclasses import replace
 
 import torch
 
-from fa2tune.compiling.registry import refused_mask, variant_named
+from fa2tune.compiling.registry import refused_mask, variant_named, variants
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Place, Strides, Workspace, bind, chain, form, strides_of
 from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, without_memory
-from fa2tune.search_spaces.portable import bwd_one_tile
+from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
-KERNEL, GATHER_KERNEL = "portable/bwd_one_tile", "portable/bwd_gather"
+KERNEL, PORTABLE_KERNEL = "sm90/bwd_one_tile", "portable/bwd_one_tile"
 #: Its tensors that are workspaces where there are parts, by the names of these.
 _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
-def can(problem: Problem) -> bool:
-    """Whether the kernel can compute such a call."""
+def can(problem: Problem, arch: int) -> bool:
+    """Whether the kernel can compute such a call, and this Triton it."""
     spec = problem.specialization
-    few = bwd_one_tile.keys_of(problem.seqlen_k) is not None
-    return few and bwd_one_tile.fits(spec) and refused_mask(variant_named(KERNEL), spec) is None
+    if not problem.tma or not bwd_one_tile.fits(spec, arch) or bwd_one_tile.keys_of(problem.seqlen_k) is None:
+        return False
+    kernel = variants().get(KERNEL)
+    return kernel is not None and refused_mask(kernel, spec) is None
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
     of the second serves all masks."""
-    found = [(variant_named(KERNEL), config, problem)]
+    found = [(variant_named(PORTABLE_KERNEL if "LOADS" in config else KERNEL), config, problem)]
     return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
 
 
@@ -86,9 +88,11 @@ def bound(
         memory = form(one.variant, one.problem.specialization, one.config).passed
         wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
         names = tuple(name for name, tensor in wanted.items() if tensor in places)
+        shaped = {name: parts[new] for name, new in one.renamed.items()}
         launched = bind(
-            one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, parts, one.scalars
-        )
+            one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, {**parts, **shaped},
+            one.scalars,
+        )  # fmt: skip
         made.append((launched, [places[wanted[name]] for name in names]))
     size = max((where.end for where in parts.values()), default=0)
     block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
