@@ -192,11 +192,15 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
 @click.option("--only", multiple=True, help="The call of this name, and no others.")
-@click.option("--served/--without", default=True, show_default=True, help="With what serves, whose kernels compile longer.")
+@click.option(
+    "--served/--without", default=True, show_default=True, help="With what serves, whose kernels compile longer."
+)
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(listed: bool, only: tuple[str, ...], served: bool, seconds: float, out: Path | None, shown: Path | None) -> None:
+def main(
+    listed: bool, only: tuple[str, ...], served: bool, seconds: float, out: Path | None, shown: Path | None
+) -> None:
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return

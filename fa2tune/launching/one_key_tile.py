@@ -1,13 +1,13 @@
-"""A dense backward of few keys by one kernel, kernels/portable/bwd_one_tile.py, in place of a strategy's: no delta, no sums of dQ.
+"""A dense backward of few keys by one kernel, kernels/sm90/bwd_one_tile.py, in place of a strategy's: neither delta nor sums of
+dQ lie in memory.
 
-Where the query blocks of a key head are split into parts, kernels/portable/bwd_gather.py adds up what they make of dK and dV, in
-a fixed order. Which calls, and how many parts: ``calling/one_tile_schedule.py``.
+Where the query blocks of a key head are split into parts, kernels/portable/bwd_gather.py adds up what they make of dK and dV,
+in a fixed order. Which calls, and how many parts: ``calling/one_tile_schedule.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 
@@ -26,13 +26,18 @@ KERNEL, PORTABLE_KERNEL = "sm90/bwd_one_tile", "portable/bwd_one_tile"
 _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
 
-def can(problem: Problem, arch: int) -> bool:
-    """Whether the kernel can compute such a call, and this Triton it."""
+def able(problem: Problem, arch: int) -> bool:
+    """Whether the kernel can compute such calls of few keys, and this Triton it."""
     spec = problem.specialization
-    if not problem.tma or not bwd_one_tile.fits(spec, arch) or bwd_one_tile.keys_of(problem.seqlen_k) is None:
+    if not problem.tma or not bwd_one_tile.fits(spec, arch):
         return False
     kernel = variants().get(KERNEL)
     return kernel is not None and refused_mask(kernel, spec) is None
+
+
+def can(problem: Problem, arch: int) -> bool:
+    """The same of a call."""
+    return bwd_one_tile.keys_of(problem.seqlen_k) is not None and able(problem, arch)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:

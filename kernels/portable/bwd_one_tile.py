@@ -92,9 +92,7 @@ def bwd_one_tile_kernel(
         v, b, h_kv, 0, stride_vn, seqlen_k, of_dv.own, BLOCK_N, HEAD_DIM_V, WIDTH_V, HALVES, "pointer"
     )  # [N, WV]
     if HALVES == 2:
-        k_rest = _columns(
-            k, b, h_kv, 0, stride_kn, seqlen_k, of_d.other, BLOCK_N, HEAD_DIM, WIDTH, HALVES, "pointer"
-        )
+        k_rest = _columns(k, b, h_kv, 0, stride_kn, seqlen_k, of_d.other, BLOCK_N, HEAD_DIM, WIDTH, HALVES, "pointer")
         v_rest = _columns(
             v, b, h_kv, 0, stride_vn, seqlen_k, of_dv.other, BLOCK_N, HEAD_DIM_V, WIDTH_V, HALVES, "pointer"
         )
@@ -132,9 +130,7 @@ def bwd_one_tile_kernel(
         scores = dot(k_tile, tl.trans(q_tile), "ieee")  # [N, M]
         dp = dot(v_tile, tl.trans(do_tile), "ieee")  # [N, M]
         if HALVES == 2:
-            q_rest = _columns(
-                its_q, b, h, m, stride_qm, seqlen_q, of_d.other, BLOCK_M, HEAD_DIM, WIDTH, HALVES, LOADS
-            )
+            q_rest = _columns(its_q, b, h, m, stride_qm, seqlen_q, of_d.other, BLOCK_M, HEAD_DIM, WIDTH, HALVES, LOADS)
             do_rest = _columns(
                 its_do, b, h, m, stride_dom, seqlen_q, of_dv.other, BLOCK_M, HEAD_DIM_V, WIDTH_V, HALVES, LOADS
             )
@@ -156,9 +152,7 @@ def bwd_one_tile_kernel(
 
     its_dk = head_base(dk, b, h_kv * PARTS + part, stride_dkb, stride_dkh, "pointer")
     its_dv = head_base(dv, b, h_kv * PARTS + part, stride_dvb, stride_dvh, "pointer")
-    _store_columns(
-        its_dk, dk_acc * softmax_scale, 0, stride_dkn, seqlen_k, of_d.own, BLOCK_N, HEAD_DIM, WIDTH, HALVES
-    )
+    _store_columns(its_dk, dk_acc * softmax_scale, 0, stride_dkn, seqlen_k, of_d.own, BLOCK_N, HEAD_DIM, WIDTH, HALVES)
     _store_columns(its_dv, dv_acc, 0, stride_dvn, seqlen_k, of_dv.own, BLOCK_N, HEAD_DIM_V, WIDTH_V, HALVES)
 
 

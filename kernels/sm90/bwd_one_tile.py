@@ -1,5 +1,5 @@
-"""A whole backward of few keys for Hopper: one tile has all keys of a key head, so a program sees every key of its query rows. It
-makes delta, dQ in the call's dtype, dK and dV: no kernel before, no sums of dQ in memory, and the same bits on every run.
+"""A whole backward of few keys for Hopper: one tile has all keys of a key head, so a program sees every key of its query rows.
+It makes delta, dQ in the call's dtype, dK and dV: no kernel before, no sums of dQ in memory, the same bits on every run.
 
 Query blocks of a key head, over all of its query heads, may be split into parts, each a program's, whose dK and dV
 kernels/portable/bwd_gather.py adds up. HALVES 2: each of two programs has half of the columns of dQ, dK and dV, where registers
@@ -90,12 +90,19 @@ def _slots(descriptor, SLOTS: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.cons
 
 @gluon.jit
 def _load(descriptor, b, h, row, half, barrier, smem, slot):
-    """A tile, its own half of the columns first. The barrier's bytes are all that are loaded until it completes."""
+    """A tile, its own half of the columns first."""
     WIDTH: gl.constexpr = smem[0].shape[-1]
-    mbarrier.expect(barrier, len(smem) * descriptor.block_type.nbytes)
     tma_load(descriptor, [b, h, row, half * WIDTH], barrier, smem[0].index(slot))
     if len(smem) == 2:
         tma_load(descriptor, [b, h, row, (1 - half) * WIDTH], barrier, smem[1].index(slot))
+
+
+@gluon.jit
+def _load_both(descriptor, other, b, h, row, half, barrier, smem, other_smem, slot):
+    """Tiles of Q and dO, or of K and V, on one barrier: Triton has all warps meet at each that awaits bytes."""
+    mbarrier.expect(barrier, len(smem) * (descriptor.block_type.nbytes + other.block_type.nbytes))
+    _load(descriptor, b, h, row, half, barrier, smem, slot)
+    _load(other, b, h, row, half, barrier, other_smem, slot)
 
 
 @gluon.jit
@@ -120,9 +127,7 @@ def _rows_of(
         tiles = (tiles[0], rest)
     lse = gl.load(memory.lse + (b_heads + h).to(gl.int64) * memory.seqlen_q + rows, mask=inside, other=float("inf"))
     dlse = memory.dlse + h.to(gl.int64) * memory.stride_dlseh
-    dlse = gl.load(
-        dlse + rows.to(gl.int64) * memory.stride_dlsem, mask=inside & (memory.has_dlse != 0), other=0.0
-    )
+    dlse = gl.load(dlse + rows.to(gl.int64) * memory.stride_dlsem, mask=inside & (memory.has_dlse != 0), other=0.0)
     return Rows(tiles, lse * LOG2E, dlse)
 
 
@@ -176,27 +181,19 @@ def bwd_hopper_one_tile_kernel(
         gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )  # fmt: skip
-    k_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    v_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready, count=1)
-    mbarrier.init(v_ready, count=1)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    _load(k, b, h_kv, 0, half, k_ready, smem.k, 0)
+    _load_both(k, v, b, h_kv, 0, half, kv_ready, smem.k, smem.v, 0)
     for i in gl.static_range(STAGES):
         if i < count:
             its_member = (begin + i) // blocks
             its_row = (begin + i - its_member * blocks) * BLOCK_M
-            _load(q, b, h_kv * group + its_member, its_row, half, q_ready.index(i), smem.q, i)
-            if i == 0:
-                _load(v, b, h_kv, 0, half, v_ready, smem.v, 0)
-            _load(do, b, h_kv * group + its_member, its_row, half, do_ready.index(i), smem.do, i)
-    if count == 0:
-        _load(v, b, h_kv, 0, half, v_ready, smem.v, 0)
+            its_h = h_kv * group + its_member
+            _load_both(q, do, b, its_h, its_row, half, ready.index(i), smem.q, smem.do, i)
     memory = Memory(
         o + b.to(gl.int64) * stride_ob, lse, dlse + b.to(gl.int64) * stride_dlseb, stride_oh, stride_om, stride_dlseh,
         stride_dlsem, seqlen_q, has_dlse,
@@ -214,8 +211,7 @@ def bwd_hopper_one_tile_kernel(
     zero_dq = gl.zeros([BLOCK_M, WIDTH], gl.float32, dq_layout)
     dk_acc = gl.zeros([BLOCK_N, WIDTH], gl.float32, k_layout)
     dv_acc = gl.zeros([BLOCK_N, WIDTH_V], gl.float32, v_layout)
-    mbarrier.wait(k_ready, 0)
-    mbarrier.wait(v_ready, 0)
+    mbarrier.wait(kv_ready, 0)
     for n in range(count):
         stage = n % STAGES
         phase = (n // STAGES) & 1
@@ -224,13 +220,12 @@ def bwd_hopper_one_tile_kernel(
         k_tile, v_tile, ds_tile = tiles_in(smem.k, only), tiles_in(smem.v, only), smem.ds.index(only)
         q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
         if HALVES == 2:  # registers do not hold O beside S and dP
-            mbarrier.wait(do_ready.index(stage), phase)
             rows = _rows_of(memory, b_heads, h, row, half, True, BLOCK_M, WIDTH_V, HEAD_DIM_V, HALVES, o_layout)
+        mbarrier.wait(ready.index(stage), phase)
+        if HALVES == 2:
             smem.terms.index(0).store(rows.lse)
             smem.terms.index(1).store(_delta(rows, do_tile, o_layout))
-        mbarrier.wait(q_ready.index(stage), phase)
         s_next = product_of_rows(k_tile, q_tile, zero_s)
-        mbarrier.wait(do_ready.index(stage), phase)
         dp_next = product_of_rows(v_tile, do_tile, zero_s)
         following = begin + n + 1
         member = following // blocks
@@ -267,8 +262,8 @@ def bwd_hopper_one_tile_kernel(
         if ahead < count:
             member = (begin + ahead) // blocks
             its_row = (begin + ahead - member * blocks) * BLOCK_M
-            _load(q, b, h_kv * group + member, its_row, half, q_ready.index(stage), smem.q, stage)
-            _load(do, b, h_kv * group + member, its_row, half, do_ready.index(stage), smem.do, stage)
+            its_h = h_kv * group + member
+            _load_both(q, do, b, its_h, its_row, half, ready.index(stage), smem.q, smem.do, stage)
         smem.dq.index(0).reshape([BLOCK_M, WIDTH]).store(dq_block)
         fence_async_shared()
         tma_store(dq, [b, h, row, half * WIDTH], smem.dq.index(0))
