@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fa2tune.calling import fused_schedule, split_backward_schedule
 from fa2tune.calling.empty import is_empty
+from fa2tune.calling.split_schedule import MEASURED_ON
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
@@ -45,8 +46,6 @@ MEMORY_RATE = 0.8
 MARGIN = 0.1
 #: Programs that there are, in turns of as many as there are multiprocessors.
 TURNS = (0.5, 1, 2)
-#: Compute capabilities that the constants are for.
-MEASURED_ON = (90,)
 #: Causal calls of more queries than so many times their keys have blocks that see no key, which the kernel computes.
 MOST_BLIND = 2
 

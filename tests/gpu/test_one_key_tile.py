@@ -1,5 +1,5 @@
-"""Backwards whose keys are one tile, on the GPU: the error rule, the same bits on every run, strides, streams, CUDA graphs, memory
-that is given out again, and the public call."""
+"""Backwards whose keys are one tile, on the GPU: the error rule, the same bits on every run, strides, streams, CUDA graphs,
+memory that is given out again, and the public call."""
 
 from __future__ import annotations
 
