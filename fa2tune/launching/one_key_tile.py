@@ -21,7 +21,7 @@ from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
-KERNEL, PORTABLE_KERNEL = "sm90/bwd_one_tile", "portable/bwd_one_tile"
+KERNEL = "sm90/bwd_one_tile"
 #: Its tensors that are workspaces where there are parts, by the names of these.
 _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 
@@ -43,7 +43,7 @@ def can(problem: Problem, arch: int) -> bool:
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
     of the second serves all masks."""
-    found = [(variant_named(PORTABLE_KERNEL if "LOADS" in config else KERNEL), config, problem)]
+    found = [(variant_named(KERNEL), config, problem)]
     return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
 
 
