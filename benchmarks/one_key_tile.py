@@ -31,10 +31,10 @@ from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile, passes
-from fa2tune.search_spaces.portable import bwd_one_tile as portable
+from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL
-from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization, padded_head_dim
+from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
 
 SERVED = "served"
 BURST_MS = 2.0
@@ -60,46 +60,40 @@ CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
 }  # fmt: skip
 
 
-def forms(problem: Problem) -> Iterator[Config]:
-    """Of one part, of both kernels."""
-    spec, keys = problem.specialization, bwd_one_tile.keys_of(problem.seqlen_k) or 0
-    base = bwd_one_tile.config_of(spec, keys, 1)
-    widest = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
+def forms(problem: Problem) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(halves, what is other than the form that is chosen for them)."""
+    spec = problem.specialization
+    widest = max(block_dims(spec))
+    if widest > bwd_one_tile.MOST_COLUMNS:
+        yield 2, {}
+        return
+    yield 1, {}
     if widest <= 64:
-        others = [{"STAGES": 2}, {"STAGES": 1}, {"STAGES": 3}, {"maxnreg": 128}, {"BLOCK_M": 128}]
-    elif widest <= 128:
-        others = [{"STAGES": 2}, {"STAGES": 1}, {"HALVES": 2}]
+        yield 1, {"PERSISTENT": False}
+        yield 1, {"AHEAD": False}
     else:
-        others = [{"STAGES": 1}, *([{"STAGES": 2}] if keys == 64 else [])]
-    yield from ({**base, **other} for other in others)
-    halves = base["HALVES"]
-    other = {"HALVES": halves, "num_warps": 8, "STAGES": 1 if halves == 2 else 2}
-    yield {**portable.config_of(spec, keys, 1, True), **other}
-    if widest <= 64:
-        yield {**portable.config_of(spec, keys, 1, True), **other, "STAGES": 3}
-    if halves == 2:
-        yield {**portable.config_of(spec, keys, 1, False), **other}
+        yield 2, {}
+        if min(block_dims(spec)) < widest:
+            yield 1, {"AHEAD": True}
 
 
-def parts_of(problem: Problem, config: Config, gpu: Gpu) -> list[int]:
+def parts_of(problem: Problem, halves: int, gpu: Gpu) -> list[int]:
     """Numbers of parts: one, and those that are one or two programs a multiprocessor, or half a one."""
-    blocks = bwd_one_tile.blocks(problem, config)
-    heads = problem.batch * problem.heads_kv * config["HALVES"]
+    blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv * halves
     found = {max(1, min(round(gpu.sm_count * turns) // heads, blocks)) for turns in (0.5, 1, 2)}
     return sorted(one for one in found | {1} if one <= bwd_one_tile.MOST_PARTS)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    found = {}
-    for config in forms(problem):
-        said = (
-            f"{'portable ' if 'LOADS' in config else ''}{config['BLOCK_M']} rows, {config['STAGES']} stages"
-            + (", halves" if config["HALVES"] == 2 else "")
-            + (", 128 registers" if config["maxnreg"] else "")
-            + (", by pointer" if config.get("LOADS") == "pointer" else "")
-        )
-        for parts in parts_of(problem, config, gpu):
-            found[f"{said}, {parts} parts"] = {**config, "PARTS": parts}
+    spec, keys, found = problem.specialization, bwd_one_tile.keys_of(problem.seqlen_k) or 0, {}
+    for halves, other in forms(problem):
+        for parts in parts_of(problem, halves, gpu):
+            config = {**bwd_one_tile.config_of(spec, keys, parts, halves), **other}
+            if config["PERSISTENT"] and parts > 1:
+                continue
+            words = (("halves", halves == 2), ("ahead", config["AHEAD"]), ("persistent", config["PERSISTENT"]))
+            said = ", ".join([word for word, holds in words if holds] or ["whole"])
+            found.setdefault(f"{said}, {parts} parts", config)
     return found
 
 

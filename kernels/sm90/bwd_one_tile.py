@@ -3,8 +3,11 @@ It makes delta, dQ in the call's dtype, dK and dV: no kernel before, no sums of 
 
 Query blocks of a key head, over all of its query heads, may be split into parts, each a program's, whose dK and dV
 kernels/portable/bwd_gather.py adds up. HALVES 2: each of two programs has half of the columns of dQ, dK and dV, where registers
-do not hold all of them; both compute S and dP. Each group of four warps has 64 keys; all warps are one partition, which loads
-for itself: with a block or two a program there is little that a warp of its own could do ahead."""
+do not hold all of them; both compute S and dP. PERSISTENT: as many programs as multiprocessors take every n-th key head, and
+load the next one's K and V while they compute. AHEAD: S and dP of the next block are computed beside what follows dS.
+
+Each group of four warps has 64 keys; all warps are one partition, which loads for itself: with a block or two a key head there
+is little that a warp of its own could do ahead."""
 
 from typing import NamedTuple
 
@@ -30,13 +33,15 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 class Shared(NamedTuple):
-    """Shared memory, of each the halves: [slots, 1, 1, rows, columns]; ds [M, N]; terms [2, M]."""
+    """Shared memory, of each the halves: [slots, 1, 1, rows, columns]; ds [1, M, N]; terms [4, M]."""
 
     q: tuple
     k: tuple
     v: tuple
     do: tuple
-    dq: gl.shared_memory_descriptor  #: of the own half
+    dq: gl.shared_memory_descriptor  #: of the own half, as those of dk and dv
+    dk: gl.shared_memory_descriptor
+    dv: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     terms: gl.shared_memory_descriptor
 
@@ -49,18 +54,50 @@ class Rows(NamedTuple):
     dlse: gl.tensor  #: [M]
 
 
+class Place(NamedTuple):
+    """A query block of a key head."""
+
+    tile: gl.tensor  #: key head, over the batch, times parts, plus part
+    lap: gl.tensor  #: which of the program's tiles
+    b: gl.tensor
+    h_kv: gl.tensor
+    member: gl.tensor  #: query head of the key head
+    row: gl.tensor  #: first
+
+
+class Work(NamedTuple):
+    """What a program walks."""
+
+    parts: gl.tensor
+    heads_kv: gl.tensor
+    group: gl.tensor
+    seqlen_q: gl.tensor
+    programs: gl.tensor  #: that take tiles in turns
+
+
 class Memory(NamedTuple):
     """Pointers, and how to walk them."""
 
     o: gl.tensor
     lse: gl.tensor
     dlse: gl.tensor
+    stride_ob: gl.tensor
     stride_oh: gl.tensor
     stride_om: gl.tensor
+    stride_dlseb: gl.tensor
     stride_dlseh: gl.tensor
     stride_dlsem: gl.tensor
-    seqlen_q: gl.tensor
     has_dlse: gl.tensor
+
+
+class Form(NamedTuple):
+    """What is compiled in. Kept as gl.constexpr: assigned without, its fields would be values of the running program."""
+
+    M: gl.constexpr
+    WIDTH_V: gl.constexpr
+    HEAD_DIM_V: gl.constexpr
+    HALVES: gl.constexpr
+    rows_layout: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -106,6 +143,27 @@ def _load_both(descriptor, other, b, h, row, half, barrier, smem, other_smem, sl
 
 
 @gluon.jit
+def _key_head(tile, work):
+    """(batch entry, key head) of a tile."""
+    head = tile // work.parts
+    b = head // work.heads_kv
+    return b, head - b * work.heads_kv
+
+
+@gluon.jit
+def _behind(at, work, M: gl.constexpr):
+    """The query block that follows; behind the last of a tile the first of the program's next one."""
+    wraps = at.row + M >= work.seqlen_q
+    row = gl.where(wraps, 0, at.row + M)
+    member = gl.where(wraps, at.member + 1, at.member)
+    over = member == work.group
+    member = gl.where(over, 0, member)
+    tile = gl.where(over, at.tile + work.programs, at.tile)
+    b, h_kv = _key_head(tile, work)
+    return Place(tile, gl.where(over, at.lap + 1, at.lap), b, h_kv, member, row)
+
+
+@gluon.jit
 def _columns_of_o(o, rows, inside, stride_om, first, WIDTH: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
     columns = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -113,45 +171,59 @@ def _columns_of_o(o, rows, inside, stride_om, first, WIDTH: gl.constexpr, DIM: g
 
 
 @gluon.jit
-def _rows_of(
-    memory, b_heads, h, row, half, alive, M: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, HALVES: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """Of query rows [row, row + M) of head h; not alive: nothing is read."""
-    rows = row + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
-    inside = (rows < memory.seqlen_q) & alive
-    o = memory.o + h.to(gl.int64) * memory.stride_oh
-    tiles = (_columns_of_o(o, rows, inside, memory.stride_om, half * WIDTH, WIDTH, DIM, layout),)
-    if HALVES == 2:
-        rest = _columns_of_o(o, rows, inside, memory.stride_om, (1 - half) * WIDTH, WIDTH, DIM, layout)
+def _rows_of(memory, at, half, alive, work, form):
+    """Of a query block; not alive: nothing is read."""
+    rows = at.row + gl.arange(0, form.M, layout=gl.SliceLayout(1, form.rows_layout))
+    inside = (rows < work.seqlen_q) & alive
+    h = at.h_kv * work.group + at.member
+    o = memory.o + at.b.to(gl.int64) * memory.stride_ob + h.to(gl.int64) * memory.stride_oh
+    own = _columns_of_o(
+        o, rows, inside, memory.stride_om, half * form.WIDTH_V, form.WIDTH_V, form.HEAD_DIM_V, form.rows_layout
+    )  # fmt: skip
+    tiles = (own,)
+    if form.HALVES == 2:
+        rest = _columns_of_o(
+            o, rows, inside, memory.stride_om, (1 - half) * form.WIDTH_V, form.WIDTH_V, form.HEAD_DIM_V, form.rows_layout
+        )  # fmt: skip
         tiles = (tiles[0], rest)
-    lse = gl.load(memory.lse + (b_heads + h).to(gl.int64) * memory.seqlen_q + rows, mask=inside, other=float("inf"))
-    dlse = memory.dlse + h.to(gl.int64) * memory.stride_dlseh
-    dlse = gl.load(dlse + rows.to(gl.int64) * memory.stride_dlsem, mask=inside & (memory.has_dlse != 0), other=0.0)
-    return Rows(tiles, lse * LOG2E, dlse)
+    head = (at.b * work.heads_kv * work.group + h).to(gl.int64)
+    lse = gl.load(memory.lse + head * work.seqlen_q + rows, mask=inside, other=float("inf"))
+    dlse = memory.dlse + at.b.to(gl.int64) * memory.stride_dlseb + h.to(gl.int64) * memory.stride_dlseh
+    has_it = inside & (memory.has_dlse != 0)
+    return Rows(
+        tiles, lse * LOG2E, gl.load(dlse + rows.to(gl.int64) * memory.stride_dlsem, mask=has_it, other=0.0)
+    )  # fmt: skip
 
 
 @gluon.jit
-def _delta(rows, do, layout: gl.constexpr):
-    """rowsum(dO * O) - dlse [M]. The gradient of lse enters here: d lse / d s = p."""
+def _put_terms(rows, do, smem, slot, layout: gl.constexpr):
+    """lse and delta = rowsum(dO * O) - dlse of a block to shared memory, where the columns of S^T find them. The gradient of
+    lse enters here: d lse / d s = p."""
     sums = gl.sum(rows.o[0].to(gl.float32) * do[0].load(layout).to(gl.float32), 1)
     if len(do) == 2:
         sums += gl.sum(rows.o[1].to(gl.float32) * do[1].load(layout).to(gl.float32), 1)
-    return sums - rows.dlse
+    smem.terms.index(2 * slot).store(rows.lse)
+    smem.terms.index(2 * slot + 1).store(sums - rows.dlse)
 
 
 @gluon.jit
 def bwd_hopper_one_tile_kernel(
     q, k, v, o, do, dlse, lse, dq, dk, dv, qk_scale, softmax_scale,
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
-    heads_q, group, seqlen_q, seqlen_k, has_dlse, PARTS, window_left, window_right,
+    batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, PARTS, window_left, window_right,
     HEAD_DIM_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors of half of their columns, o by pointer, lse
     [B, Hq, Sq] as the forward leaves it, dlse [B, Hq, Sq] float32 (read only if has_dlse) -> dq [B, Hq, Sq, D]; dk, dv
-    [B, Hkv * PARTS, Sk, D / DV], head h * PARTS + p of part p of key head h. 1 <= Sk <= BLOCK_N."""
+    [B, Hkv * PARTS, Sk, D / DV], head h * PARTS + p of part p of key head h. 1 <= Sk <= BLOCK_N.
+
+    PERSISTENT: any number of programs, and PARTS is 1. Else a program for each half of each tile."""
     WARPS: gl.constexpr = BLOCK_N // 16
+    KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
+    #: registers hold O of the next block beside S and dP
+    O_EARLY: gl.constexpr = HALVES * WIDTH_V <= 128
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = _layout(BLOCK_N, BLOCK_M, WARPS)
     k_layout: gl.constexpr = _layout(BLOCK_N, WIDTH, WARPS)
@@ -161,49 +233,62 @@ def bwd_hopper_one_tile_kernel(
     p_operand: gl.constexpr = gl.DotOperandLayout(0, v_layout, 2)
     ds_operand: gl.constexpr = gl.DotOperandLayout(0, k_layout, 2)
     of_row: gl.constexpr = gl.SliceLayout(0, s_layout)
+    form: gl.constexpr = Form(
+        M=BLOCK_M, WIDTH_V=WIDTH_V, HEAD_DIM_V=HEAD_DIM_V, HALVES=HALVES, rows_layout=o_layout
+    )  # fmt: skip
 
     # programs that read the same keys and queries run at the same time
     index = gl.program_id(0) // HALVES
     half = gl.program_id(0) - index * HALVES
-    head = index // PARTS
-    part = index - head * PARTS
-    heads_kv = heads_q // group
-    b = head // heads_kv
-    h_kv = head - b * heads_kv
+    work = Work(PARTS, heads_q // group, group, seqlen_q, gl.num_programs(0) // HALVES)
+    b, h_kv = _key_head(index, work)
     blocks = gl.cdiv(seqlen_q, BLOCK_M)  # of a query head
+    part = index - (b * work.heads_kv + h_kv) * PARTS
     begin = blocks * group * part // PARTS
-    count = blocks * group * (part + 1) // PARTS - begin
+    count = blocks * group * (part + 1) // PARTS - begin  # of a tile: of one part it is the same for all
+    member = begin // blocks
+    # a part without blocks has one behind the last query: loads give zeros, and what it stores is dropped
+    row = gl.where(count > 0, begin - member * blocks, blocks) * BLOCK_M
+    count = gl.maximum(count, 1)
+    laps = 1
+    if PERSISTENT:
+        laps = gl.cdiv(batch * work.heads_kv - index, work.programs)
+    total = laps * count
 
     smem = Shared(
-        _slots(q, STAGES, BLOCK_M, WIDTH, HALVES), _slots(k, 1, BLOCK_N, WIDTH, HALVES),
-        _slots(v, 1, BLOCK_N, WIDTH_V, HALVES), _slots(do, STAGES, BLOCK_M, WIDTH_V, HALVES),
+        _slots(q, STAGES, BLOCK_M, WIDTH, HALVES), _slots(k, KV_STAGES, BLOCK_N, WIDTH, HALVES),
+        _slots(v, KV_STAGES, BLOCK_N, WIDTH_V, HALVES), _slots(do, STAGES, BLOCK_M, WIDTH_V, HALVES),
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_M, WIDTH], dq.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, WIDTH], dk.layout) if PERSISTENT else None,
+        gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, WIDTH_V], dv.layout) if PERSISTENT else None,
         gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )  # fmt: skip
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
+    for i in gl.static_range(KV_STAGES):
+        mbarrier.init(kv_ready.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    _load_both(k, v, b, h_kv, 0, half, kv_ready, smem.k, smem.v, 0)
-    for i in gl.static_range(STAGES):
-        if i < count:
-            its_member = (begin + i) // blocks
-            its_row = (begin + i - its_member * blocks) * BLOCK_M
-            its_h = h_kv * group + its_member
-            _load_both(q, do, b, its_h, its_row, half, ready.index(i), smem.q, smem.do, i)
+    now = Place(index, index * 0, b, h_kv, member, row)
+    following = _behind(now, work, BLOCK_M)
+    _load_both(k, v, b, h_kv, 0, half, kv_ready.index(0), smem.k, smem.v, 0)
+    _load_both(q, do, b, h_kv * group + member, row, half, ready.index(0), smem.q, smem.do, 0)
+    later = following
+    if STAGES == 2:
+        later = _behind(following, work, BLOCK_M)
+        if total > 1:
+            its_h = following.h_kv * group + following.member
+            _load_both(q, do, following.b, its_h, following.row, half, ready.index(1), smem.q, smem.do, 1)
+    if PERSISTENT:
+        if laps > 1:
+            its_b, its_head = _key_head(index + work.programs, work)
+            _load_both(k, v, its_b, its_head, 0, half, kv_ready.index(1), smem.k, smem.v, 1)
     memory = Memory(
-        o + b.to(gl.int64) * stride_ob, lse, dlse + b.to(gl.int64) * stride_dlseb, stride_oh, stride_om, stride_dlseh,
-        stride_dlsem, seqlen_q, has_dlse,
+        o, lse, dlse, stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem, has_dlse
     )  # fmt: skip
-    b_heads = b * heads_q
-    member = begin // blocks
-    row = (begin - member * blocks) * BLOCK_M
-    h = h_kv * group + member
-    if HALVES == 1:
-        rows = _rows_of(memory, b_heads, h, row, half, count > 0, BLOCK_M, WIDTH_V, HEAD_DIM_V, HALVES, o_layout)
+    rows = _rows_of(memory, now, half, True, work, form)
 
     keys = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, s_layout))
     window = (window_left, window_right)
@@ -211,71 +296,105 @@ def bwd_hopper_one_tile_kernel(
     zero_dq = gl.zeros([BLOCK_M, WIDTH], gl.float32, dq_layout)
     dk_acc = gl.zeros([BLOCK_N, WIDTH], gl.float32, k_layout)
     dv_acc = gl.zeros([BLOCK_N, WIDTH_V], gl.float32, v_layout)
-    mbarrier.wait(kv_ready, 0)
-    for n in range(count):
-        stage = n % STAGES
-        phase = (n // STAGES) & 1
+    s, dp = zero_s, zero_s
+    mbarrier.wait(kv_ready.index(0), 0)
+    if AHEAD:
+        mbarrier.wait(ready.index(0), 0)
+        s_next = product_of_rows(tiles_in(smem.k, 0), tiles_in(smem.q, 0), zero_s)
+        dp_next = product_of_rows(tiles_in(smem.v, 0), tiles_in(smem.do, 0), zero_s)
+        _put_terms(rows, tiles_in(smem.do, 0), smem, 0, o_layout)
+        rows = _rows_of(memory, following, half, total > 1, work, form)
+        s, dp = warpgroup_mma_wait(0, deps=[s_next, dp_next])
+    done = 0  # blocks of the tile
+    for turn in range(total):
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
-        only = opaque(n * 0)
-        k_tile, v_tile, ds_tile = tiles_in(smem.k, only), tiles_in(smem.v, only), smem.ds.index(only)
+        only = opaque(turn * 0)
+        stage = turn % STAGES
+        k_stage = now.lap % KV_STAGES + only
+        k_tile, v_tile, ds_tile = tiles_in(smem.k, k_stage), tiles_in(smem.v, k_stage), smem.ds.index(only)
         q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
-        if HALVES == 2:  # registers do not hold O beside S and dP
-            rows = _rows_of(memory, b_heads, h, row, half, True, BLOCK_M, WIDTH_V, HEAD_DIM_V, HALVES, o_layout)
-        mbarrier.wait(ready.index(stage), phase)
-        if HALVES == 2:
-            smem.terms.index(0).store(rows.lse)
-            smem.terms.index(1).store(_delta(rows, do_tile, o_layout))
-        s_next = product_of_rows(k_tile, q_tile, zero_s)
-        dp_next = product_of_rows(v_tile, do_tile, zero_s)
-        following = begin + n + 1
-        member = following // blocks
-        next_row = (following - member * blocks) * BLOCK_M
-        next_h = h_kv * group + member
-        if HALVES == 1:
-            smem.terms.index(0).store(rows.lse)
-            smem.terms.index(1).store(_delta(rows, do_tile, o_layout))
-            rows = _rows_of(
-                memory, b_heads, next_h, next_row, half, n + 1 < count, BLOCK_M, WIDTH_V, HEAD_DIM_V, HALVES, o_layout
-            )
-        lse_row = smem.terms.index(0).load(of_row)  # as the columns of S^T
-        delta_row = smem.terms.index(1).load(of_row)
-        s = warpgroup_mma_wait(HALVES, deps=[s_next])
+        slot = turn % 2
+        if not AHEAD:
+            mbarrier.wait(kv_ready.index(now.lap % KV_STAGES), (now.lap // KV_STAGES) & 1)
+            mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
+            if not O_EARLY:
+                _put_terms(rows, do_tile, smem, slot, o_layout)
+            s_next = product_of_rows(k_tile, q_tile, zero_s)
+            dp_next = product_of_rows(v_tile, do_tile, zero_s)
+            if O_EARLY:
+                _put_terms(rows, do_tile, smem, slot, o_layout)
+                rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
+            s = warpgroup_mma_wait(HALVES, deps=[s_next])
+        lse_row = smem.terms.index(2 * slot).load(of_row)
+        delta_row = smem.terms.index(2 * slot + 1).load(of_row)
         p = gl.exp2(gl.fma(s, qk_scale, -lse_row[None, :]))
-        p = HIDE_QUERIES(p, keys, row, seqlen_k - seqlen_q, seqlen_k, window, s_layout)
+        p = HIDE_QUERIES(p, keys, now.row, seqlen_k - seqlen_q, seqlen_k, window, s_layout)
         left = gl.convert_layout(p.to(dtype), p_operand)
-        dp = warpgroup_mma_wait(0, deps=[dp_next])
+        if not AHEAD:
+            dp = warpgroup_mma_wait(0, deps=[dp_next])
         ds = (p * (dp - delta_row[None, :])).to(dtype)
         left_ds = gl.convert_layout(ds, ds_operand)
         ds_tile.permute((1, 0)).store(ds)
         # not before dS: ptxas would pack P between the steps of dS, and the product wait for it
-        dv_next = warpgroup_mma(left, do_tile[0], dv_acc, is_async=True)
+        dv_next = warpgroup_mma(left, do_tile[0], dv_acc, use_acc=done > 0, is_async=True)
         fence_async_shared()
         thread_barrier()
         dq_next = warpgroup_mma(ds_tile, k_tile[0], zero_dq, use_acc=False, is_async=True)
-        dk_next = warpgroup_mma(left_ds, q_tile[0], dk_acc, is_async=True)
-        dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
+        dk_next = warpgroup_mma(left_ds, q_tile[0], dk_acc, use_acc=done > 0, is_async=True)
+        if AHEAD:
+            dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
+            # the last block multiplies whatever lies there, which is not read
+            more = turn + 1 < total
+            next_stage = (turn + 1) % STAGES
+            next_k = following.lap % KV_STAGES
+            mbarrier.wait(kv_ready.index(next_k), (following.lap // KV_STAGES) & 1, pred=more)
+            mbarrier.wait(ready.index(next_stage), ((turn + 1) // STAGES) & 1, pred=more)
+            s_next = product_of_rows(tiles_in(smem.k, next_k + only), tiles_in(smem.q, next_stage), zero_s)
+            dp_next = product_of_rows(tiles_in(smem.v, next_k + only), tiles_in(smem.do, next_stage), zero_s)
+            _put_terms(rows, tiles_in(smem.do, next_stage), smem, 1 - slot, o_layout)
+            rows = _rows_of(memory, later, half, turn + 2 < total, work, form)
+            dk_acc, left_ds = warpgroup_mma_wait(2 * HALVES, deps=[dk_next, left_ds])
+        else:
+            if not O_EARLY:
+                rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
+            dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
+            dk_acc, left_ds = warpgroup_mma_wait(0, deps=[dk_next, left_ds])
         dq_block = (dq_block * softmax_scale).to(dtype)
         tma_store_wait(0)
-        dk_acc, left_ds = warpgroup_mma_wait(0, deps=[dk_next, left_ds])
-        thread_barrier()  # all warps have read this stage, and dQ of the block before has left
-        ahead = n + STAGES
-        if ahead < count:
-            member = (begin + ahead) // blocks
-            its_row = (begin + ahead - member * blocks) * BLOCK_M
-            its_h = h_kv * group + member
-            _load_both(q, do, b, its_h, its_row, half, ready.index(stage), smem.q, smem.do, stage)
+        thread_barrier()  # all warps have read this stage, and what was stored before has left
+        if turn + STAGES < total:
+            its_h = later.h_kv * group + later.member
+            _load_both(q, do, later.b, its_h, later.row, half, ready.index(stage), smem.q, smem.do, stage)
         smem.dq.index(0).reshape([BLOCK_M, WIDTH]).store(dq_block)
+        done += 1
+        if done == count:
+            if PERSISTENT:
+                if now.lap + 2 < laps:
+                    its_b, its_head = _key_head(now.tile + 2 * work.programs, work)
+                    its_ready = kv_ready.index(now.lap % KV_STAGES)
+                    _load_both(k, v, its_b, its_head, 0, half, its_ready, smem.k, smem.v, now.lap % KV_STAGES)
+                dk_place, dv_place = smem.dk.index(0), smem.dv.index(0)
+            else:  # nothing reads K and V any more
+                dk_place, dv_place = smem.k[0].index(0), smem.v[0].index(0)
+            dk_place.reshape([BLOCK_N, WIDTH]).store((dk_acc * softmax_scale).to(dtype))
+            dv_place.reshape([BLOCK_N, WIDTH_V]).store(dv_acc.to(dtype))
+            fence_async_shared()
+            place = now.tile - now.b * work.heads_kv * PARTS
+            tma_store(dk, [now.b, place, 0, half * WIDTH], dk_place)
+            tma_store(dv, [now.b, place, 0, half * WIDTH_V], dv_place)
+            done = 0
         fence_async_shared()
-        tma_store(dq, [b, h, row, half * WIDTH], smem.dq.index(0))
-        h, row = next_h, next_row
-
-    # through the memory of K and V, which nothing reads any more
-    place = h_kv * PARTS + part
-    smem.k[0].index(0).reshape([BLOCK_N, WIDTH]).store((dk_acc * softmax_scale).to(dtype))
-    smem.v[0].index(0).reshape([BLOCK_N, WIDTH_V]).store(dv_acc.to(dtype))
-    fence_async_shared()
-    tma_store(dk, [b, place, 0, half * WIDTH], smem.k[0].index(0))
-    tma_store(dv, [b, place, 0, half * WIDTH_V], smem.v[0].index(0))
+        tma_store(dq, [now.b, now.h_kv * group + now.member, now.row, half * WIDTH], smem.dq.index(0))
+        if AHEAD:
+            s, dp = warpgroup_mma_wait(0, deps=[s_next, dp_next])
+        now = following
+        if STAGES == 2:
+            following = later
+        else:
+            following = _behind(following, work, BLOCK_M)
+        later = following
+        if STAGES == 2:
+            later = _behind(following, work, BLOCK_M)
     tma_store_wait(0)
 
 
@@ -286,7 +405,7 @@ VARIANT = Variant(
     descriptors={"q": ("BLOCK_M", "WIDTH"), "k": ("BLOCK_N", "WIDTH"), "v": ("BLOCK_N", "WIDTH_V"),
                  "do": ("BLOCK_M", "WIDTH_V"), "dq": ("BLOCK_M", "WIDTH"), "dk": ("BLOCK_N", "WIDTH"),
                  "dv": ("BLOCK_N", "WIDTH_V")},
-    grid=lambda problem, config, _sm_count, _early: space.programs(problem, config),
+    grid=lambda problem, config, sm_count, _early: space.programs(problem, config, sm_count),
     constants=space.widths,
     min_arch=90,
     max_arch=90,

@@ -4,8 +4,8 @@ from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 
-#: Keys of a tile, all that a key head may have; and query rows of a block.
-KEYS, ROWS = (64, 128), (64, 128)
+#: Keys of a tile, all that a key head may have, and query rows of a block.
+KEYS, ROWS = (64, 128), 64
 #: Parts that the query blocks of a key head are split into at most.
 MOST_PARTS = 64
 #: Columns that fill the registers of a program.
@@ -27,34 +27,41 @@ def keys_of(seqlen_k: int) -> int | None:
     return next((keys for keys in KEYS if seqlen_k <= keys), None)
 
 
-def blocks(problem: Problem, config: Config) -> int:
+def blocks(problem: Problem) -> int:
     """Query blocks of a key head, over all of its query heads."""
-    return -(-problem.seqlen_q // config["BLOCK_M"]) * problem.group
+    return -(-problem.seqlen_q // ROWS) * problem.group
 
 
-def programs(problem: Problem, config: Config) -> int:
-    return int(problem.batch * problem.heads_kv * config["PARTS"] * config["HALVES"])
+def programs(problem: Problem, config: Config, sm_count: int) -> int:
+    """Halves of tiles; PERSISTENT: no more than multiprocessors."""
+    tiles, halves = problem.batch * problem.heads_kv * config["PARTS"], config["HALVES"]
+    if config["PERSISTENT"]:
+        tiles = min(tiles, sm_count // halves)
+    return int(tiles * halves)
 
 
-def config_of(spec: Specialization, keys: int, parts: int) -> Config:
-    """``keys``: of a tile, one of KEYS."""
-    halves = 2 if max(block_dims(spec)) > MOST_COLUMNS else 1
+def config_of(spec: Specialization, keys: int, parts: int, halves: int | None = None) -> Config:
+    """``keys``: of a tile, one of KEYS; ``halves``: None for as few as registers allow."""
+    wide = max(block_dims(spec))
+    halves = halves or (2 if wide > MOST_COLUMNS else 1)
+    narrow = wide // halves <= 64
     return {
-        "BLOCK_M": 64, "BLOCK_N": keys, "HALVES": halves, "STAGES": 1 if halves == 2 else 2, "PARTS": parts,
-        "num_warps": keys // 16, "maxnreg": 0,
+        "BLOCK_M": ROWS, "BLOCK_N": keys, "HALVES": halves, "STAGES": 1 if wide > MOST_COLUMNS else 2, "AHEAD": narrow,
+        "PERSISTENT": narrow and halves == 1 and parts == 1, "PARTS": parts, "num_warps": keys // 16,
     }  # fmt: skip
 
 
 SPACE = SearchSpace(
     name="bwd_hopper_one_tile",
     dimensions={
-        "BLOCK_M": ROWS,
+        "BLOCK_M": (ROWS,),
         "BLOCK_N": KEYS,
         "HALVES": (1, 2),  # programs that share the columns of dQ, dK and dV
-        "STAGES": (1, 2, 3),  # query blocks that are loaded at once
+        "STAGES": (1, 2),  # query blocks that are loaded at once
+        "AHEAD": (False, True),  # S and dP of a block beside the products of the one before
+        "PERSISTENT": (False, True),  # a program takes tiles in turns
         "PARTS": tuple(range(1, MOST_PARTS + 1)),
         "num_warps": (4, 8),  # 64 keys each four
-        "maxnreg": (0, 128),
     },
     constraints=(),
     default=lambda spec, arch: config_of(spec, KEYS[-1], 1),

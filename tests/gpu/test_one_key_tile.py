@@ -45,7 +45,7 @@ class Posed:
 
     def plan(self, parts: int = 1, **other: Any) -> one_key_tile.OneTilePlan:
         keys = bwd_one_tile.keys_of(self.asked.seqlen_k) or 0
-        config = {**bwd_one_tile.config_of(self.problem.specialization, keys, parts), **other}
+        config = {**bwd_one_tile.config_of(self.problem.specialization, keys, parts, other.get("HALVES")), **other}
         return one_key_tile.OneTilePlan(
             self.problem, self.do, self.dlse, self.q, self.k, self.v, self.o, self.scale, config
         )
@@ -101,7 +101,7 @@ def test_head_dims(dtype: str, dims: tuple[int, int], mask: Mask) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [{"STAGES": 1}, {"STAGES": 3}, {"BLOCK_M": 128}, {"maxnreg": 128}, {"HALVES": 2}, {"HALVES": 2, "STAGES": 1}],
+    [{"AHEAD": False}, {"AHEAD": False, "STAGES": 1}, {"HALVES": 2}, {"HALVES": 2, "AHEAD": False}],
     ids=str,
 )
 def test_other_forms(form: dict[str, Any]) -> None:

@@ -37,7 +37,8 @@ class OneTileGpu(PythonGpu):
         problem = passes.describe(q, k, v, call.mask, scale, o=o, do=do)
         assert one_key_tile.can(problem, 90)
         keys = bwd_one_tile.keys_of(problem.seqlen_k)
-        config = {**bwd_one_tile.config_of(problem.specialization, keys, 1), **settings}
+        made = bwd_one_tile.config_of(problem.specialization, keys, settings.get("PARTS", 1), settings.get("HALVES"))
+        config = {**made, **settings}
         assert all(config[name] in values for name, values in bwd_one_tile.SPACE.dimensions.items())
         gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
         tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, **gradients}
@@ -64,7 +65,14 @@ CALLS = [
     (Call(((70, 77),), (3, 3), (64, 64), FULL), {}),
     (Call(((130, 100),), (2, 2), (64, 64), CAUSAL, batch=2), {}),
     (Call(((300, 64),), (2, 1), (64, 64), CAUSAL), {}),  # rows without a key; blocks of them
-    (Call(((70, 66),), (2, 2), (24, 24), CAUSAL), {"BLOCK_M": 128}),
+    (Call(((70, 66),), (5, 5), (24, 24), CAUSAL, batch=2), {}),  # more tiles than three multiprocessors
+    (Call(((50, 66),), (4, 4), (64, 64), FULL, batch=2), {}),  # one block a tile
+    (Call(((50, 60),), (16, 8), (64, 64), CAUSAL), {}),
+    (Call(((130, 66),), (5, 5), (64, 64), CAUSAL), {"AHEAD": False}),
+    (Call(((130, 66),), (5, 5), (64, 64), FULL), {"AHEAD": False, "STAGES": 1}),
+    (Call(((130, 66),), (4, 4), (64, 64), FULL), {"PERSISTENT": False}),
+    (Call(((130, 100),), (2, 2), (48, 80), CAUSAL), {"AHEAD": True}),
+    (Call(((130, 100),), (4, 4), (128, 128), CAUSAL), {"HALVES": 2, "PERSISTENT": True}),
     (Call(((222, 91),), (1, 1), (120, 120), FULL), {"PARTS": 3}),
     (Call(((104, 104),), (4, 1), (96, 96), FULL), {"PARTS": 4}),
     (Call(((104, 104),), (6, 2), (96, 96), CAUSAL), {"PARTS": 5}),
@@ -73,7 +81,7 @@ CALLS = [
     (Call(((68, 68),), (2, 2), (208, 208), CAUSAL), {}),
     (Call(((67, 67),), (1, 1), (192, 64), FULL), {}),
     (Call(((67, 60),), (1, 1), (64, 192), FULL), {}),
-    (Call(((200, 50),), (2, 1), (128, 128), CAUSAL), {"STAGES": 3}),
+    (Call(((200, 50),), (2, 1), (128, 128), CAUSAL), {}),
     (Call(((200, 50),), (1, 1), (256, 256), CAUSAL), {}),
     (Call(((200, 128),), (1, 1), (128, 64), FULL), {"HALVES": 2, "PARTS": 2}),
     (Call(((5, 1),), (1, 1), (64, 64), FULL), {"PARTS": 3}),  # parts without blocks
@@ -106,8 +114,12 @@ def test_the_same_bits_each_run(gpu: OneTileGpu) -> None:
 
 def test_a_fault_is_found(gpu: OneTileGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without their delta."""
-    found = {**kernels_in_python._NAMES, "_delta": lambda rows, *_: rows.dlse}
-    monkeypatch.setattr(kernels_in_python, "_NAMES", found)
+
+    def put_terms(rows: Any, _: Any, smem: Any, slot: Any, *__: Any) -> None:
+        smem.terms.index(2 * slot).store(rows.lse)
+        smem.terms.index(2 * slot + 1).store(rows.dlse)
+
+    monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, "_put_terms": put_terms})
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
     call = Call(((70, 77),), (1, 1), (64, 64), FULL)
     given = inputs(call, 0)
