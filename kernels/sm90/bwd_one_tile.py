@@ -97,6 +97,7 @@ class Form(NamedTuple):
     WIDTH_V: gl.constexpr
     HEAD_DIM_V: gl.constexpr
     HALVES: gl.constexpr
+    PERSISTENT: gl.constexpr
     rows_layout: gl.constexpr
 
 
@@ -151,16 +152,18 @@ def _key_head(tile, work):
 
 
 @gluon.jit
-def _behind(at, work, M: gl.constexpr):
+def _behind(at, work, form):
     """The query block that follows; behind the last of a tile the first of the program's next one."""
-    wraps = at.row + M >= work.seqlen_q
-    row = gl.where(wraps, 0, at.row + M)
+    wraps = at.row + form.M >= work.seqlen_q
+    row = gl.where(wraps, 0, at.row + form.M)
     member = gl.where(wraps, at.member + 1, at.member)
-    over = member == work.group
-    member = gl.where(over, 0, member)
-    tile = gl.where(over, at.tile + work.programs, at.tile)
-    b, h_kv = _key_head(tile, work)
-    return Place(tile, gl.where(over, at.lap + 1, at.lap), b, h_kv, member, row)
+    found = Place(at.tile, at.lap, at.b, at.h_kv, member, row)
+    if form.PERSISTENT:
+        over = member == work.group
+        tile = gl.where(over, at.tile + work.programs, at.tile)
+        b, h_kv = _key_head(tile, work)
+        found = Place(tile, gl.where(over, at.lap + 1, at.lap), b, h_kv, gl.where(over, 0, member), row)
+    return found
 
 
 @gluon.jit
@@ -234,7 +237,7 @@ def bwd_hopper_one_tile_kernel(
     ds_operand: gl.constexpr = gl.DotOperandLayout(0, k_layout, 2)
     of_row: gl.constexpr = gl.SliceLayout(0, s_layout)
     form: gl.constexpr = Form(
-        M=BLOCK_M, WIDTH_V=WIDTH_V, HEAD_DIM_V=HEAD_DIM_V, HALVES=HALVES, rows_layout=o_layout
+        M=BLOCK_M, WIDTH_V=WIDTH_V, HEAD_DIM_V=HEAD_DIM_V, HALVES=HALVES, PERSISTENT=PERSISTENT, rows_layout=o_layout,
     )  # fmt: skip
 
     # programs that read the same keys and queries run at the same time
@@ -272,12 +275,12 @@ def bwd_hopper_one_tile_kernel(
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     now = Place(index, index * 0, b, h_kv, member, row)
-    following = _behind(now, work, BLOCK_M)
+    following = _behind(now, work, form)
     _load_both(k, v, b, h_kv, 0, half, kv_ready.index(0), smem.k, smem.v, 0)
     _load_both(q, do, b, h_kv * group + member, row, half, ready.index(0), smem.q, smem.do, 0)
     later = following
     if STAGES == 2:
-        later = _behind(following, work, BLOCK_M)
+        later = _behind(following, work, form)
         if total > 1:
             its_h = following.h_kv * group + following.member
             _load_both(q, do, following.b, its_h, following.row, half, ready.index(1), smem.q, smem.do, 1)
@@ -388,13 +391,8 @@ def bwd_hopper_one_tile_kernel(
         if AHEAD:
             s, dp = warpgroup_mma_wait(0, deps=[s_next, dp_next])
         now = following
-        if STAGES == 2:
-            following = later
-        else:
-            following = _behind(following, work, BLOCK_M)
-        later = following
-        if STAGES == 2:
-            later = _behind(following, work, BLOCK_M)
+        following = later if STAGES == 2 else _behind(following, work, form)
+        later = _behind(following, work, form) if STAGES == 2 else following
     tma_store_wait(0)
 
 
