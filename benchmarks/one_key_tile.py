@@ -85,7 +85,7 @@ def parts_of(problem: Problem, halves: int, gpu: Gpu) -> list[int]:
 
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    spec, keys, found = problem.specialization, bwd_one_tile.keys_of(problem.seqlen_k) or 0, {}
+    spec, keys, found = problem.specialization, bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k) or 0, {}
     for halves, other in forms(problem):
         for parts in parts_of(problem, halves, gpu):
             config = {**bwd_one_tile.config_of(spec, keys, parts, halves), **other}

@@ -33,14 +33,20 @@ class OneTilePace(NamedTuple):
     """Microseconds of a program."""
 
     block: float  #: of 64 queries with its keys
-    ends: float  #: start and end
+    ends: float  #: start and end of a tile; of one that is loaded while the one before is computed its end
+    start: float  #: once, of a program that takes tiles in turns
 
 
-#: By the wider head dim as it is computed; arithmetic, not measured.
-PACES_OF_ONE = {64: OneTilePace(1.4, 2.6), 128: OneTilePace(2.2, 2.6), 256: OneTilePace(2.8, 2.6)}
-#: Of a call, and of the launch that adds parts up.
-LAUNCH_US, GATHER_US = 2.0, 2.5
-#: Bytes a microsecond of memory that calls reach as a share of the GPU's.
+#: By columns of a program, halves, and whether S and dP are computed ahead; arithmetic, not measured.
+PACES_OF_ONE: dict[tuple[int, int, bool], OneTilePace] = {
+    (64, 1, True): OneTilePace(1.3, 0.7, 2.5),
+    (128, 1, False): OneTilePace(3.0, 2.6, 0.0),
+    (64, 2, True): OneTilePace(1.7, 2.6, 0.0),
+    (128, 2, False): OneTilePace(4.5, 3.0, 0.0),
+}
+#: Of a call, and of the launch that adds parts up: at least, and of each part of a sum.
+LAUNCH_US, GATHER_US, GATHERED_US = 2.0, 2.5, 0.05
+#: Share of the memory's bandwidth that calls reach.
 MEMORY_RATE = 0.8
 #: It must be predicted to be faster than what serves otherwise by this share.
 MARGIN = 0.1
@@ -51,7 +57,7 @@ MOST_BLIND = 2
 
 
 def _moved(problem: Problem, config: Config) -> float:
-    """Bytes of q, o, do and dq, of k, v, dk and dv, each once for each half, and of parts."""
+    """Bytes of q, o, do and dq, of k, v, dk and dv, each once, and of parts."""
     rows = problem.heads_q * problem.seqlen_q * (2 * problem.head_dim + 2 * problem.head_dim_v)
     keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     keys *= 2 if config["PARTS"] == 1 else 2 * config["PARTS"] + 1
@@ -60,30 +66,34 @@ def _moved(problem: Problem, config: Config) -> float:
 
 def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a whole backward, estimated."""
-    pace = PACES_OF_ONE[max(block_dims(problem.specialization))]
-    blocks = -(-bwd_one_tile.blocks(problem, config) // config["PARTS"]) * (config["BLOCK_M"] // 64)
-    turns = -(-bwd_one_tile.programs(problem, config) // gpu.sm_count)
+    halves, parts = config["HALVES"], config["PARTS"]
+    pace = PACES_OF_ONE[max(block_dims(problem.specialization)) // halves, halves, config["AHEAD"]]
+    blocks = -(-bwd_one_tile.blocks(problem) // parts)
+    tiles = problem.batch * problem.heads_kv * parts * halves
+    turns = -(-tiles // (gpu.sm_count // halves * halves))  # of the busiest multiprocessor
+    busy = turns * (pace.ends + blocks * pace.block)
+    busy += pace.start if config["PERSISTENT"] else turns * pace.start
     by_memory = _moved(problem, config) / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
-    fixed = LAUNCH_US + (GATHER_US if config["PARTS"] > 1 else 0.0)
-    return fixed + max(turns * (pace.ends + blocks * pace.block), by_memory)
+    return LAUNCH_US + (GATHER_US + parts * GATHERED_US if parts > 1 else 0.0) + max(busy, by_memory)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """In one part, and in as many as TURNS asks for."""
-    spec, keys = problem.specialization, bwd_one_tile.keys_of(problem.seqlen_k)
+    """In one part, and in as many as TURNS asks for; in halves, too, where those are computed ahead and a whole is not."""
+    spec = problem.specialization
+    keys = bwd_one_tile.keys_of(spec, problem.seqlen_k)
     assert keys is not None
-    whole = bwd_one_tile.config_of(spec, keys, 1)
-    heads, blocks = bwd_one_tile.programs(problem, whole), bwd_one_tile.blocks(problem, whole)
-    counts = {min(int(turns * gpu.sm_count) // heads, blocks, bwd_one_tile.MOST_PARTS) for turns in TURNS}
-    for parts in sorted({1} | counts - {0}):
-        yield bwd_one_tile.config_of(spec, keys, parts)
+    blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv
+    for halves in bwd_one_tile.halves_of(spec):
+        counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
+        for parts in sorted({1} | {min(count, blocks, bwd_one_tile.MOST_PARTS) for count in counts if count}):
+            yield bwd_one_tile.config_of(spec, keys, parts, halves)
 
 
 @lru_cache(maxsize=1024)
 def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
-    """(estimated microseconds, config) of the fastest, the fewest parts where two are as fast."""
+    """(estimated microseconds, config) of the fastest, the fewest programs where two are as fast."""
     found = [(one_tile_us(problem, config, gpu), config) for config in candidates(problem, gpu)]
-    return min(found, key=lambda one: (one[0], one[1]["PARTS"]))
+    return min(found, key=lambda one: (one[0], one[1]["PARTS"] * one[1]["HALVES"]))
 
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
@@ -126,7 +136,12 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     if problem.extent.ragged or not one_key_tile.able(problem, arch):
         return []
     spec = problem.specialization
-    configs = [bwd_one_tile.config_of(spec, keys, parts) for keys in bwd_one_tile.KEYS for parts in (1, 2)]
+    configs = [
+        bwd_one_tile.config_of(spec, keys, parts, halves)
+        for keys in {bwd_one_tile.keys_of(spec, length) for length in bwd_one_tile.KEYS}
+        for halves in bwd_one_tile.halves_of(spec)
+        for parts in (1, 2)
+    ]
     return [one for config in configs for one in one_key_tile.kernels(problem, config, arch)]
 
 

@@ -37,7 +37,7 @@ def able(problem: Problem, arch: int) -> bool:
 
 def can(problem: Problem, arch: int) -> bool:
     """The same of a call."""
-    return bwd_one_tile.keys_of(problem.seqlen_k) is not None and able(problem, arch)
+    return bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k) is not None and able(problem, arch)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:

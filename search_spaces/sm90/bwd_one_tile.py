@@ -8,8 +8,8 @@ from fa2tune.spec.variant import SearchSpace
 KEYS, ROWS = (64, 128), 64
 #: Parts that the query blocks of a key head are split into at most.
 MOST_PARTS = 64
-#: Columns that fill the registers of a program.
-MOST_COLUMNS = 128
+#: Columns that fill the registers of a program, and those that leave room for S and dP of a block ahead.
+MOST_COLUMNS, NARROW_COLUMNS = 128, 64
 
 
 def widths(spec: Specialization, config: Config) -> dict[str, int]:
@@ -22,9 +22,10 @@ def fits(spec: Specialization, arch: int) -> bool:
     return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
 
 
-def keys_of(seqlen_k: int) -> int | None:
-    """Of the tile for so many keys; None: they are more than a tile has."""
-    return next((keys for keys in KEYS if seqlen_k <= keys), None)
+def keys_of(spec: Specialization, seqlen_k: int) -> int | None:
+    """Of the tile for so many keys; None: they are more than a tile has. With more columns four warps spill."""
+    sizes = KEYS if max(block_dims(spec)) <= NARROW_COLUMNS else KEYS[-1:]
+    return next((keys for keys in sizes if seqlen_k <= keys), None)
 
 
 def blocks(problem: Problem) -> int:
@@ -40,11 +41,16 @@ def programs(problem: Problem, config: Config, sm_count: int) -> int:
     return int(tiles * halves)
 
 
+def halves_of(spec: Specialization) -> tuple[int, ...]:
+    """Into how many halves columns may be split: as few as registers allow, and as few as leave room for S and dP ahead."""
+    wide = max(block_dims(spec))
+    return (1,) if wide <= NARROW_COLUMNS else (1, 2) if wide <= MOST_COLUMNS else (2,)
+
+
 def config_of(spec: Specialization, keys: int, parts: int, halves: int | None = None) -> Config:
     """``keys``: of a tile, one of KEYS; ``halves``: None for as few as registers allow."""
-    wide = max(block_dims(spec))
-    halves = halves or (2 if wide > MOST_COLUMNS else 1)
-    narrow = wide // halves <= 64
+    wide, halves = max(block_dims(spec)), halves or halves_of(spec)[0]
+    narrow = wide // halves <= NARROW_COLUMNS
     return {
         "BLOCK_M": ROWS, "BLOCK_N": keys, "HALVES": halves, "STAGES": 1 if wide > MOST_COLUMNS else 2, "AHEAD": narrow,
         "PERSISTENT": narrow and halves == 1 and parts == 1, "PARTS": parts, "num_warps": keys // 16,
