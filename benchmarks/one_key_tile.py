@@ -31,7 +31,6 @@ from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile, passes
-from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import STRATEGIES, Config, Problem, Specialization
@@ -60,23 +59,6 @@ CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
 }  # fmt: skip
 
 
-def forms(problem: Problem) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(halves, what is other than the form that is chosen for them)."""
-    spec = problem.specialization
-    widest = max(block_dims(spec))
-    if widest > bwd_one_tile.MOST_COLUMNS:
-        yield 2, {}
-        return
-    yield 1, {}
-    if widest <= 64:
-        yield 1, {"PERSISTENT": False}
-        yield 1, {"AHEAD": False}
-    else:
-        yield 2, {}
-        if min(block_dims(spec)) < widest:
-            yield 1, {"AHEAD": True}
-
-
 def parts_of(problem: Problem, halves: int, gpu: Gpu) -> list[int]:
     """Numbers of parts: one, and those that are one or two programs a multiprocessor, or half a one."""
     blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv * halves
@@ -85,15 +67,14 @@ def parts_of(problem: Problem, halves: int, gpu: Gpu) -> list[int]:
 
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    spec, keys, found = problem.specialization, bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k) or 0, {}
-    for halves, other in forms(problem):
+    spec = problem.specialization
+    keys, found = bwd_one_tile.keys_of(spec, problem.seqlen_k) or 0, {}
+    for halves in bwd_one_tile.halves_of(spec):
+        said = "halves" if halves == 2 else "whole"
         for parts in parts_of(problem, halves, gpu):
-            config = {**bwd_one_tile.config_of(spec, keys, parts, halves), **other}
-            if config["PERSISTENT"] and parts > 1:
-                continue
-            words = (("halves", halves == 2), ("ahead", config["AHEAD"]), ("persistent", config["PERSISTENT"]))
-            said = ", ".join([word for word, holds in words if holds] or ["whole"])
-            found.setdefault(f"{said}, {parts} parts", config)
+            found[f"{said}, {parts} parts"] = bwd_one_tile.config_of(spec, keys, parts, halves)
+    if bwd_one_tile.can_take_turns(spec):
+        found["in turns, 1 parts"] = bwd_one_tile.config_of(spec, keys, 1, turns=True)
     return found
 
 

@@ -30,22 +30,26 @@ ONE_KEY_TILE = False
 
 
 class OneTilePace(NamedTuple):
-    """Microseconds of a program."""
+    """Microseconds of a program, where all of its columns are the head dims'."""
 
     block: float  #: of 64 queries with its keys
-    ends: float  #: start and end of a tile; of one that is loaded while the one before is computed its end
-    start: float  #: once, of a program that takes tiles in turns
+    ends: float  #: start and end of a tile, but for what waits for memory; of programs that take turns its end
+    start: float = 0.0  #: of programs that take turns, once
 
 
-#: By columns of a program, halves, and whether S and dP are computed ahead; arithmetic, not measured.
+#: By columns of a program, halves, and whether programs take turns. Fitted to 52 forms of 16 calls on an H200
+#: (docs/experiments/one-key-tile.md).
 PACES_OF_ONE: dict[tuple[int, int, bool], OneTilePace] = {
-    (64, 1, True): OneTilePace(1.3, 0.7, 2.5),
-    (128, 1, False): OneTilePace(3.0, 2.6, 0.0),
-    (64, 2, True): OneTilePace(1.7, 2.6, 0.0),
-    (128, 2, False): OneTilePace(4.5, 3.0, 0.0),
+    (64, 1, False): OneTilePace(1.9, 2.0),
+    (64, 1, True): OneTilePace(2.06, 0.9, 0.7),
+    (128, 1, False): OneTilePace(2.92, 3.7),
+    (64, 2, False): OneTilePace(2.45, 3.4),
+    (128, 2, False): OneTilePace(3.9, 4.0),
 }
-#: Of a call, and of the launch that adds parts up: at least, and of each part of a sum.
-LAUNCH_US, GATHER_US, GATHERED_US = 2.0, 2.5, 0.05
+#: Share of a block and of ends that does not shrink with the columns of Q or V alone.
+FIXED_SHARE = 0.3
+#: Of a call; of the launch that adds parts up, and of so many parts, which it loads at once.
+LAUNCH_US, GATHER_US, GATHERED, GATHERED_US = 1.9, 1.0, 7, 0.6
 #: Share of the memory's bandwidth that calls reach.
 MEMORY_RATE = 0.8
 #: It must be predicted to be faster than what serves otherwise by this share.
@@ -64,21 +68,31 @@ def _moved(problem: Problem, config: Config) -> float:
     return problem.batch * (rows + keys) * ITEMSIZE[problem.dtype]
 
 
+def _begun_with(problem: Problem) -> float:
+    """Bytes that a program waits for before its first products: all start at a time, and share the memory."""
+    columns = problem.head_dim + problem.head_dim_v
+    rows = min(2 * bwd_one_tile.ROWS, problem.seqlen_q * problem.group)
+    return ITEMSIZE[problem.dtype] * (problem.seqlen_k * columns + rows * (columns + problem.head_dim_v))
+
+
 def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds of a whole backward, estimated."""
-    halves, parts = config["HALVES"], config["PARTS"]
-    pace = PACES_OF_ONE[max(block_dims(problem.specialization)) // halves, halves, config["AHEAD"]]
-    blocks = -(-bwd_one_tile.blocks(problem) // parts)
-    tiles = problem.batch * problem.heads_kv * parts * halves
-    turns = -(-tiles // (gpu.sm_count // halves * halves))  # of the busiest multiprocessor
-    busy = turns * (pace.ends + blocks * pace.block)
-    busy += pace.start if config["PERSISTENT"] else turns * pace.start
-    by_memory = _moved(problem, config) / (gpu.hbm_gbs * 1e3 * MEMORY_RATE)
-    return LAUNCH_US + (GATHER_US + parts * GATHERED_US if parts > 1 else 0.0) + max(busy, by_memory)
+    halves, parts, in_turns = config["HALVES"], config["PARTS"], config["PERSISTENT"]
+    dims = block_dims(problem.specialization)
+    pace = PACES_OF_ONE[max(dims) // halves, halves, in_turns]
+    share = FIXED_SHARE + (1 - FIXED_SHARE) * sum(dims) / (2 * max(dims))
+    rate = gpu.hbm_gbs * 1e3 * MEMORY_RATE
+    tiles, at_once = problem.batch * problem.heads_kv * parts, gpu.sm_count // halves
+    turns = -(-tiles // at_once)
+    waits = min(tiles, at_once) * _begun_with(problem) / rate
+    busy = turns * share * (pace.ends + -(-bwd_one_tile.blocks(problem) // parts) * pace.block)
+    busy += pace.start + waits if in_turns else turns * waits
+    gathered = GATHER_US + -(-parts // GATHERED) * GATHERED_US if parts > 1 else 0.0
+    return LAUNCH_US + gathered + max(busy, _moved(problem, config) / rate)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """In one part, and in as many as TURNS asks for; in halves, too, where those are computed ahead and a whole is not."""
+    """In one part, also with programs that take turns, and in as many as TURNS asks for."""
     spec = problem.specialization
     keys = bwd_one_tile.keys_of(spec, problem.seqlen_k)
     assert keys is not None
@@ -87,6 +101,8 @@ def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
         for parts in sorted({1} | {min(count, blocks, bwd_one_tile.MOST_PARTS) for count in counts if count}):
             yield bwd_one_tile.config_of(spec, keys, parts, halves)
+    if bwd_one_tile.can_take_turns(spec) and heads > gpu.sm_count:
+        yield bwd_one_tile.config_of(spec, keys, 1, turns=True)
 
 
 @lru_cache(maxsize=1024)
@@ -136,12 +152,15 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
     if problem.extent.ragged or not one_key_tile.able(problem, arch):
         return []
     spec = problem.specialization
+    sizes = {bwd_one_tile.keys_of(spec, length) for length in bwd_one_tile.KEYS}
     configs = [
         bwd_one_tile.config_of(spec, keys, parts, halves)
-        for keys in {bwd_one_tile.keys_of(spec, length) for length in bwd_one_tile.KEYS}
+        for keys in sizes
         for halves in bwd_one_tile.halves_of(spec)
         for parts in (1, 2)
     ]
+    if bwd_one_tile.can_take_turns(spec):
+        configs += [bwd_one_tile.config_of(spec, keys, 1, turns=True) for keys in sizes]
     return [one for config in configs for one in one_key_tile.kernels(problem, config, arch)]
 
 

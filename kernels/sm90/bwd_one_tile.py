@@ -4,7 +4,7 @@ It makes delta, dQ in the call's dtype, dK and dV: no kernel before, no sums of 
 Query blocks of a key head, over all of its query heads, may be split into parts, each a program's, whose dK and dV
 kernels/portable/bwd_gather.py adds up. HALVES 2: each of two programs has half of the columns of dQ, dK and dV, where registers
 do not hold all of them; both compute S and dP. PERSISTENT: as many programs as multiprocessors take every n-th key head, and
-load the next one's K and V while they compute. AHEAD: S and dP of the next block are computed beside what follows dS.
+load the next one's K and V while they compute.
 
 Each group of four warps has 64 keys; all warps are one partition, which loads for itself: with a block or two a key head there
 is little that a warp of its own could do ahead."""
@@ -33,7 +33,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 class Shared(NamedTuple):
-    """Shared memory, of each the halves: [slots, 1, 1, rows, columns]; ds [1, M, N]; terms [4, M]."""
+    """Shared memory, of each the halves: [slots, 1, 1, rows, columns]; ds [1, M, N]; terms [2, M]."""
 
     q: tuple
     k: tuple
@@ -199,14 +199,14 @@ def _rows_of(memory, at, half, alive, work, form):
 
 
 @gluon.jit
-def _put_terms(rows, do, smem, slot, layout: gl.constexpr):
+def _put_terms(rows, do, smem, layout: gl.constexpr):
     """lse and delta = rowsum(dO * O) - dlse of a block to shared memory, where the columns of S^T find them. The gradient of
     lse enters here: d lse / d s = p."""
     sums = gl.sum(rows.o[0].to(gl.float32) * do[0].load(layout).to(gl.float32), 1)
     if len(do) == 2:
         sums += gl.sum(rows.o[1].to(gl.float32) * do[1].load(layout).to(gl.float32), 1)
-    smem.terms.index(2 * slot).store(rows.lse)
-    smem.terms.index(2 * slot + 1).store(sums - rows.dlse)
+    smem.terms.index(0).store(rows.lse)
+    smem.terms.index(1).store(sums - rows.dlse)
 
 
 @gluon.jit
@@ -215,8 +215,7 @@ def bwd_hopper_one_tile_kernel(
     stride_ob, stride_oh, stride_om, stride_dlseb, stride_dlseh, stride_dlsem,
     batch, heads_q, group, seqlen_q, seqlen_k, has_dlse, PARTS, window_left, window_right,
     HEAD_DIM_V: gl.constexpr, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, HIDE_QUERIES: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
-    PERSISTENT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors of half of their columns, o by pointer, lse
     [B, Hq, Sq] as the forward leaves it, dlse [B, Hq, Sq] float32 (read only if has_dlse) -> dq [B, Hq, Sq, D]; dk, dv
@@ -265,7 +264,7 @@ def bwd_hopper_one_tile_kernel(
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, WIDTH], dk.layout) if PERSISTENT else None,
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, WIDTH_V], dv.layout) if PERSISTENT else None,
         gl.allocate_shared_memory(dtype, [1, BLOCK_M, BLOCK_N], gl.NVMMASharedLayout(128, 16, 2)),
-        gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )  # fmt: skip
     kv_ready = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -299,15 +298,6 @@ def bwd_hopper_one_tile_kernel(
     zero_dq = gl.zeros([BLOCK_M, WIDTH], gl.float32, dq_layout)
     dk_acc = gl.zeros([BLOCK_N, WIDTH], gl.float32, k_layout)
     dv_acc = gl.zeros([BLOCK_N, WIDTH_V], gl.float32, v_layout)
-    s, dp = zero_s, zero_s
-    mbarrier.wait(kv_ready.index(0), 0)
-    if AHEAD:
-        mbarrier.wait(ready.index(0), 0)
-        s_next = product_of_rows(tiles_in(smem.k, 0), tiles_in(smem.q, 0), zero_s)
-        dp_next = product_of_rows(tiles_in(smem.v, 0), tiles_in(smem.do, 0), zero_s)
-        _put_terms(rows, tiles_in(smem.do, 0), smem, 0, o_layout)
-        rows = _rows_of(memory, following, half, total > 1, work, form)
-        s, dp = warpgroup_mma_wait(0, deps=[s_next, dp_next])
     done = 0  # blocks of the tile
     for turn in range(total):
         # LLVM would keep the descriptors of all operands in registers through the loop, and ptxas spill them
@@ -316,25 +306,22 @@ def bwd_hopper_one_tile_kernel(
         k_stage = now.lap % KV_STAGES + only
         k_tile, v_tile, ds_tile = tiles_in(smem.k, k_stage), tiles_in(smem.v, k_stage), smem.ds.index(only)
         q_tile, do_tile = tiles_in(smem.q, stage), tiles_in(smem.do, stage)
-        slot = turn % 2
-        if not AHEAD:
-            mbarrier.wait(kv_ready.index(now.lap % KV_STAGES), (now.lap // KV_STAGES) & 1)
-            mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-            if not O_EARLY:
-                _put_terms(rows, do_tile, smem, slot, o_layout)
-            s_next = product_of_rows(k_tile, q_tile, zero_s)
-            dp_next = product_of_rows(v_tile, do_tile, zero_s)
-            if O_EARLY:
-                _put_terms(rows, do_tile, smem, slot, o_layout)
-                rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
-            s = warpgroup_mma_wait(HALVES, deps=[s_next])
-        lse_row = smem.terms.index(2 * slot).load(of_row)
-        delta_row = smem.terms.index(2 * slot + 1).load(of_row)
+        mbarrier.wait(kv_ready.index(now.lap % KV_STAGES), (now.lap // KV_STAGES) & 1)
+        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
+        if not O_EARLY:
+            _put_terms(rows, do_tile, smem, o_layout)
+        s_next = product_of_rows(k_tile, q_tile, zero_s)
+        dp_next = product_of_rows(v_tile, do_tile, zero_s)
+        if O_EARLY:
+            _put_terms(rows, do_tile, smem, o_layout)
+            rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
+        s = warpgroup_mma_wait(HALVES, deps=[s_next])
+        lse_row = smem.terms.index(0).load(of_row)
+        delta_row = smem.terms.index(1).load(of_row)
         p = gl.exp2(gl.fma(s, qk_scale, -lse_row[None, :]))
         p = HIDE_QUERIES(p, keys, now.row, seqlen_k - seqlen_q, seqlen_k, window, s_layout)
         left = gl.convert_layout(p.to(dtype), p_operand)
-        if not AHEAD:
-            dp = warpgroup_mma_wait(0, deps=[dp_next])
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
         ds = (p * (dp - delta_row[None, :])).to(dtype)
         left_ds = gl.convert_layout(ds, ds_operand)
         ds_tile.permute((1, 0)).store(ds)
@@ -344,24 +331,10 @@ def bwd_hopper_one_tile_kernel(
         thread_barrier()
         dq_next = warpgroup_mma(ds_tile, k_tile[0], zero_dq, use_acc=False, is_async=True)
         dk_next = warpgroup_mma(left_ds, q_tile[0], dk_acc, use_acc=done > 0, is_async=True)
-        if AHEAD:
-            dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
-            # the last block multiplies whatever lies there, which is not read
-            more = turn + 1 < total
-            next_stage = (turn + 1) % STAGES
-            next_k = following.lap % KV_STAGES
-            mbarrier.wait(kv_ready.index(next_k), (following.lap // KV_STAGES) & 1, pred=more)
-            mbarrier.wait(ready.index(next_stage), ((turn + 1) // STAGES) & 1, pred=more)
-            s_next = product_of_rows(tiles_in(smem.k, next_k + only), tiles_in(smem.q, next_stage), zero_s)
-            dp_next = product_of_rows(tiles_in(smem.v, next_k + only), tiles_in(smem.do, next_stage), zero_s)
-            _put_terms(rows, tiles_in(smem.do, next_stage), smem, 1 - slot, o_layout)
-            rows = _rows_of(memory, later, half, turn + 2 < total, work, form)
-            dk_acc, left_ds = warpgroup_mma_wait(2 * HALVES, deps=[dk_next, left_ds])
-        else:
-            if not O_EARLY:
-                rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
-            dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
-            dk_acc, left_ds = warpgroup_mma_wait(0, deps=[dk_next, left_ds])
+        if not O_EARLY:
+            rows = _rows_of(memory, following, half, turn + 1 < total, work, form)
+        dv_acc, left, dq_block = warpgroup_mma_wait(1, deps=[dv_next, left, dq_next])
+        dk_acc, left_ds = warpgroup_mma_wait(0, deps=[dk_next, left_ds])
         dq_block = (dq_block * softmax_scale).to(dtype)
         tma_store_wait(0)
         thread_barrier()  # all warps have read this stage, and what was stored before has left
@@ -388,8 +361,6 @@ def bwd_hopper_one_tile_kernel(
             done = 0
         fence_async_shared()
         tma_store(dq, [now.b, now.h_kv * group + now.member, now.row, half * WIDTH], smem.dq.index(0))
-        if AHEAD:
-            s, dp = warpgroup_mma_wait(0, deps=[s_next, dp_next])
         now = following
         following = later if STAGES == 2 else _behind(following, work, form)
         later = _behind(following, work, form) if STAGES == 2 else following

@@ -8,7 +8,7 @@ from fa2tune.spec.variant import SearchSpace
 KEYS, ROWS = (64, 128), 64
 #: Parts that the query blocks of a key head are split into at most.
 MOST_PARTS = 64
-#: Columns that fill the registers of a program, and those that leave room for S and dP of a block ahead.
+#: Columns that fill the registers of a program, and those that leave room in shared memory for another K and V.
 MOST_COLUMNS, NARROW_COLUMNS = 128, 64
 
 
@@ -42,18 +42,22 @@ def programs(problem: Problem, config: Config, sm_count: int) -> int:
 
 
 def halves_of(spec: Specialization) -> tuple[int, ...]:
-    """Into how many halves columns may be split: as few as registers allow, and as few as leave room for S and dP ahead."""
+    """Into how many halves columns may be split: few heads of 128 columns gain by twice as many programs."""
     wide = max(block_dims(spec))
     return (1,) if wide <= NARROW_COLUMNS else (1, 2) if wide <= MOST_COLUMNS else (2,)
 
 
-def config_of(spec: Specialization, keys: int, parts: int, halves: int | None = None) -> Config:
-    """``keys``: of a tile, one of KEYS; ``halves``: None for as few as registers allow."""
-    wide, halves = max(block_dims(spec)), halves or halves_of(spec)[0]
-    narrow = wide // halves <= NARROW_COLUMNS
+def can_take_turns(spec: Specialization) -> bool:
+    """Whether shared memory holds K and V of two key heads."""
+    return max(block_dims(spec)) <= NARROW_COLUMNS
+
+
+def config_of(spec: Specialization, keys: int, parts: int, halves: int | None = None, turns: bool = False) -> Config:
+    """``keys``: of a tile, one of KEYS; ``halves``: None for as few as registers allow; ``turns``: PERSISTENT."""
     return {
-        "BLOCK_M": ROWS, "BLOCK_N": keys, "HALVES": halves, "STAGES": 1 if wide > MOST_COLUMNS else 2, "AHEAD": narrow,
-        "PERSISTENT": narrow and halves == 1 and parts == 1, "PARTS": parts, "num_warps": keys // 16,
+        "BLOCK_M": ROWS, "BLOCK_N": keys, "HALVES": halves or halves_of(spec)[0],
+        "STAGES": 1 if max(block_dims(spec)) > MOST_COLUMNS else 2, "PERSISTENT": turns, "PARTS": parts,
+        "num_warps": keys // 16,
     }  # fmt: skip
 
 
@@ -64,7 +68,6 @@ SPACE = SearchSpace(
         "BLOCK_N": KEYS,
         "HALVES": (1, 2),  # programs that share the columns of dQ, dK and dV
         "STAGES": (1, 2),  # query blocks that are loaded at once
-        "AHEAD": (False, True),  # S and dP of a block beside the products of the one before
         "PERSISTENT": (False, True),  # a program takes tiles in turns
         "PARTS": tuple(range(1, MOST_PARTS + 1)),
         "num_warps": (4, 8),  # 64 keys each four

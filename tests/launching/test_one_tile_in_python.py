@@ -37,7 +37,13 @@ class OneTileGpu(PythonGpu):
         problem = passes.describe(q, k, v, call.mask, scale, o=o, do=do)
         assert one_key_tile.can(problem, 90)
         keys = bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k)
-        made = bwd_one_tile.config_of(problem.specialization, keys, settings.get("PARTS", 1), settings.get("HALVES"))
+        made = bwd_one_tile.config_of(
+            problem.specialization,
+            keys,
+            settings.get("PARTS", 1),
+            settings.get("HALVES"),
+            settings.get("PERSISTENT", False),
+        )
         config = {**made, **settings}
         assert all(config[name] in values for name, values in bwd_one_tile.SPACE.dimensions.items())
         gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
@@ -60,19 +66,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> OneTileGpu:
     return OneTileGpu(monkeypatch)
 
 
+TURNS = {"PERSISTENT": True}
 CALLS = [
     # lengths, heads, head dims, mask, batch: settings
     (Call(((70, 77),), (3, 3), (64, 64), FULL), {}),
     (Call(((130, 100),), (2, 2), (64, 64), CAUSAL, batch=2), {}),
     (Call(((300, 64),), (2, 1), (64, 64), CAUSAL), {}),  # rows without a key; blocks of them
-    (Call(((70, 66),), (5, 5), (24, 24), CAUSAL, batch=2), {}),  # more tiles than three multiprocessors
-    (Call(((50, 66),), (4, 4), (64, 64), FULL, batch=2), {}),  # one block a tile
-    (Call(((50, 60),), (16, 8), (64, 64), CAUSAL), {}),
-    (Call(((130, 66),), (5, 5), (64, 64), CAUSAL), {"AHEAD": False}),
-    (Call(((130, 66),), (5, 5), (64, 64), FULL), {"AHEAD": False, "STAGES": 1}),
-    (Call(((130, 66),), (4, 4), (64, 64), FULL), {"PERSISTENT": False}),
-    (Call(((130, 100),), (2, 2), (48, 80), CAUSAL), {"AHEAD": True}),
-    (Call(((130, 100),), (4, 4), (128, 128), CAUSAL), {"HALVES": 2, "PERSISTENT": True}),
+    (Call(((70, 66),), (5, 5), (24, 24), CAUSAL, batch=2), TURNS),  # more tiles than three multiprocessors
+    (Call(((50, 66),), (4, 4), (64, 64), FULL, batch=2), TURNS),  # one block a tile
+    (Call(((50, 60),), (16, 8), (64, 64), CAUSAL), TURNS),
+    (Call(((130, 100),), (1, 1), (64, 64), CAUSAL), TURNS),
+    (Call(((130, 66),), (5, 5), (64, 64), CAUSAL), TURNS),
+    (Call(((130, 66),), (5, 5), (64, 64), FULL), {"STAGES": 1}),
+    (Call(((130, 66),), (4, 4), (64, 64), FULL), {**TURNS, "STAGES": 1}),
+    (Call(((130, 100),), (2, 2), (48, 80), CAUSAL), {}),
+    (Call(((130, 100),), (4, 4), (128, 128), CAUSAL), {**TURNS, "HALVES": 2}),
     (Call(((222, 91),), (1, 1), (120, 120), FULL), {"PARTS": 3}),
     (Call(((104, 104),), (4, 1), (96, 96), FULL), {"PARTS": 4}),
     (Call(((104, 104),), (6, 2), (96, 96), CAUSAL), {"PARTS": 5}),
@@ -115,9 +123,9 @@ def test_the_same_bits_each_run(gpu: OneTileGpu) -> None:
 def test_a_fault_is_found(gpu: OneTileGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows without their delta."""
 
-    def put_terms(rows: Any, _: Any, smem: Any, slot: Any, *__: Any) -> None:
-        smem.terms.index(2 * slot).store(rows.lse)
-        smem.terms.index(2 * slot + 1).store(rows.dlse)
+    def put_terms(rows: Any, _: Any, smem: Any, *__: Any) -> None:
+        smem.terms.index(0).store(rows.lse)
+        smem.terms.index(1).store(rows.dlse)
 
     monkeypatch.setattr(kernels_in_python, "_NAMES", {**kernels_in_python._NAMES, "_put_terms": put_terms})
     monkeypatch.setattr(kernels_in_python, "_MODULES", {})
