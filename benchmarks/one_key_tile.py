@@ -56,6 +56,13 @@ CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "medium, 128": (Problem("bf16", 16, 32, 32, 500, 128, 128, 128, FULL), {}),
     "medium, 128, causal": (Problem("bf16", 50, 40, 40, 128, 128, 128, 128, CAUSAL), {}),
     "64 keys": (Problem("bf16", 16, 16, 16, 1024, 64, 128, 128, FULL), {}),
+    "50 keys": (Problem("bf16", 40, 16, 16, 300, 50, 64, 64, FULL), {}),
+    "65 keys": (Problem("bf16", 9, 92, 92, 117, 65, 16, 16, FULL), {"fa2tune": 48.9, "cudnn": 46.9}),
+    "74 keys": (Problem("bf16", 24, 14, 14, 74, 74, 184, 184, FULL), {"fa2tune": 76.5, "fa4": 69.6}),
+    "84 keys": (Problem("bf16", 35, 12, 12, 84, 84, 136, 136, CAUSAL), {"fa2tune": 79.7, "cudnn": 96.1}),
+    "105 keys": (Problem("bf16", 12, 28, 28, 105, 105, 128, 128, FULL), {"fa2tune": 47.5, "cudnn": 57.1}),
+    "93 keys": (Problem("bf16", 7, 31, 31, 93, 93, 48, 48, FULL), {"fa2tune": 19.1, "cudnn": 21.4}),
+    "97 keys": (Problem("bf16", 7, 11, 11, 178, 97, 120, 120, FULL), {"fa2tune": 22.8, "cudnn": 23.8}),
 }  # fmt: skip
 
 
