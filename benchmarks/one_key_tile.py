@@ -75,13 +75,13 @@ def parts_of(problem: Problem, halves: int, gpu: Gpu) -> list[int]:
 
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     spec = problem.specialization
-    keys, found = bwd_one_tile.keys_of(spec, problem.seqlen_k) or 0, {}
+    found = {}
     for halves in bwd_one_tile.halves_of(spec):
         said = "halves" if halves == 2 else "whole"
         for parts in parts_of(problem, halves, gpu):
-            found[f"{said}, {parts} parts"] = bwd_one_tile.config_of(spec, keys, parts, halves)
+            found[f"{said}, {parts} parts"] = bwd_one_tile.config_of(spec, parts, halves)
     if bwd_one_tile.can_take_turns(spec):
-        found["in turns, 1 parts"] = bwd_one_tile.config_of(spec, keys, 1, turns=True)
+        found["in turns, 1 parts"] = bwd_one_tile.config_of(spec, 1, turns=True)
     return found
 
 

@@ -37,7 +37,7 @@ def able(problem: Problem, arch: int) -> bool:
 
 def can(problem: Problem, arch: int) -> bool:
     """The same of a call."""
-    return bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k) is not None and able(problem, arch)
+    return 1 <= problem.seqlen_k <= bwd_one_tile.KEYS and able(problem, arch)
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
@@ -105,7 +105,7 @@ def bound(
 
 
 class OneTilePlan:
-    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), as ``passes.BackwardPlan``. Needs 1 to bwd_one_tile.KEYS[-1] keys."""
+    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), as ``passes.BackwardPlan``. Needs 1 to bwd_one_tile.KEYS keys."""
 
     order = ""
 

@@ -222,7 +222,7 @@ def bwd_hopper_one_tile_kernel(
     [B, Hkv * PARTS, Sk, D / DV], head h * PARTS + p of part p of key head h. 1 <= Sk <= BLOCK_N.
 
     PERSISTENT: any number of programs, and PARTS is 1. Else a program for each half of each tile."""
-    WARPS: gl.constexpr = BLOCK_N // 16
+    WARPS: gl.constexpr = space.WARPS
     KV_STAGES: gl.constexpr = 2 if PERSISTENT else 1
     #: registers hold O of the next block beside S and dP
     O_EARLY: gl.constexpr = HALVES * WIDTH_V <= 128

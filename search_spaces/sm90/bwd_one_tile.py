@@ -5,7 +5,9 @@ from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.variant import SearchSpace
 
 #: Keys of a tile, all that a key head may have, and query rows of a block.
-KEYS, ROWS = (64, 128), 64
+KEYS, ROWS = 128, 64
+#: Of a program: four have 64 keys.
+WARPS = 8
 #: Parts that the query blocks of a key head are split into at most.
 MOST_PARTS = 64
 #: Columns that fill the registers of a program, and those that leave room in shared memory for another K and V.
@@ -20,12 +22,6 @@ def widths(spec: Specialization, config: Config) -> dict[str, int]:
 def fits(spec: Specialization, arch: int) -> bool:
     """Whether the kernel can compute such a call, apart from its lengths."""
     return arch == 90 and spec.dtype != "fp32" and spec.aligned and not spec.ragged and spec.score == "none"
-
-
-def keys_of(spec: Specialization, seqlen_k: int) -> int | None:
-    """Of the tile for so many keys; None: they are more than a tile has. With more columns four warps spill."""
-    sizes = KEYS if max(block_dims(spec)) <= NARROW_COLUMNS else KEYS[-1:]
-    return next((keys for keys in sizes if seqlen_k <= keys), None)
 
 
 def blocks(problem: Problem) -> int:
@@ -52,12 +48,12 @@ def can_take_turns(spec: Specialization) -> bool:
     return max(block_dims(spec)) <= NARROW_COLUMNS
 
 
-def config_of(spec: Specialization, keys: int, parts: int, halves: int | None = None, turns: bool = False) -> Config:
-    """``keys``: of a tile, one of KEYS; ``halves``: None for as few as registers allow; ``turns``: PERSISTENT."""
+def config_of(spec: Specialization, parts: int, halves: int | None = None, turns: bool = False) -> Config:
+    """``halves``: None for as few as registers allow; ``turns``: PERSISTENT."""
     return {
-        "BLOCK_M": ROWS, "BLOCK_N": keys, "HALVES": halves or halves_of(spec)[0],
+        "BLOCK_M": ROWS, "BLOCK_N": KEYS, "HALVES": halves or halves_of(spec)[0],
         "STAGES": 1 if max(block_dims(spec)) > MOST_COLUMNS else 2, "PERSISTENT": turns, "PARTS": parts,
-        "num_warps": keys // 16,
+        "num_warps": WARPS,
     }  # fmt: skip
 
 
@@ -65,13 +61,13 @@ SPACE = SearchSpace(
     name="bwd_hopper_one_tile",
     dimensions={
         "BLOCK_M": (ROWS,),
-        "BLOCK_N": KEYS,
+        "BLOCK_N": (KEYS,),
         "HALVES": (1, 2),  # programs that share the columns of dQ, dK and dV
         "STAGES": (1, 2),  # query blocks that are loaded at once
         "PERSISTENT": (False, True),  # a program takes tiles in turns
         "PARTS": tuple(range(1, MOST_PARTS + 1)),
-        "num_warps": (4, 8),  # 64 keys each four
+        "num_warps": (WARPS,),
     },
     constraints=(),
-    default=lambda spec, arch: config_of(spec, KEYS[-1], 1),
+    default=lambda spec, arch: config_of(spec, 1),
 )

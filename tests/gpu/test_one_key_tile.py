@@ -44,8 +44,7 @@ class Posed:
         assert one_key_tile.can(self.problem, 90)
 
     def plan(self, parts: int = 1, **other: Any) -> one_key_tile.OneTilePlan:
-        keys = bwd_one_tile.keys_of(self.problem.specialization, self.asked.seqlen_k) or 0
-        config = {**bwd_one_tile.config_of(self.problem.specialization, keys, parts, other.get("HALVES")), **other}
+        config = {**bwd_one_tile.config_of(self.problem.specialization, parts, other.get("HALVES")), **other}
         return one_key_tile.OneTilePlan(
             self.problem, self.do, self.dlse, self.q, self.k, self.v, self.o, self.scale, config
         )

@@ -36,10 +36,8 @@ class OneTileGpu(PythonGpu):
         o, lse = within_nan(right["o"].half(), order), right["lse"].float()
         problem = passes.describe(q, k, v, call.mask, scale, o=o, do=do)
         assert one_key_tile.can(problem, 90)
-        keys = bwd_one_tile.keys_of(problem.specialization, problem.seqlen_k)
         made = bwd_one_tile.config_of(
             problem.specialization,
-            keys,
             settings.get("PARTS", 1),
             settings.get("HALVES"),
             settings.get("PERSISTENT", False),
