@@ -297,10 +297,15 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
-    forward whose keys are split among programs, or whose tiles have several heads, the kernels that run in its place."""
+    forward whose keys are split among programs, or whose tiles have several heads, and of a backward by one kernel, what runs
+    in their place."""
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
+    one, refused = backward_plans.one_tile(problem, chosen, gpu) if backward else (None, "")
+    if one is not None and not refused:
+        runs = one_key_tile.kernels(problem, one, gpu.arch)
+        return {BACKWARD: " + ".join(variant.short_name for variant, _, _ in runs)}
     found = {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
         for kernel, choice in chosen.items()

@@ -188,6 +188,11 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     assert "bwd: one kernel for all of it is expected to be faster, but ptxas failed." in str(found)
 
 
+def test_bench_names_the_kernels() -> None:
+    assert serving.served_by(CROSS, H200, True) == {"bwd": "sm90/bwd_one_tile + bwd_gather"}
+    assert set(serving.served_by(replace(CROSS, seqlen_k=300), H200, True)) == {"bwd_fused"}
+
+
 def test_what_served_is_counted() -> None:
     plan = object.__new__(one_key_tile.OneTilePlan)
     assert forward_plans.steps(plan, {}) == [forward_plans.ONE_TILE]
