@@ -29,7 +29,7 @@ from fa2tune import gpus
 from fa2tune.calling import backward_plans, group_schedule, grouped_schedule, split_backward_schedule, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.gpus import Gpu
-from fa2tune.launching import key_splits, passes
+from fa2tune.launching import key_splits, one_key_tile, passes
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
 
@@ -165,6 +165,9 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
         if count > 1 and not refused:
             parts["bwd_dq"] = kernels[choices["bwd_dq"].variant.short_name]["parts"] = count
         order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu)
+        one, refused = backward_plans.one_tile(chooser.problem, choices, gpu) if pass_ == BACKWARD else (None, "")
+        if one is not None and not refused:
+            kernels, order = {one_key_tile.KERNEL: {"config": dict(one), "parts": one["PARTS"]}}, ""
         found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})
     return found
 

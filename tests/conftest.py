@@ -59,6 +59,7 @@ COMPILING = tuple(
         "hopper_split",
         "hopper_grouped",
         "dq_parts_compiled",
+        "one_tile_compiled",
         "backward_narrow",
         "early_start_compiled",
         "hostside",

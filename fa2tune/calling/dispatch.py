@@ -162,7 +162,7 @@ def _backward_plan(
                 f"the first choice for a deterministic backward failed on {chooser.gpu.name} ({error}); next: {SPLIT}"
             )
         else:
-            SERVED.update(choice.step for choice in choices.values())
+            SERVED.update(forward_plans.steps(plan, choices))
             return plan
         strategy, choices = choose_backward(chooser, deterministic, in_order=False)
     return _plan(chooser, _of_rows(choices) if own else choices, partial(make, strategy))

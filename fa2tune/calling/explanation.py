@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fa2tune.calling import defaults, grouped_schedule, split_backward_schedule
+from fa2tune.calling import defaults, grouped_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
@@ -55,6 +55,7 @@ class Served:
     #: of the kernel that splits keys among programs, or has tiles of several heads, and runs in place of the row's, if any
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
+    one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
     unsplit_of: Config | None = None  #: of the kernel with tiles of several heads, if it is that one that does not
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
@@ -67,7 +68,7 @@ class Served:
     @property
     def estimated(self) -> bool:
         """Whether a config runs that the schedule model has for the call's shape, and no row has."""
-        return self.split is not None or self.few_tiles or self.form != ""
+        return self.split is not None or self.one_tile is not None or self.few_tiles or self.form != ""
 
     @property
     def grouped(self) -> bool:
@@ -120,7 +121,7 @@ class Served:
     @property
     def by(self) -> str:
         """What runs, in a few words: "fused warp_specialized", or "fwd_split, fwd_combine"."""
-        if self.split is not None:
+        if self.split is not None or self.one_tile is not None:
             return ", ".join(self.runs or ())
         return self.row.filed_as if self.row else "default"
 
@@ -132,6 +133,8 @@ class Served:
         what = self.form or "few tiles"
         if self.split is not None:
             what = "tiles of several query heads" if self.grouped else "keys split among programs"
+        elif self.one_tile is not None:
+            what = "all of it by one kernel"
         if self.row is None:
             return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
@@ -312,7 +315,11 @@ class Explanation:
             if one.order
         ]
         for one in self.kernels:
-            if one.split is not None and one.kernel != "fwd":
+            if one.one_tile is not None:
+                said.append(one_tile_schedule.about(one.one_tile))
+            elif one.unsplit and one.kernel == BACKWARD:
+                said.append(f"bwd: one kernel for all of it is expected to be faster, but {one.unsplit}.")
+            elif one.split is not None and one.kernel != "fwd":
                 said.append(split_backward_schedule.about_keys(one.split))
             elif one.split is not None:
                 said.append(grouped_schedule.about(self.problem, one.split))
@@ -373,6 +380,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "scheduled": served.scheduled.key.bucket if served.scheduled else None, "window": served.mask.window is not None,
         "split": dict(served.split) if served.split is not None and not served.grouped else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
+        "one_tile": dict(served.one_tile) if served.one_tile is not None else None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "form": served.form or None, "order": served.order or None,
     }  # fmt: skip

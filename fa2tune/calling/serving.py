@@ -32,7 +32,7 @@ from fa2tune.calling.kinds import Kind
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, dq_parts, group_parts, key_splits, passes, precompiled
+from fa2tune.launching import beside, dq_parts, group_parts, key_splits, one_key_tile, passes, precompiled
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
@@ -74,6 +74,11 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     )  # fmt: skip
     strategy, kinds = chooser.strategy(split)
     _, choices = choose_backward(chooser, deterministic)
+    one, refused_one = backward_plans.one_tile(problem, choices, chooser.gpu)
+    if one is not None:
+        whole = _with_one_tile(whole, problem, one, refused_one, chooser.gpu)
+        if whole.one_tile is not None:
+            return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
     parts = {one.kernel: one.parts for one in found}
     count, refused_parts = backward_plans.key_parts(problem, choices, parts, chooser.gpu)
@@ -85,6 +90,16 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     if in_parts:
         found = [_with_keys_split(one, in_parts, why, order) if one.kernel == beside.DQ else one for one in found]
     return [replace(whole, order=order), *found]
+
+
+def _with_one_tile(whole: Served, problem: Problem, config: Config, refused: str, gpu: Gpu) -> Served:
+    """A backward all of which one kernel makes; ``refused``: it does not, although that is expected to be faster."""
+    found = _Runs(one_key_tile.kernels(problem, config, gpu.arch), gpu)
+    if why := refused or found.lacking:
+        return replace(whole, unsplit=why)
+    return replace(
+        whole, config=config, one_tile=config, otherwise=whole.config, runs=found.configs, binaries=found.binaries
+    )  # fmt: skip
 
 
 def _with_keys_split(one: Served, in_parts: _Runs, why: str, order: str) -> Served:
@@ -282,10 +297,15 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
-    forward whose keys are split among programs, or whose tiles have several heads, the kernels that run in its place."""
+    forward whose keys are split among programs, or whose tiles have several heads, and of a backward by one kernel, what runs
+    in their place."""
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
+    one, refused = backward_plans.one_tile(problem, chosen, gpu) if backward else (None, "")
+    if one is not None and not refused:
+        runs = one_key_tile.kernels(problem, one, gpu.arch)
+        return {BACKWARD: " + ".join(variant.short_name for variant, _, _ in runs)}
     found = {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
         for kernel, choice in chosen.items()

@@ -21,6 +21,7 @@ from fa2tune.calling import (
     few_tiles,
     fused_schedule,
     grouped_schedule,
+    one_tile_schedule,
     packed_schedule,
     schedule,
     split_backward_schedule,
@@ -141,6 +142,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from ((*one, problem) for one in runs(kernel, spec, replace(choice, config=other), arch))
     if kernel in group_parts.MAKE_DK_DV:
         yield from group_parts.helpers(problem, arch)
+    if kernel in (beside.DQ, passes.SUMS_DQ):
+        yield from one_tile_schedule.all_kernels(problem, arch)
     if kernel == beside.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:

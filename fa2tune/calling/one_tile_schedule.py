@@ -1,0 +1,169 @@
+"""Whether one kernel makes the whole backward of a call whose keys are one tile, and into how many parts its query blocks are
+split: arithmetic on the host, no GPU.
+
+A strategy's kernels are three launches or four, with sums of dQ or delta in memory between them. Of at most 128 keys
+``launching/one_key_tile.py`` has one launch, two with parts. Its programs take turns, as many at once as multiprocessors hold;
+all of them together are no faster than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from fa2tune.calling import fused_schedule, split_backward_schedule
+from fa2tune.calling.empty import is_empty
+from fa2tune.calling.split_schedule import MEASURED_ON
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import one_key_tile
+from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.launching.passes import SUMS_DQ
+from fa2tune.search_spaces.lib.hopper import block_dims
+from fa2tune.search_spaces.sm90 import bwd_one_tile
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.variant import Variant
+
+#: Whether any call takes it.
+ONE_KEY_TILE = True
+
+
+class OneTilePace(NamedTuple):
+    """Microseconds of a program, where all of its columns are the head dims'."""
+
+    block: float  #: of 64 queries with its keys
+    ends: float  #: start and end of a tile, but for what waits for memory; of programs that take turns its end
+    start: float = 0.0  #: of programs that take turns, once
+
+
+#: By columns of a program, halves, and whether programs take turns. Fitted with what follows to 60 times of 16 calls on an
+#: H200: 5 % off, root mean square (docs/experiments/one-key-tile.md).
+PACES_OF_ONE: dict[tuple[int, int, bool], OneTilePace] = {
+    (64, 1, False): OneTilePace(1.91, 2.3),
+    (64, 1, True): OneTilePace(2.04, 0.76, 2.17),
+    (128, 1, False): OneTilePace(3.22, 2.99),
+    (64, 2, False): OneTilePace(2.74, 2.51),
+    (128, 2, False): OneTilePace(4.06, 4.12),
+}
+#: Share of a block and of ends that does not shrink with the columns of Q or V alone.
+FIXED_SHARE = 0.15
+#: Of a call; of the launch that adds parts up, and of so many parts, which it loads at once.
+LAUNCH_US, GATHER_US, GATHERED_US = 1.5, 1.16, 0.36
+#: Share that programs wait of the time in which memory moves what all of them begin with.
+WAITED = 0.57
+#: Share of the memory's bandwidth that calls reach.
+MEMORY_RATE = 0.8
+#: It must be predicted to be faster than what serves otherwise by this share.
+MARGIN = 0.1
+#: Programs that there are, in turns of as many as there are multiprocessors.
+TURNS = (0.5, 1, 2)
+#: Causal calls of more queries than so many times their keys have blocks that see no key, which the kernel computes.
+MOST_BLIND = 2
+
+
+def _moved(problem: Problem, config: Config) -> float:
+    """Bytes of q, o, do and dq, of k, v, dk and dv, each once, and of parts."""
+    rows = problem.heads_q * problem.seqlen_q * (2 * problem.head_dim + 2 * problem.head_dim_v)
+    keys = problem.heads_kv * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    keys *= 2 if config["PARTS"] == 1 else 2 * config["PARTS"] + 1
+    return problem.batch * (rows + keys) * ITEMSIZE[problem.dtype]
+
+
+def _begun_with(problem: Problem) -> float:
+    """Bytes that a program waits for before its first products: all start at a time, and share the memory."""
+    columns = problem.head_dim + problem.head_dim_v
+    rows = min(2 * bwd_one_tile.ROWS, problem.seqlen_q * problem.group)
+    return ITEMSIZE[problem.dtype] * (problem.seqlen_k * columns + rows * (columns + problem.head_dim_v))
+
+
+def one_tile_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Microseconds of a whole backward, estimated."""
+    halves, parts, in_turns = config["HALVES"], config["PARTS"], config["PERSISTENT"]
+    dims = block_dims(problem.specialization)
+    pace = PACES_OF_ONE[max(dims) // halves, halves, in_turns]
+    share = FIXED_SHARE + (1 - FIXED_SHARE) * sum(dims) / (2 * max(dims))
+    rate = gpu.hbm_gbs * 1e3 * MEMORY_RATE
+    tiles, at_once = problem.batch * problem.heads_kv * parts, gpu.sm_count // halves
+    turns = -(-tiles // at_once)
+    waits = WAITED * min(tiles, at_once) * _begun_with(problem) / rate
+    busy = turns * share * (pace.ends + -(-bwd_one_tile.blocks(problem) // parts) * pace.block)
+    busy += pace.start + waits if in_turns else turns * waits
+    gathered = GATHER_US + -(-parts // fused_schedule.GATHERED) * GATHERED_US if parts > 1 else 0.0
+    return LAUNCH_US + gathered + max(busy, _moved(problem, config) / rate)
+
+
+def candidates(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """In one part, also with programs that take turns, and in as many as TURNS asks for."""
+    spec = problem.specialization
+    blocks, heads = bwd_one_tile.blocks(problem), problem.batch * problem.heads_kv
+    for halves in bwd_one_tile.halves_of(spec):
+        counts = {int(turns * gpu.sm_count) // (heads * halves) for turns in TURNS}
+        for parts in sorted({1} | {min(count, blocks, bwd_one_tile.MOST_PARTS) for count in counts if count}):
+            yield bwd_one_tile.config_of(spec, parts, halves)
+    if bwd_one_tile.can_take_turns(spec) and heads > gpu.sm_count:
+        yield bwd_one_tile.config_of(spec, 1, turns=True)
+
+
+@lru_cache(maxsize=1024)
+def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
+    """(estimated microseconds, config) of the fastest, the fewest programs where two are as fast."""
+    found = [(one_tile_us(problem, config, gpu), config) for config in candidates(problem, gpu)]
+    return min(found, key=lambda one: (one[0], one[1]["PARTS"] * one[1]["HALVES"]))
+
+
+def asked(problem: Problem, gpu: Gpu) -> bool:
+    """Whether the kernel is asked for such a call at all."""
+    if not ONE_KEY_TILE or gpu.arch not in MEASURED_ON or is_empty(problem) or problem.extent.ragged:
+        return False
+    if problem.mask not in (CAUSAL, FULL) or not one_key_tile.can(problem, gpu.arch):
+        return False
+    return problem.mask == FULL or problem.seqlen_q <= MOST_BLIND * problem.seqlen_k
+
+
+def otherwise_us(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
+) -> float | None:  # fmt: skip
+    """Microseconds of what serves without it, estimated; None: of such kernels there is no estimate. ``parts``: by kernel;
+    ``order``: of both kernels of a split backward."""
+    if set(choices) == {SUMS_DQ} and fused_schedule.covers(choices[SUMS_DQ].variant, problem):
+        return fused_schedule.predicted_us(problem, choices[SUMS_DQ].config, gpu, parts.get(SUMS_DQ, 1))
+    if split_backward_schedule.covers(problem, choices):
+        splits = parts.get(DQ, 1)
+        return split_backward_schedule.predicted_us(problem, choices, parts.get(DKDV, 1), gpu, order, splits=splits)
+    return None
+
+
+def config_of(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
+) -> Config | None:  # fmt: skip
+    """Of the kernel that makes the whole backward in place of ``choices``; None: that is not expected to be faster. ``parts``,
+    ``order``: as ``otherwise_us`` has them."""
+    if not asked(problem, gpu) or (otherwise := otherwise_us(problem, choices, parts, order, gpu)) is None:
+        return None
+    time, config = best(problem, gpu)
+    return config if time < (1 - MARGIN) * otherwise else None
+
+
+def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What may run in place of a backward's kernels, whatever a call's batch, heads and lengths are."""
+    if not ONE_KEY_TILE or arch not in MEASURED_ON or problem.mask not in (CAUSAL, FULL):
+        return []
+    if problem.extent.ragged or not one_key_tile.able(problem, arch):
+        return []
+    spec = problem.specialization
+    configs = [
+        bwd_one_tile.config_of(spec, parts, halves) for halves in bwd_one_tile.halves_of(spec) for parts in (1, 2)
+    ]
+    if bwd_one_tile.can_take_turns(spec):
+        configs.append(bwd_one_tile.config_of(spec, 1, turns=True))
+    return [one for config in configs for one in one_key_tile.kernels(problem, config, arch)]
+
+
+def about(config: Config) -> str:
+    """In one sentence, what runs in place of a backward's kernels."""
+    parts = config["PARTS"]
+    said = f"bwd: few keys, so {one_key_tile.KERNEL} makes dQ, dK and dV, which is expected to be faster and has no row"
+    return (
+        f"{said}." if parts == 1 else f"{said}: queries are split into {parts} parts, whose dK and dV are summed after."
+    )

@@ -1,0 +1,139 @@
+"""A dense backward of few keys by one kernel, kernels/sm90/bwd_one_tile.py, in place of a strategy's: neither delta nor sums of
+dQ lie in memory.
+
+Where the query blocks of a key head are split into parts, kernels/portable/bwd_gather.py adds up what they make of dK and dV,
+in a fixed order. Which calls, and how many parts: ``calling/one_tile_schedule.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.launching import group_parts, launch
+from fa2tune.launching.cuda import Chain
+from fa2tune.launching.group_parts import Bound
+from fa2tune.launching.launch import InterpretedChain, Place, Strides, Workspace, bind, chain, form, strides_of
+from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, without_memory
+from fa2tune.search_spaces.sm90 import bwd_one_tile
+from fa2tune.spec.problem import Config, Problem
+from fa2tune.spec.variant import Variant
+
+KERNEL = "sm90/bwd_one_tile"
+#: Its tensors that are workspaces where there are parts, by the names of these.
+_PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
+
+
+def able(problem: Problem, arch: int) -> bool:
+    """Whether the kernel can compute such calls of few keys, and this Triton it."""
+    spec = problem.specialization
+    if not problem.tma or not bwd_one_tile.fits(spec, arch):
+        return False
+    kernel = variants().get(KERNEL)
+    return kernel is not None and refused_mask(kernel, spec) is None
+
+
+def can(problem: Problem, arch: int) -> bool:
+    """The same of a call."""
+    return 1 <= problem.seqlen_k <= bwd_one_tile.KEYS and able(problem, arch)
+
+
+def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs for a config, in order, each with its config and a problem whose specialization it is compiled for: one binary
+    of the second serves all masks."""
+    found = [(variant_named(KERNEL), config, problem)]
+    return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
+
+
+def sums(problem: Problem, config: Config) -> dict[str, Workspace]:
+    """Memory for the parts' dK and dV."""
+    if config["PARTS"] == 1:
+        return {}
+    found: dict[str, Workspace] = {}
+    start = 0
+    for name, dim in (("dk", problem.head_dim), ("dv", problem.head_dim_v)):
+        shape = problem.batch, problem.heads_kv * config["PARTS"], problem.seqlen_k, dim
+        made = Workspace(shape, TORCH_TYPES[problem.dtype], start)
+        found[_PARTS_OF[name]], start = made, -(-made.end // ALIGNMENT) * ALIGNMENT
+    return found
+
+
+#: Of parts: they are rounded once more, as those of a split query group are.
+TORCH_TYPES = {name: dtype for dtype, name in launch.TORCH_DTYPES.items()}
+
+
+def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Iterator[Bound]:
+    """In order."""
+    scalars = {"heads_kv": problem.heads_kv, "parts": config["PARTS"]}
+    kernel, *gather = kernels(problem, config, arch)
+    if not gather:
+        yield Bound(*kernel, given, {}, scalars)
+        return
+    dense = {
+        name: (where.shape[1] * where.shape[2] * where.shape[3], where.shape[2] * where.shape[3], where.shape[3])
+        for name, where in zip(_PARTS_OF, sums(problem, config).values(), strict=True)
+    }
+    yield Bound(*kernel, {**given, **dense}, _PARTS_OF, scalars)
+    yield Bound(*gather[0], given, {}, scalars)
+
+
+def bound(
+    problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
+) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
+    """(What runs, called with the tensors and then with memory for the parts, like that memory, none if there are no parts).
+    ``tensors``: by name, of which shapes and strides count."""
+    arch = launch.arch_of(device_index) if device_index >= 0 else 0
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+    parts = sums(problem, config)
+    places: dict[str, Place] = {**{name: index for index, name in enumerate(tensors)}, **parts}
+    made = []
+    for one in launches(problem, config, strides, arch):
+        memory = form(one.variant, one.problem.specialization, one.config).passed
+        wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}
+        names = tuple(name for name, tensor in wanted.items() if tensor in places)
+        shaped = {name: parts[new] for name, new in one.renamed.items()}
+        launched = bind(
+            one.variant, one.problem, one.config, one.strides, softmax_scale, names, device_index, {**parts, **shaped},
+            one.scalars,
+        )  # fmt: skip
+        made.append((launched, [places[wanted[name]] for name in names]))
+    size = max((where.end for where in parts.values()), default=0)
+    block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
+    return chain(made, device_index), block
+
+
+class OneTilePlan:
+    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), as ``passes.BackwardPlan``. Needs 1 to bwd_one_tile.KEYS keys."""
+
+    order = ""
+
+    def __init__(
+        self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, o: torch.Tensor, softmax_scale: float, config: Config,
+    ) -> None:  # fmt: skip
+        self.config = config
+        dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
+        lse = torch.empty(tuple(q.shape[:3]), device="meta")
+        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        tensors |= {} if dlse is None else {"dlse": dlse}
+        self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
+        self.fresh = Fresh(q.device, dq, dk, dv, *block)
+
+    def __call__(
+        self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        o: torch.Tensor, lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        dq, dk, dv, *block = self.fresh()
+        tensors = (q, k, v, o, do, lse, dq, dk, dv)
+        self.chain((*tensors, *block) if dlse is None else (*tensors, dlse, *block))
+        return dq, dk, dv
+
+
+def backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
+    lse: torch.Tensor, problem: Problem, softmax_scale: float, config: Config,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One backward with an explicit config; ``problem``: what the tensors pose (``passes.describe``)."""
+    return OneTilePlan(problem, do, dlse, q, k, v, o, softmax_scale, config)(do, dlse, q, k, v, o, lse)

@@ -1,0 +1,179 @@
+"""Backwards whose keys are one tile, on the GPU: the error rule, the same bits on every run, strides, streams, CUDA graphs,
+memory that is given out again, and the public call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fa2tune
+from fa2tune.calling import dispatch, one_tile_schedule
+from fa2tune.launching import one_key_tile, passes
+from fa2tune.measuring import reference, verify
+from fa2tune.search_spaces.sm90 import bwd_one_tile
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import Problem
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+WINDOW = Mask("band", 20, 2)
+MASKS = [FULL, CAUSAL, WINDOW, Mask("chunked", 48), Mask("causal_top_left")]
+#: (batch, query heads, key heads), (queries, keys)
+LENGTHS = [((2, 3, 3), (70, 77)), ((2, 4, 2), (300, 100)), ((1, 6, 1), (129, 128)), ((40, 9, 3), (111, 50)),
+           ((1, 2, 2), (2, 64))]  # fmt: skip
+
+
+class Posed:
+    """A backward's tensors. ``through_lse``: lse has a gradient, 0 where a row sees no key."""
+
+    def __init__(self, asked: Problem, order: str = "bhsd", through_lse: bool = False) -> None:
+        self.asked, self.scale = asked, asked.head_dim**-0.5
+        inputs = reference.make_inputs(asked, "cuda", with_dlse=through_lse, on_device=True)
+        self.oracle, self.same = reference.oracle_and_reference(inputs, mask=asked.mask)
+        self.q, self.k, self.v, self.do, self.dlse = inputs.q, inputs.k, inputs.v, inputs.do, inputs.dlse
+        self.o, self.lse = self.same["o"], self.oracle["lse"].float()
+        if order == "bshd":
+            self.q, self.k, self.v, self.do, self.o = (
+                t.transpose(1, 2).contiguous().transpose(1, 2) for t in (self.q, self.k, self.v, self.do, self.o)
+            )
+        self.problem = passes.describe(self.q, self.k, self.v, asked.mask, self.scale, o=self.o, do=self.do)
+        assert one_key_tile.can(self.problem, 90)
+
+    def plan(self, parts: int = 1, **other: Any) -> one_key_tile.OneTilePlan:
+        config = {**bwd_one_tile.config_of(self.problem.specialization, parts, other.get("HALVES")), **other}
+        return one_key_tile.OneTilePlan(
+            self.problem, self.do, self.dlse, self.q, self.k, self.v, self.o, self.scale, config
+        )
+
+    def run(self, plan: one_key_tile.OneTilePlan) -> tuple[torch.Tensor, ...]:
+        return plan(self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse)
+
+    def check(self, found: tuple[torch.Tensor, ...]) -> None:
+        got = dict(zip(("dq", "dk", "dv"), found, strict=True))
+        verify.compare(got, {name: self.oracle[name] for name in got}, {name: self.same[name] for name in got})
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Memory that is not written holds NaN."""
+    monkeypatch.setattr(passes, "ALLOCATE", None)
+    made = torch.empty_strided
+
+    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
+        found = made(*sizes, **named)
+        return found.fill_(0xFF if found.dtype is torch.uint8 else torch.nan) if found.is_cuda else found
+
+    monkeypatch.setattr(torch, "empty_strided", poisoned)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("heads", "lengths"), LENGTHS, ids=str)
+def test_masks_groups_and_lengths(heads: tuple[int, int, int], lengths: tuple[int, int], mask: Mask) -> None:
+    posed = Posed(Problem("bf16", *heads, *lengths, 64, 64, mask), through_lse=mask == CAUSAL)
+    for parts in (1, 2, 7, 64):  # more than blocks, too
+        posed.check(posed.run(posed.plan(parts)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "mask"),
+    [("bf16", (16, 16), FULL), ("bf16", (24, 24), CAUSAL), ("bf16", (48, 80), FULL), ("bf16", (96, 96), FULL),
+     ("bf16", (120, 120), FULL), ("bf16", (128, 128), CAUSAL), ("bf16", (144, 64), WINDOW), ("bf16", (64, 160), CAUSAL),
+     ("bf16", (192, 64), FULL), ("bf16", (208, 208), FULL), ("bf16", (256, 256), FULL), ("bf16", (256, 256), CAUSAL),
+     ("fp16", (64, 64), CAUSAL), ("fp16", (128, 128), FULL), ("fp16", (200, 200), CAUSAL)],
+    ids=str,
+)  # fmt: skip
+def test_head_dims(dtype: str, dims: tuple[int, int], mask: Mask) -> None:
+    for keys in (50, 107):
+        for order in ("bhsd", "bshd"):
+            posed = Posed(Problem(dtype, 2, 4, 2, 137, keys, *dims, mask), order, through_lse=order == "bshd")
+            for parts in (1, 3):
+                posed.check(posed.run(posed.plan(parts)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"STAGES": 1}, {"HALVES": 2}, {"HALVES": 2, "STAGES": 1}, {"PERSISTENT": True}, {"PERSISTENT": True, "STAGES": 1}],
+    ids=str,
+)
+def test_other_forms(form: dict[str, Any]) -> None:
+    posed = Posed(Problem("bf16", 3, 4, 2, 500, 100, 64, 64, CAUSAL), through_lse=True)
+    many = Posed(Problem("bf16", 30, 18, 6, 100, 90, 64, 64, CAUSAL))  # more tiles than multiprocessors
+    for one, parts in ((posed, 1), (posed, 4), (many, 1)):
+        if parts == 1 or "PERSISTENT" not in form:
+            one.check(one.run(one.plan(parts, **form)))
+
+
+def test_any_strides() -> None:
+    """A cut cache, expanded heads, a gradient that is a view."""
+    posed = Posed(Problem("bf16", 2, 4, 2, 130, 90, 64, 64, CAUSAL), through_lse=True)
+    cache = torch.full((2, 2, 200, 64), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache[:, :, :90] = posed.k
+    posed.k = cache[:, :, :90]
+    posed.dlse = torch.stack([posed.dlse, posed.dlse], -1)[..., 0]  # type: ignore[list-item]
+    for parts in (1, 3):
+        posed.check(posed.run(posed.plan(parts)))
+    alike = replace(posed.asked, heads_kv=1)
+    posed = Posed(alike)
+    posed.k = posed.k.expand(-1, 1, -1, -1)
+    posed.check(posed.run(posed.plan()))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_same_bits_on_every_run_stream_and_replay(parts: int) -> None:
+    posed = Posed(Problem("bf16", 9, 8, 4, 300, 120, 128, 128, CAUSAL))
+    plan = posed.plan(parts)
+    first = posed.run(plan)
+    posed.check(first)
+    for _ in range(30):
+        assert same(posed.run(plan), first)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = posed.run(plan)
+    stream.synchronize()
+    assert same(found, first)
+    with torch.cuda.graph(graph):
+        found = posed.run(plan)
+    for _ in range(10):
+        for one in found:
+            one.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(found, first)
+
+
+def test_memory_that_is_given_out_again_at_once() -> None:
+    posed = Posed(Problem("bf16", 3, 4, 4, 296, 100, 256, 256, CAUSAL))
+    first, plan = posed.run(posed.plan(2)), posed.plan(2)
+    for _ in range(20):
+        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
+        do, q, k, v, o = copies
+        found = plan(do, None, q, k, v, o, posed.lse)
+        sizes = [one.numel() for one in copies]
+        del copies, do, q, k, v, o
+        for size in sizes:
+            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        assert same(found, first)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_through_the_public_call(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", True)
+    monkeypatch.setattr(dispatch, "BACKWARD_PLANS", {})
+    posed = Posed(Problem("bf16", 8, 5, 5, 107, 107, 200, 200, FULL))
+    q, k, v = (t.detach().requires_grad_() for t in (posed.q, posed.k, posed.v))
+    explained = fa2tune.explain(q, k, v, deterministic=deterministic)
+    if one_key_tile.KERNEL not in {name for one in explained.kernels for name in one.runs or ()}:
+        pytest.skip("not expected to be faster on this GPU")
+    o, lse = fa2tune.attention(q, k, v, deterministic=deterministic, return_lse=True)
+    first = torch.autograd.grad((o, lse), (q, k, v), (posed.do, torch.zeros_like(lse)), retain_graph=True)
+    posed.check(first)
+    assert same(torch.autograd.grad((o, lse), (q, k, v), (posed.do, torch.zeros_like(lse))), first)
