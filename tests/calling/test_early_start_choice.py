@@ -129,7 +129,7 @@ def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
 def test_explain_says_so() -> None:
     fused = serving.explain_problem(FUSED[1], H200)
     assert "bwd_fused: alone on the GPU, each kernel started early, not as the row has it" in str(fused)
-    split = str(serving.explain_problem(SPLIT[0], H200))
+    split = str(serving.explain_problem(SPLIT[2], H200))
     assert "bwd_dq: the next kernel started early, not as" in split and "bwd_dkdv: started early, not as" in split
     assert "both kernels run at a time" in split
     assert "started early" not in str(serving.explain_problem(LONG[0], H200))
