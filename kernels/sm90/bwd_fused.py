@@ -233,7 +233,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
             entry = tile.b
             if form.RAGGED:  # as hopper_packed.py has it
                 entry = tile.first_k + seqlen_k
-                key += PACKED_ROWS - seqlen_k
+                key = PACKED_ROWS + (key - seqlen_k)
             if form.REDUCE == "tma":  # what stages dQ is large enough
                 stage = (as_block_of(smem.out[0].index(CONSUMER), dk[0]),)
                 put_in(dv_acc, dv, entry, tile.h_kv, key, stage)
