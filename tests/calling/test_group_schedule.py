@@ -126,6 +126,8 @@ def test_one_packed_sequence_is_a_dense_call_of_its_length():
         ((2, 32, 4, 4458, 64, 4096), {2, 4}),
         ((1, 4, 2, 9209, 128, 16384), {2}),
         ((1, 4, 1, 9209, 128, 0), {4}),
+        ((32, 8, 2, 6237, 64, 2048), {2, 4}),  # most of the tokens in four sequences, the longest of 1728
+        ((155, 2, 1, 10125, 128, 2048, FULL), {2}),
     ],
 )
 def test_few_key_heads_of_packed_sequences_are_split(call, parts):
