@@ -27,7 +27,7 @@ PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie togeth
 NARROW_COLUMNS = 32  #: of every tile, of head dims up to that, with NARROW
 #: The loop of groups apart there: in seven long calls 1.5 % behind the best form raced, 6.5 % with what rows of 64 columns name
 NARROW_LOOP = {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
-#: The loop of head dims in parts: 2 to 7 % faster than "behind" in six packed calls
+#: The loop of head dims in parts: 2 to 6 % faster than "behind" in five packed calls (docs/experiments/few-heads-packed.md)
 PARTS_LOOP = {"ORDER": "together", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in

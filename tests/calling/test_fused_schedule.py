@@ -241,7 +241,9 @@ def test_tuned_workloads_keep_their_rows_form(seqlen: int, mask: Mask, dim: int)
 
 def of_now(problem: Problem, config: Config) -> Config:
     """A recorded config, which was of 64 columns or more, as its row serves this problem now."""
-    return bwd_fused.fitted(problem.specialization, config) if is_narrow(problem) else {**config, "NARROW": False}
+    if is_narrow(problem) or config.get("IN_PARTS"):
+        return bwd_fused.fitted(problem.specialization, config)
+    return {**config, "NARROW": False}
 
 
 def served(problem: Problem) -> str:
