@@ -27,6 +27,8 @@ PIECE = 64  #: rows, and at most columns, of a piece of dQ whose sums lie togeth
 NARROW_COLUMNS = 32  #: of every tile, of head dims up to that, with NARROW
 #: The loop of groups apart there: in seven long calls 1.5 % behind the best form raced, 6.5 % with what rows of 64 columns name
 NARROW_LOOP = {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
+#: The loop of head dims in parts: 2 to 6 % faster than "behind" in five packed calls (docs/experiments/few-heads-packed.md)
+PARTS_LOOP = {"ORDER": "together", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
 #: docs/experiments.md
@@ -132,7 +134,7 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
 
 
 #: What packed sequences need: the producer determines the next tile and its place, and passes both to the groups.
-PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False}
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
 
 
 def suited(problem: Problem, config: Config) -> Config:
@@ -155,14 +157,15 @@ def default(spec: Specialization, arch: int) -> Config:
 
 def fitted(spec: Specialization, config: Config) -> Config:
     """The config of a row of other head dims, padded as far as these, for these: up to NARROW_COLUMNS in tiles of as many.
-    Wider ones in parts, whose groups are apart and add to dQ from registers. One head a wave becomes 16: with one, all programs
-    add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of padded, and
-    1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See docs/experiments/head-dims.md."""
+    Wider ones in parts, whose groups are apart, in step, and add to dQ from registers. One head a wave becomes 16: with one,
+    all programs add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of
+    padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See
+    docs/experiments/head-dims.md, and docs/experiments/few-heads-packed.md for the order."""
     if not has_parts(spec) or max(block_dims(spec)) == 64:
         loop = NARROW_LOOP if is_narrow(spec) and config["PERSISTENT"] and not joined(config) else {}
         return {**config, **loop, "IN_PARTS": False, "NARROW": is_narrow(spec)}
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
-    return {**config, "REDUCE": "vector", "IN_PARTS": True, "NARROW": False, "HEADS_PER_WAVE": heads, "num_warps": 4}
+    return {**config, **PARTS_LOOP, "IN_PARTS": True, "NARROW": False, "HEADS_PER_WAVE": heads, "num_warps": 4}
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:

@@ -248,7 +248,7 @@ def test_tuned_workloads_keep_their_rows_form(seqlen: int, mask: Mask, dim: int)
 def of_now(problem: Problem, config: Config) -> Config:
     """A recorded config, which was of 64 columns or more, as its row serves this problem now."""
     config = bwd_fused.SPACE.completed(config)
-    return bwd_fused.fitted(problem.specialization, config) if is_narrow(problem) else config
+    return bwd_fused.fitted(problem.specialization, config) if is_narrow(problem) or config["IN_PARTS"] else config
 
 
 def served(problem: Problem) -> str:

@@ -225,7 +225,7 @@ PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
 SPARE = 9  #: rows behind the last sequence
 PACKED = [
     Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", *FUSED, GATHER), (4, 1)),
-    Road((0, 0), (64, 64), band(40, 10), (ORDER, "sm90/fwd", *BESIDE)),
+    Road((0, 0), (64, 64), band(40, 10), (ORDER, "sm90/fwd", *FUSED)),
     Road((0, 0), (80, 80), CAUSAL, (ORDER, "sm90/fwd", ORDER, *SPLIT), deterministic=True),
     Road((0, 0), (32, 32), FULL, (ORDER, "sm90/fwd", *FUSED)),
 ]
