@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launch is given. RAGGED: batch is 1, the lengths are those of all sequences together."""
+    """What a launch is given. RAGGED: batch is the number of sequences, the lengths are those of all together."""
 
     batch: gl.tensor
     heads_q: gl.tensor
@@ -264,11 +264,12 @@ def pass_by(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER
 
 
 @gluon.jit
-def bound_of(q_shared, norms, head_kv, qk_scale, layout: gl.constexpr):
-    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| of the head (Cauchy-Schwarz)."""
+def bound_of(q_shared, norms, keys, qk_scale, layout: gl.constexpr):
+    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| (Cauchy-Schwarz). ``keys``: whose,
+    a head's, or a head's of one sequence."""
     squares = squares_of(q_shared, layout)
     parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
-    largest = gl.max(gl.load(norms + head_kv * PARTS + parts), 0)
+    largest = gl.max(gl.load(norms + keys * PARTS + parts), 0)
     return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
 
 

@@ -23,8 +23,8 @@ ROWS = gl.constexpr(forward_space.ROWS)
 #: Places for tiles sent. When the producer sends tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
 #: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was sent before tile t - 2.
 PLACES = gl.constexpr(4)
-#: Of a place: its head, behind the entry of packed_order.
-HEAD = gl.constexpr(5)
+#: Of a place: its head, where packed_order leaves room, and the number of its sequence.
+HEAD, SEQUENCE = gl.constexpr(5), gl.constexpr(6)
 _TAKE = gl.constexpr(
     "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
     "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
@@ -93,6 +93,13 @@ def received_tile(queue, turn, WARPS: gl.constexpr):
     end_k = _number(numbers, place, 3, WARPS)
     keys = _number(numbers, place, 4, WARPS)
     return head, start_m, end_q, rows, end_k, keys
+
+
+@gluon.jit
+def sequence_of(queue, turn, WARPS: gl.constexpr):
+    """The number of the sequence of a tile that ``received_tile`` gave before; behind the last one, how many there are."""
+    _, numbers, _ = queue
+    return _number(numbers, turn % PLACES, SEQUENCE, WARPS)
 
 
 @gluon.jit
