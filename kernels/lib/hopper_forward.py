@@ -324,10 +324,13 @@ def of_carried(p, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def repack(p):
-    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second."""
+def repack(p, WORDS: gl.constexpr = False):
+    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second. WORDS:
+    p may be carried as words, which ptxas else moves to the product's registers in every trip, of packed sequences."""
     if p.dtype != gl.int32:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+    elif WORDS:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=1)
     return p
 
 

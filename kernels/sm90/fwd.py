@@ -175,7 +175,7 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
-    p = repack(p)
+    p = repack(p, form.RAGGED)
     exact = n_masked
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
@@ -184,7 +184,7 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
-        p = repack(p)
+        p = repack(p, form.RAGGED)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
         # of packed sequences under no mask the compiler knows n_blocks
         q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q)
@@ -192,7 +192,7 @@ def _one_tile(
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
-        p = repack(p)
+        p = repack(p, form.RAGGED)
         if OWN_ADDRESSES:
             q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
         acc, total, peak, p = over_keys(
