@@ -1,5 +1,5 @@
-"""Before a forward that wants no maxima: how large the scores of a head can get, by the norms of its keys; of packed sequences,
-those of each sequence, so that what it is packed with changes no bit of its result.
+"""Before a forward that wants no maxima: how large the scores of a head can get, by the norms of its keys; of packed sequences
+by those of each one, so that what it is packed with changes no bit of its result.
 
 Bound by memory, so it has no search space: one fixed config."""
 
@@ -47,7 +47,8 @@ def fwd_norms_kernel(
     )  # of a part: whole blocks, so the last parts may be empty
     first = tl.program_id(0) % PARTS * rows
     squares = tl.full([BLOCK_R], SMALLEST, tl.float32)
-    for row in range(first, tl.minimum(first + rows, seqlen_k), BLOCK_R):
+    # of a few long sequences each program has many rows, and nothing else to do while it waits for them
+    for row in tl.range(first, tl.minimum(first + rows, seqlen_k), BLOCK_R, loop_unroll_factor=4 if RAGGED else None):
         tile = load_tile(k, 0, 0, row, stride_kn, seqlen_k, BLOCK_R, HEAD_DIM, BLOCK_D, True, "pointer").to(tl.float32)
         squares = tl.maximum(squares, tl.sum(tile * tile, 1))  # [R]
     tl.store(norms + tl.program_id(0), tl.sqrt(tl.max(squares, 0)))

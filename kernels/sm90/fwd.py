@@ -337,8 +337,7 @@ def fwd_hopper_kernel(
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
-    they start. Programs
-    take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
+    they start. Programs take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED

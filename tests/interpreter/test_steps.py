@@ -1,6 +1,7 @@
 """Kernels that run before and after a variant's own, on workspaces that they share, under two names for one memory."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_norms_of_packed_keys(starts: tuple[int, ...]) -> None:
     assert found.shape[:2] == (heads, len(starts))
     largest = found.amax(-1)
     assert (largest[:, -1] == fwd_norms.SMALLEST**0.5).all()
-    for number, ends in enumerate(zip(starts, starts[1:], strict=False)):
+    for number, ends in enumerate(pairwise(starts)):
         first, end = (min(max(one, 0), rows) for one in ends)
         squares = k[0, :, first:end].double().square().sum(-1).nan_to_num(nan=0.0).clamp(min=fwd_norms.SMALLEST)
         right = squares.amax(-1).sqrt().float() if end > first else torch.full((heads,), fwd_norms.SMALLEST**0.5)
