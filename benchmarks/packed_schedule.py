@@ -25,18 +25,18 @@ MULTIPROCESSORS = 132
 OVERHEAD = {"forward": 1.0, "backward": 3.0, "dq": 2.0}  #: blocks, of 128 keys, of 64 or 128 queries, of 128 keys
 L2_BYTES = 32 << 20  #: as kernels/lib/hopper_forward.py has it
 SHUFFLES = 12
+#: Blocks before the end of a tile at which a forward's program takes the next one (kernels/lib/hopper_queue.py), whose producer
+#: is so many stages ahead.
+AHEAD, STAGES = 3, 2
 
 
-def over_least(costs: Sequence[float], programs: int, fixed: bool) -> float:
-    """``fixed``: each program's second tile is known from the start, the last program's first, as in the forward."""
-    busy = [sum(costs[n] for n in (p, 2 * programs - 1 - p) if n < len(costs)) for p in range(programs)]
-    left = costs[2 * programs :]
-    if not fixed:
-        busy, left = [0.0] * programs, costs
-    heapq.heapify(busy)
-    for cost in left:
-        heapq.heappush(busy, heapq.heappop(busy) + cost)
-    return max(busy) / max(sum(costs) / programs, max(costs))
+def over_least(costs: Sequence[float], programs: int, early: float = 0.0) -> float:
+    """``early``: a program takes its next tile so much before it is through with one, at the start of that at the earliest."""
+    taking = [(0.0, 0.0)] * programs  # when a program takes its next tile, and when it is through with the one before
+    for cost in costs:
+        _, start = heapq.heappop(taking)
+        heapq.heappush(taking, (start + max(0.0, cost - early), start + cost))
+    return max(end for _, end in taking) / max(sum(costs) / programs, max(costs))
 
 
 def in_order(lengths: Sequence[int], block: int, in_turns: int) -> Iterable[tuple[int, int]]:
@@ -60,7 +60,7 @@ def forward(packing: Packing, in_turns: int) -> float:
     tiles = [-(-min(row + side, keys) // side) for keys, row in in_order(packing.lengths, side, in_turns)]
     heads = [min(band, packing.heads_q - first) for first in range(0, packing.heads_q, band)]
     costs = [blocks + OVERHEAD["forward"] for width in heads for blocks in tiles for _ in range(width)]
-    return over_least(costs, MULTIPROCESSORS * shared, True)
+    return over_least(costs, MULTIPROCESSORS * shared, AHEAD + STAGES)
 
 
 def backward(packing: Packing, lengths: Sequence[int], wave: int) -> float:
@@ -69,7 +69,7 @@ def backward(packing: Packing, lengths: Sequence[int], wave: int) -> float:
     tiles = [group * (-(-n // block) - key // block) for n in lengths for key in range(0, n, 128)]
     heads = [min(wave, packing.heads_kv - first) for first in range(0, packing.heads_kv, wave)]
     costs = [blocks + OVERHEAD["backward"] for width in heads for blocks in tiles for _ in range(width)]
-    return over_least(costs, MULTIPROCESSORS, False)
+    return over_least(costs, MULTIPROCESSORS)
 
 
 def dq(packing: Packing, in_turns: int, wave: int = 4) -> float:
@@ -77,7 +77,7 @@ def dq(packing: Packing, in_turns: int, wave: int = 4) -> float:
     tiles = [-(-min(row + 128, keys) // 128) for keys, row in in_order(packing.lengths, 128, in_turns)]
     heads = [min(wave, packing.heads_q - first) for first in range(0, packing.heads_q, wave)]
     costs = [blocks + OVERHEAD["dq"] for width in heads for blocks in tiles for _ in range(width)]
-    return over_least(costs, MULTIPROCESSORS, False)
+    return over_least(costs, MULTIPROCESSORS)
 
 
 @click.command(help=(__doc__ or "").splitlines()[0])

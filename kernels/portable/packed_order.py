@@ -32,8 +32,8 @@ def packed_order_kernel(
     [tiles, 0, keys of the longest sequences], and an entry a tile of BLOCK_Q queries, [first row within its sequence, row where
     that ends, its rows, key where it ends, its keys, 0, its number]. seqlen_q, seqlen_k: rows of all together. Sequences of
     more keys come first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes
-    after the other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every row
-    of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
+    after the other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every
+    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
     own = tl.program_id(0)
     lanes = tl.arange(0, STEP)
     first_q, rows = _sides(cu_seqlens_q, own + lanes * 0, batch, seqlen_q, True)

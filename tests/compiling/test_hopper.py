@@ -175,6 +175,7 @@ def packed_forwards() -> Iterator[Case]:
         (64, "causal", three), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2}), (64, "causal", {}), (64, "full", {}),
         (128, "causal", {}), (128, "full", {}), (128, "band", {}), (256, "causal", {}), (96, "causal", {}),
         (64, "causal", {"BLOCK_N": 64, "STAGES": 3, **never}), (64, "full", {"Q_STAGES": 1, "STAGES": 3, **never}),
+        (64, "causal", never), (64, "full", never), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2, **never}),
         (128, "causal", never), (128, "full", {"Q_STAGES": 1, **never}), (128, "causal", "few tiles"),
         (128, "full", "few tiles"),
     ):  # fmt: skip
