@@ -2,20 +2,23 @@
 
     python benchmarks/ahead.py benchmarks/packed_choices.py                            # first: every binary; no GPU
     python benchmarks/packed_choices.py --out benchmarks/calls/packed_choices.json     # about a minute
+    python benchmarks/packed_choices.py --drawing 2 --pass bwd --out benchmarks/calls/packed_choices_2.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
-The calls: those of benchmarks/calls/random_packings.json that CALLS names by their number, which had few key heads or few
-tokens, and some that the choices should leave as they were. Forward: the row's config as packed calls had it before
-(``packed_schedule``), the other forms, and the choice. Backward: the row's config with groups in 1, 2, 4 and 8 parts, heads in
-its own bands and in one, with the prologue or the epilogue apart, and the choice. Each result is compared with float32
-arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
-interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
-Needs a GPU of compute capability 9.0.
+The calls: those of a drawing, benchmarks/calls/random_packings.json or random_packings_2.json, that CALLS names by their
+number, which had few key heads, few tokens or short sequences, or a head dim between powers of two, and some that the choices
+should leave as they were. Forward: the row's config as packed calls had it before (``packed_schedule``), the other forms, and
+the choice. Backward, of the first drawing: the row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in
+one, with the prologue or the epilogue apart, and the choice; of the second: the choice and what differs from it in one respect
+(``beside_choice``). Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an
+error. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call,
+and what the peers took when the calls were drawn. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,16 +34,53 @@ from launch_choices import race
 from random_packings import Packing
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, group_schedule, packed_schedule
+from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, packed_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, passes
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem, bucket_of
 
-DRAWN = Path(__file__).parent / "calls/random_packings.json"
+DRAWINGS = {
+    number: Path(__file__).parent / f"calls/random_packings{rest}.json" for number, rest in ((1, ""), (2, "_2"))
+}
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
-CALLS = (8, 3, 9, 5, 6, 1, 16, 13)
+#: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
+CALLS = {
+    1: (8, 3, 9, 5, 6, 1, 16, 13),
+    2: (
+        38,
+        31,
+        5,
+        22,
+        58,
+        26,
+        19,
+        10,
+        16,
+        87,
+        69,
+        42,
+        9,
+        68,
+        46,
+        89,
+        7,
+        24,
+        17,
+        11,
+        36,
+        60,
+        73,
+        13,
+        83,
+        66,
+        25,
+        95,
+        97,
+    ),
+}
 MOST_PARTS = 8
 ONE_BAND = 32
 BURST_MS = 4.0
@@ -56,14 +96,14 @@ def masks(said: str) -> Mask:
     return Mask("band", *map(int, window.groups())) if window else {"causal": CAUSAL, "full": FULL}[said]
 
 
-def packings() -> dict[str, tuple[Packing, Mapping[str, Any]]]:
+def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
-    found = {}
-    for name, call in json.loads(DRAWN.read_text("utf-8"))["calls"].items():
-        if int(name.split()[0]) in CALLS:
+    found, calls = {}, CALLS[drawing]
+    for name, call in json.loads(DRAWINGS[drawing].read_text("utf-8"))["calls"].items():
+        if int(name.split()[0]) in calls:
             heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
             found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
-    return dict(sorted(found.items(), key=lambda one: CALLS.index(int(one[0].split()[0]))))
+    return dict(sorted(found.items(), key=lambda one: calls.index(int(one[0].split()[0]))))
 
 
 def posed(packing: Packing) -> Problem:
@@ -123,12 +163,58 @@ def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     yield "chosen", chosen, group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
 
 
-def candidates(problem: Problem, gpu: gpus.Gpu) -> dict[str, Candidates]:
+def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """The choice and its neighbours: whether rows are prepared and finished beside, parts, bands, half blocks; of head dims in
+    parts the orders of an iteration, and padded columns, as packed calls had them before."""
+    problem = chooser.problem
+    strategy, kinds = chooser.strategy(False)
+    if strategy != FUSED:
+        return
+    chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
+    config, spec = chosen.config, problem.specialization
+    parts = group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    assert chosen.row is not None
+    row = chooser.fitted(chosen.row).row.config
+    own, heads_kv = row["HEADS_PER_WAVE"], problem.heads_kv * parts
+    others = {"as the row, whole groups": (row, 1), "as the row": (row, parts), "whole groups": (config, 1)}
+    others["apart, as the row"] = fused_schedule.apart(row), parts
+    others["beside"] = {**config, "BESIDE": row["BESIDE"], "FINISH_BESIDE": row["FINISH_BESIDE"]}, parts
+    others["apart"] = fused_schedule.apart(config), parts
+    for near in (n for n in group_parts.allowed(problem) if n in (parts // 2, 2 * parts)):
+        others[f"parts {near}"] = config, near
+    for heads in sorted({own, 4, 8, ONE_BAND}, key=lambda n: (min(n, heads_kv), n != config["HEADS_PER_WAVE"])):
+        if any(min(heads, heads_kv) == min(one["HEADS_PER_WAVE"], heads_kv) for one, _ in others.values()):
+            continue
+        others[f"{heads} heads a band"] = {**config, "HEADS_PER_WAVE": heads}, parts
+    if bwd_fused.columns(spec, config) <= 64 and config["BLOCK_M"] == 128:
+        others["half blocks"] = fused_schedule.halves(config), parts
+    if config["IN_PARTS"]:
+        for order in ("together", "behind"):
+            others[order] = {**config, "ORDER": order}, parts
+        behind = {
+            "ORDER": "behind",
+            "EXPONENTIALS_FIRST": problem.mask == CAUSAL,
+            "BESIDE": False,
+            "FINISH_BESIDE": False,
+        }
+        others["padded"] = {**config, **behind, "IN_PARTS": False}, parts
+    for name, (changed, count) in others.items():
+        if bwd_fused.SPACE.broken(changed, spec, chooser.gpu.arch) is None:
+            yield name, replace(chosen, config=changed), count
+    yield "chosen", chosen, parts
+
+
+def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = "") -> dict[str, Candidates]:
+    """By pass. ``only``: of this one; of the other the choice alone."""
     chooser = choosing.Chooser(problem, gpu)
-    return {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(backwards(chooser))}
+    back = backwards if drawing == 1 else beside_choice
+    found = {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(back(chooser))}
+    if only == "bwd":
+        found["fwd"] = {"chosen": (chooser.choose("fwd"), 1)}
+    return found if only != "fwd" else {"fwd": found["fwd"], "bwd": {}}
 
 
-def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
+def measured(packing: Packing, stream: torch.cuda.Stream, drawing: int, only: str) -> dict[str, Any]:
     """Microseconds by pass and candidate."""
 
     def new(total: int, heads: int) -> torch.Tensor:
@@ -140,7 +226,7 @@ def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
     views, gradient = [passes.in_one_batch(one) for one in (q, k, v)], passes.in_one_batch(do)
     starts = [torch.tensor([0, *side]).cumsum(0).to("cuda", torch.int32) for side in (packing.of_q, packing.of_k)]
     gpu, problem, scale = dispatch.gpu_of(0), posed(packing), packing.head_dim**-0.5
-    named = candidates(problem, gpu)
+    named = candidates(problem, gpu, drawing, only)
     ragged = passes.describe(*views, packing.mask, scale, extent=problem.extent)
     calls: dict[str, dict[str, Callable[[], Any]]] = {"fwd": {}, "bwd": {}}
     first = next(iter(named["fwd"].values()))[0]
@@ -167,37 +253,43 @@ def measured(packing: Packing, stream: torch.cuda.Stream) -> dict[str, Any]:
     return {
         pass_: dict(zip(these, (round(us, 1) for us in race(list(these.values()), stream, BURST_MS)), strict=True))
         for pass_, these in calls.items()
-        if these
+        if these and only in ("", pass_)
     }
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
+@click.option("--drawing", type=click.IntRange(1, 2), default=1, show_default=True)
+@click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
+@click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
-def main(listed: bool, only: tuple[int, ...], out: Path | None) -> None:
+def main(
+    listed: bool, drawing: int, pass_: str | None, seconds: float, only: tuple[int, ...], out: Path | None
+) -> None:
+    asked = {name: one for name, one in packings(drawing).items() if not only or int(name.split()[0]) in only}
     if listed:
-        for name, (packing, _) in packings().items():
+        for name, (packing, _) in asked.items():
             click.echo(name)
-            for pass_, named in candidates(posed(packing), gpus.named("h200")).items():
-                click.echo(f"  {pass_}: {'; '.join(named)}")
+            for which, named in candidates(posed(packing), gpus.named("h200"), drawing, pass_ or "").items():
+                click.echo(f"  {which}: {'; '.join(named)}")
         return
     if not torch.cuda.is_available():
         raise click.ClickException("needs a CUDA GPU that torch can use")
     side_by_side.warm()
-    record: dict[str, Any] = {"environment": side_by_side.environment(), "date": time.strftime("%Y-%m-%d"), "calls": {}}
-    stream = torch.cuda.Stream()
-    for name, (packing, before) in packings().items():
-        if only and int(name.split()[0]) not in only:
+    record = side_by_side.begun(out, {"environment": side_by_side.environment(), "drawing": drawing})
+    stream, begun = torch.cuda.Stream(), time.monotonic()
+    for name, (packing, before) in asked.items():
+        if name in record["calls"] or time.monotonic() - begun > seconds:
             continue
-        found = measured(packing, stream)
-        drawn = {pass_: before[pass_]["us"] for pass_ in found}
+        found = measured(packing, stream, drawing, pass_ or "")
+        drawn = {which: before[which]["us"] for which in found}
         record["calls"][name] = {"us": found, "when drawn": drawn}
-        for pass_, us in found.items():
-            click.echo(f"{name}, {pass_}: {us}, when drawn {drawn[pass_]}")
+        for which, us in found.items():
+            click.echo(f"{name}, {which}: {us}, when drawn {drawn[which]}")
+        if out is not None:
+            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
         torch.cuda.empty_cache()
-    if out is not None:
-        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

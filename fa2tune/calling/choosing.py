@@ -279,7 +279,10 @@ class Chooser:
             )
         found = rows[id(schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
-        return Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
+        choice = Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
+        if problem.extent.ragged and packed_schedule.covers_backward(found.variant):
+            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
+        return choice
 
     def _suited_to_packed(self, answer: lookup.Answer, own: Fitted) -> Choice:
         """The same for packed sequences. Their forms do not depend on lengths, so a fitted row has them (``_fit``)."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from fa2tune.calling import packed_lengths
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -71,7 +72,13 @@ MOST_TILES = 4096
 
 
 def covers(variant: Variant, problem: Problem) -> bool:
-    return variant.space is bwd_fused.SPACE and not problem.extent.ragged and problem.mask in (CAUSAL, FULL)
+    """Whether another form than the row's may serve (``of_dense``)."""
+    return times(variant, problem) and not problem.extent.ragged
+
+
+def times(variant: Variant, problem: Problem) -> bool:
+    """Whether microseconds are known. Of packed sequences those of ``apart`` alone: what runs beside takes longer than here."""
+    return variant.space is bwd_fused.SPACE and (problem.extent.ragged or problem.mask in (CAUSAL, FULL))
 
 
 @lru_cache(maxsize=4096)
@@ -79,10 +86,31 @@ def _blocks(seqlen_q: int, seqlen_k: int, mask: Mask, rows: int) -> tuple[int, .
     """Blocks of so many queries that each key tile of a head meets."""
     keys = bwd_fused.GROUPS * bwd_fused.KEYS
     tiles, blocks = -(-seqlen_k // keys), -(-seqlen_q // rows)
-    if mask != CAUSAL:
-        return (blocks,) * tiles
     hidden = seqlen_q - seqlen_k  # first queries, which see no key
-    return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
+    if mask == CAUSAL:
+        return tuple([blocks - min(max((nth * keys + hidden) // rows, 0), blocks) for nth in range(tiles)])
+    if mask == FULL:
+        return (blocks,) * tiles
+    if mask.window is None:  # the mean of all, and half a tile at either end
+        return (min(blocks, -(-(mask.pairs(seqlen_q, seqlen_k) // max(1, seqlen_k) + keys) // rows)),) * tiles
+    left, right = (seqlen_k + seqlen_q if side is None else side for side in mask.window)
+    firsts = [max(0, nth * keys + hidden - right) // rows for nth in range(tiles)]
+    ends = [min(seqlen_q, (nth + 1) * keys + hidden + left) for nth in range(tiles)]
+    return tuple([max(0, -(-end // rows) - first) for first, end in zip(firsts, ends, strict=True)])
+
+
+@lru_cache(maxsize=256)
+def _blocks_of(problem: Problem, rows: int) -> tuple[int, ...]:
+    """The same of a problem; of packed sequences one after the other."""
+    if not problem.extent.ragged:
+        return _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, rows)
+    return tuple([n for lengths in packed_lengths.each(problem) for n in _blocks(*lengths, problem.mask, rows)])
+
+
+def _chunks(problem: Problem) -> int:
+    """Of a head's query rows, of CHUNK each."""
+    lengths = packed_lengths.each(problem) if problem.extent.ragged else ((problem.seqlen_q, 0),)
+    return sum(-(-queries // bwd_fused.CHUNK) for queries, _ in lengths)
 
 
 def last_done(free: list[float], costs: tuple[float, ...], heads: int, band: int) -> float:
@@ -183,8 +211,7 @@ def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tup
         block *= 1 - PARTS_SAVE * (1 - sum(head_dim_parts(problem.head_dim)) / columns)
     awaited = group * AWAIT_US if form.beside else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
-    blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
-    return tuple([group * count * block + ends for count in blocks])
+    return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows)])
 
 
 @lru_cache(maxsize=4096)
@@ -192,7 +219,7 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
     """Bytes that the main kernel moves to and from memory: q, do and the sums of dQ; 0: all rows stay in the L2."""
     rows, sums = problem.batch * problem.heads_q * problem.seqlen_q, SUM_BYTES * row.columns
     kept = sums + row.loaded
-    if rows * kept <= gpu.l2_bytes:
+    if rows * kept <= gpu.l2_bytes or problem.extent.ragged:  # of packed sequences no record has it
         return 0.0
     blocks = _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, form.rows)
     seen = sum(blocks) / -(-problem.seqlen_q // form.rows)  # tiles that a row is seen by
@@ -212,9 +239,11 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
     costs, fetched = _tile_us(problem, group, row.columns, form), _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
-    chunks_of_head = -(-problem.seqlen_q // bwd_fused.CHUNK)
+    chunks_of_head = _chunks(problem)
     chunks = problem.batch * problem.heads_q * chunks_of_head
     rows = problem.batch * problem.heads_q * problem.seqlen_q
+    if problem.extent.ragged:  # whole chunks of each sequence
+        rows = chunks * bwd_fused.CHUNK
     fixed = CALL_US + LAUNCH_US + END_US + parts_us(problem, parts, gpu)
     by_memory = 1 / (gpu.hbm_gbs * 1e3 * FETCH_RATE)
     others = 132 / sm_count  # what all multiprocessors do together, other GPUs do as much slower
@@ -252,8 +281,10 @@ def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bo
 
 
 def predicted_us(problem: Problem, config: Config, gpu: Gpu, parts: int = 1, exact: bool = True) -> float:
-    """Microseconds of a whole backward, query groups in so many parts. ``exact``: as ``_over`` has it."""
-    return _whole_us(problem, _form(config), gpu, parts, exact)
+    """Microseconds of a whole backward, query groups in so many parts; of packed sequences with nothing beside. ``exact``: as
+    ``_over`` has it."""
+    form = _form(apart(config) if problem.extent.ragged else config)
+    return _whole_us(problem, form, gpu, parts, exact)
 
 
 # ---- what serves

@@ -4,7 +4,7 @@ A program of the kernels that make dK and dV has the keys of one tile and walks 
 heads there are fewer programs than multiprocessors, or as many and one waits for the longest. A part of a group is a key head
 of its own (``launching/group_parts.py``), at the price of K, V, dK and dV that are written and read once per part. Here the
 tiles are given out as the kernels do, each to the multiprocessor that is free first, for each divisor of the group. Times of
-the fused Hopper backward of dense calls are those of ``fused_schedule``.
+the fused Hopper backward are those of ``fused_schedule``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import fused_schedule
+from fa2tune.calling import fused_schedule, packed_lengths
 from fa2tune.calling.empty import is_empty
-from fa2tune.calling.packed_lengths import alike
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
@@ -55,8 +54,8 @@ def rows_of_call(problem: Problem, keys: int) -> tuple[int, ...]:
     the other, and the lengths are those of ``packed_lengths``."""
     if not problem.extent.ragged:
         return rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
-    count, of_q, of_k = alike(problem)
-    return rows_of_tiles(of_q, of_k, keys, problem.mask) * count
+    every = packed_lengths.each(problem)
+    return tuple([rows for lengths in every for rows in rows_of_tiles(*lengths, keys, problem.mask)])
 
 
 @lru_cache(maxsize=4096)
@@ -110,7 +109,7 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))
-    by_form = fused_schedule.covers(choice.variant, problem)
+    by_form = fused_schedule.times(choice.variant, problem)
 
     def time(parts: int, exact: bool = True) -> float:
         if by_form:
@@ -120,7 +119,8 @@ def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) ->
     # of most numbers a bound says that they are not the best: tiles are given out one by one for few
     bounds = {parts: time(parts, False) for parts in group_parts.allowed(problem)}
     times = {1: time(1)}
-    wanted = (1 - (fused_schedule.PARTS_MARGIN if by_form else MARGIN)) * times[1]
+    dense = by_form and not problem.extent.ragged
+    wanted = (1 - (fused_schedule.PARTS_MARGIN if dense else MARGIN)) * times[1]
     if min(bounds.values()) >= wanted:
         return 1
     tie = 1 + (fused_schedule.PARTS_TIE if by_form else TIE)

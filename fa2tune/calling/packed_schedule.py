@@ -15,16 +15,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import few_tiles, group_schedule, schedule, tile_order, window_schedule
+from fa2tune.calling import few_tiles, fused_schedule, group_schedule, schedule, tile_order, window_schedule
+from fa2tune.calling.empty import is_empty
 from fa2tune.calling.fused_schedule import apart
 from fa2tune.calling.packed_lengths import unlike
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
+from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
-from fa2tune.spec.mask import CAUSAL, FULL, Mask
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.mask import FULL, Mask
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
 
 #: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
@@ -44,18 +46,21 @@ FEW_TILES_ABOVE = 64
 #: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
 MARGIN = 0.06
 #: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
-#: as they keep more of Q, dO and dQ in use at once, which is not counted.
-BAND_MARGIN = 0.15
-#: Queries a sequence has on average below which the backward runs alone on the GPU: what would run overlapped takes a share of
-#: the multiprocessors that such sequences do not give back. 0.55 to 0.86 of the time with up to 399 queries, as long from 2229
-#: on; between them nothing was measured (benchmarks/calls/packed_choices.json).
-SHORT = 512
+#: as they keep more of Q, dO and dQ in use at once; or by the other one, where all of that stays in the L2.
+BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
+#: Queries a sequence has on average, or keys that a query sees, below which the backward runs alone on the GPU: what would run
+#: overlapped takes a share of the multiprocessors that such sequences do not give back (docs/experiments/varlen.md).
+SHORT, FEW_KEYS = 1024, 512
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
 
 
 def covers(variant: Variant) -> bool:
-    return variant.space in (fwd.SPACE, bwd_fused.SPACE)
+    return variant.space is fwd.SPACE or covers_backward(variant)
+
+
+def covers_backward(variant: Variant) -> bool:
+    return variant.space is bwd_fused.SPACE
 
 
 def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
@@ -71,11 +76,11 @@ def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
 def forms(problem: Problem, choice: Choice) -> list[Config]:
     """Configs of other machine code that other lengths of a packed call may have in place of a choice's, but for
     ``for_few_tiles``."""
-    if not problem.extent.ragged or not problem.mask.measured:
+    if not problem.extent.ragged:
         return []
-    if choice.variant.space is fwd.SPACE and choice.row is not None:
-        return [{**choice.config, "RESCALE": how} for how in {"lazy", choice.row.config["RESCALE"]}]
-    return [apart(choice.config)] if choice.variant.space is bwd_fused.SPACE and choice.config["BESIDE"] else []
+    if choice.variant.space is fwd.SPACE and problem.mask.measured and choice.row is not None:
+        return [{**choice.config, "RESCALE": how} for how in ("lazy", choice.row.config["RESCALE"])]
+    return [apart(choice.config)] if covers_backward(choice.variant) and choice.config["BESIDE"] else []
 
 
 # ---- the forward
@@ -175,31 +180,47 @@ def best(
 
 
 def short(problem: Problem) -> bool:
-    """Whether sequences have few queries on average."""
-    return problem.seqlen_q < SHORT * problem.extent.given
+    """Whether sequences have few queries on average, or see few keys."""
+    return problem.seqlen_q < SHORT * problem.extent.given or problem.keys_seen < FEW_KEYS
+
+
+def _in_use(problem: Problem, heads: int, parts: int) -> int:
+    """Bytes of q, do, the sums of dQ, k and v that a band of so many key heads, of groups in so many parts, has in use."""
+    spec = problem.specialization
+    rows, sums = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v), 4 * max(block_dims(spec))
+    heads = min(heads, problem.heads_kv * parts)
+    return heads * (problem.seqlen_q * problem.group // parts * (rows + sums) + problem.seqlen_k * rows)
 
 
 def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choice:
     """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands."""
     if choice.config["BESIDE"] and short(problem):
         choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
-    if problem.mask != CAUSAL:
+    if (problem.mask == FULL and problem.extent.given == 1) or is_empty(problem):  # all tiles are alike
         return choice
 
-    def time(one: Choice) -> float:
-        parts = group_schedule.parts_of(problem, kernel, one, gpu)
-        return group_schedule.predicted_us(problem, kernel, one, gpu, parts)
+    def time(config: Config, parts: int, exact: bool = True) -> float:
+        return fused_schedule.predicted_us(problem, config, gpu, parts, exact)
 
-    own, now = choice.config["HEADS_PER_WAVE"], time(choice)
-    wanted = (1 - BAND_MARGIN) * now
-    # in whatever bands, the mean of all programs takes as long: most calls are done here
-    counts = group_parts.allowed(problem)
-    if min(group_schedule.predicted_us(problem, kernel, choice, gpu, parts, False) for parts in counts) >= wanted:
+    def least(config: Config) -> tuple[float, int]:
+        parts = group_schedule.parts_of(problem, kernel, replace(choice, config=config), gpu)
+        return time(config, parts), parts
+
+    own, (now, _) = choice.config["HEADS_PER_WAVE"], least(choice.config)
+    # in whatever bands, the mean of all programs takes as long: many calls are done here
+    bound = min(time(choice.config, parts, False) for parts in group_parts.allowed(problem))
+    if bound >= (1 - NEAR_BAND_MARGIN) * now:
         return choice
-    wider = (heads for heads in choice.variant.space.dimensions["HEADS_PER_WAVE"] if own < heads)
-    found = [replace(choice, config={**choice.config, "HEADS_PER_WAVE": heads}) for heads in wider]
-    times = [(time(one), one) for one in found]
-    least = min((each for each, _ in times), default=now)
-    if least >= wanted:
+    found: list[tuple[float, Config]] = []
+    for heads in choice.variant.space.dimensions["HEADS_PER_WAVE"]:
+        if heads <= own:
+            continue
+        config = {**choice.config, "HEADS_PER_WAVE": heads}
+        us, parts = least(config)
+        margin = NEAR_BAND_MARGIN if _in_use(problem, heads, parts) <= gpu.l2_bytes else BAND_MARGIN
+        if us < (1 - margin) * now:
+            found.append((us, config))
+    if not found:
         return choice
-    return next(one for each, one in times if each <= (1 + group_schedule.TIE) * least)
+    most = (1 + group_schedule.TIE) * min(us for us, _ in found)
+    return replace(choice, config=next(config for us, config in found if us <= most))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from fa2tune.calling import fused_schedule
+from fa2tune.calling import fused_schedule, packed_lengths
 from fa2tune.calling.empty import is_empty
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -32,6 +32,7 @@ BLOCK_US, ENDS_US = {DQ: 1.70, DKDV: 1.68}, {DQ: 8.35, DKDV: 6.16}
 BLOCKS_SAVE, ENDS_SAVE = 0.73, 0.59
 COLUMNS = 512  #: of Q and V together, where none is saved
 CALL_US = 0.2
+ORDER_US = 3.0  #: of the launch that puts packed tiles in their order, before each of dQ's kernel and delta's
 #: Bytes a microsecond of what delta's rows move; and the share of a tile's ends that one of dQ's takes over no keys. No record
 #: has the latter.
 BYTES_PER_US, NO_KEYS = 3.5e6, 0.6
@@ -65,8 +66,8 @@ class Tiles(NamedTuple):
 
 
 def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
-    """Whether a backward is one that was recorded: the split Hopper kernels over dense tensors of head dims above 128."""
-    if set(choices) != {DQ, DKDV} or problem.extent.ragged or problem.mask not in (CAUSAL, FULL) or is_empty(problem):
+    """Whether a backward is like those that were recorded: the split Hopper kernels of head dims above 128."""
+    if set(choices) != {DQ, DKDV} or problem.mask not in (CAUSAL, FULL) or is_empty(problem):
         return False
     spaces = choices[DQ].variant.space, choices[DKDV].variant.space
     return spaces == (bwd_dq.SPACE, bwd_dkdv.SPACE) and max(block_dims(problem.specialization)) > 128
@@ -78,14 +79,22 @@ def _shares(problem: Problem, choice: Choice) -> tuple[float, float]:
     return 1 - BLOCKS_SAVE * saved, 1 - ENDS_SAVE * saved
 
 
+def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """(queries, keys) of every sequence of a head."""
+    return packed_lengths.each(problem) if problem.extent.ragged else ((problem.seqlen_q, problem.seqlen_k),)
+
+
 def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
     """``splits``: parts of the keys, each a program's."""
     rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
-    seen = [problem.seqlen_k] * -(-problem.seqlen_q // rows)
-    if problem.mask == CAUSAL:  # the last ones are given out first
-        behind = problem.seqlen_k - problem.seqlen_q
-        ends = [min((nth + 1) * rows, problem.seqlen_q) + behind for nth in range(len(seen))]
-        seen = [min(problem.seqlen_k, max(0, end)) for end in reversed(ends)]
+    seen: list[int] = []
+    for seqlen_q, seqlen_k in sorted(_lengths(problem), key=lambda one: -one[1]):  # sequences of more keys first
+        of_tiles = [seqlen_k] * -(-seqlen_q // rows)
+        if problem.mask == CAUSAL:  # the last ones are given out first
+            behind = seqlen_k - seqlen_q
+            ends = [min((nth + 1) * rows, seqlen_q) + behind for nth in range(len(of_tiles))]
+            of_tiles = [min(seqlen_k, max(0, end)) for end in reversed(ends)]
+        seen += of_tiles
     block, ends_share = _shares(problem, choice)
     block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
     costs = tuple([-(-count // (keys * splits)) * block + ENDS_US[DQ] * ends_share for count in seen])
@@ -95,13 +104,16 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
     ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
-    blocks, behind = -(-problem.seqlen_q // BLOCK), problem.seqlen_k - problem.seqlen_q
-    first = [0] * -(-problem.seqlen_k // keys)
-    if problem.mask == CAUSAL:
-        first = [min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(len(first))]
+    met: list[int] = []  # query blocks of each tile
+    for seqlen_q, seqlen_k in _lengths(problem):
+        blocks, behind = -(-seqlen_q // BLOCK), seqlen_k - seqlen_q
+        first = [0] * -(-seqlen_k // keys)
+        if problem.mask == CAUSAL:
+            first = [min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(len(first))]
+        met += [blocks - one for one in first]
     block, ends_share = _shares(problem, choice)
     block *= BLOCK_US[DKDV] * keys / BLOCK
-    costs = tuple([ours.group * (blocks - one) * block + ENDS_US[DKDV] * ends_share for one in first])
+    costs = tuple([ours.group * count * block + ENDS_US[DKDV] * ends_share for count in met])
     return Tiles(costs, ours.batch * ours.heads_kv, choice.config["HEADS_PER_WAVE"])
 
 
@@ -138,7 +150,8 @@ def delta_us(problem: Problem, choice: Choice, gpu: Gpu) -> float:
     ends = NO_KEYS * ENDS_US[DQ] * _shares(problem, choice)[1]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     moved = rows * (problem.head_dim + 2 * problem.head_dim_v) * 2 / BYTES_PER_US
-    return max(-(-tiles // gpu.sm_count) * ends, moved)
+    made = max(-(-tiles // gpu.sm_count) * ends, moved)
+    return made + (ORDER_US if problem.extent.ragged else 0.0)
 
 
 def at_a_time(dq: Tiles, dkdv: Tiles, order: str, delta: float, sm_count: int) -> float:
@@ -170,7 +183,7 @@ def orders(dq: Tiles, dkdv: Tiles, sm_count: int) -> tuple[str, ...]:
 
 def _fixed_us(problem: Problem, parts: int, splits: int, gpu: Gpu) -> float:
     """Of what runs around both kernels."""
-    fixed = CALL_US + fused_schedule.parts_us(problem, parts, gpu)
+    fixed = CALL_US + (ORDER_US if problem.extent.ragged else 0.0) + fused_schedule.parts_us(problem, parts, gpu)
     if splits == 1:
         return fixed
     return fixed + COMBINE_US + 2 * _sum_bytes(problem, splits) / (gpu.hbm_gbs * 1e3)
@@ -227,7 +240,9 @@ def order_of(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str
 def key_parts(problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu) -> int:
     """Into how many parts the keys of dQ are split; 1: that is not expected to be faster. ``choices``, ``parts``: as
     ``order_of`` has them, with no part of dQ."""
-    if not covers(problem, choices) or not dq_parts.can(problem, choices[DQ].variant, gpu.arch):
+    if problem.extent.ragged or not covers(problem, choices):
+        return 1
+    if not dq_parts.can(problem, choices[DQ].variant, gpu.arch):
         return 1
     tiles, blocks = _dq_tiles(problem, choices[DQ]), -(-problem.seqlen_k // bwd_dq_split.BLOCK_N)
     most = min(blocks, bwd_dq_split.MOST_SPLITS, MOST_BYTES // _sum_bytes(problem, 1))

@@ -3,7 +3,8 @@
 One after the other, a kernel of few programs leaves multiprocessors idle, and one ends before the other begins. At a time, each
 fills what the other leaves. dK/dV's kernel reads delta, which dQ's makes, so that is made before, by dQ's kernel over no keys:
 the same machine code, so the same bits, and results are those of one kernel after the other. Its dQ, zeros, falls on a tensor
-of one row: TMA drops what lies outside. dQ's kernel proper writes delta again, to memory of its own.
+of one row: TMA drops what lies outside. dQ's kernel proper writes delta again, to memory of its own. Of packed sequences each
+of the two has the order of its tiles made before, in memory of its own: they may run at a time.
 
 A side stream belongs to one stream of a device. The side waits for an event of the stream before its first launch, and the
 stream for one of the side after its last: memory that torch gives out again on the stream is free of both kernels, so no tensor
@@ -33,14 +34,18 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, Workspaces
 #: Which kernel begins: dQ's, after delta; dK/dV's, after delta; or dQ's with delta, where multiprocessors are left for both.
 DQ_FIRST, DKDV_FIRST, DQ_AT_ONCE = ORDERS = ("dQ first", "dK and dV first", "dQ at once")
 DELTA, DQ, DKDV = "delta", "bwd_dq", "bwd_dkdv"
-#: Workspaces: where dQ's kernel writes delta, while dK/dV's reads what was made before; and for dQ of no keys.
-DELTA_AGAIN, NO_DQ = "delta_again", "no_dq"
+#: Workspaces: where dQ's kernel writes delta, while dK/dV's reads what was made before; its order of packed tiles; and for dQ
+#: of no keys.
+ORDER = "order"
+DELTA_AGAIN, ORDER_AGAIN, NO_DQ = "delta_again", "order_again", "no_dq"
 
 
-def workspaces(problem: Problem) -> Workspaces:
-    """Memory that dQ's kernel takes more."""
+def workspaces(problem: Problem, own: Workspaces) -> Workspaces:
+    """Memory that dQ's kernel takes more. ``own``: what it takes."""
     rows = problem.batch, problem.heads_q, problem.seqlen_q
-    return {DELTA_AGAIN: (rows, "fp32"), NO_DQ: ((1, 1, 1, problem.head_dim), "")}
+    again = {ORDER_AGAIN: own[ORDER]} if ORDER in own else {}
+    # of packed sequences the coordinate in front, which is always 2^30, lies outside
+    return {DELTA_AGAIN: (rows, "fp32"), **again, NO_DQ: ((1,) * (4 if again else 3) + (problem.head_dim,), "")}
 
 
 def check_order(order: str, problem: Problem, variants: Mapping[str, Variant]) -> None:
@@ -48,19 +53,20 @@ def check_order(order: str, problem: Problem, variants: Mapping[str, Variant]) -
     if order not in ORDERS:
         raise ValueError(f"order: got {order!r:.40}, allowed are {', '.join(ORDERS)}")
     hopper = all(WARP_SPECIALIZED in one.implementations for one in variants.values())
-    if set(variants) != {DQ, DKDV} or not hopper or problem.extent.ragged:
-        raise ValueError(f"order: got {order}, allowed for the split Hopper kernels of dense tensors alone")
+    if set(variants) != {DQ, DKDV} or not hopper:
+        raise ValueError(f"order: got {order}, allowed for the split Hopper kernels alone")
 
 
 def delta_alone(dq: Bound) -> Bound:
-    """What makes delta: dQ's kernel over no keys."""
+    """What makes delta: dQ's kernel over no keys, and what runs before it."""
     strides = {name: steps for name, steps in dq.strides.items() if name != "dq"}
     return replace(dq, strides=strides, renamed={"dq": NO_DQ}, scalars={"seqlen_k": 0})
 
 
 def dq_alone(dq: Bound) -> Bound:
-    """dQ's kernel, which leaves the other's delta alone."""
-    return replace(dq, renamed={"delta": DELTA_AGAIN})
+    """dQ's kernel, and what runs before it, which leave the other's delta and order alone."""
+    again = {ORDER: ORDER_AGAIN} if dq.problem.extent.ragged else {}
+    return replace(dq, renamed={"delta": DELTA_AGAIN, **again})
 
 
 # ---- streams

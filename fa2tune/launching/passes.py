@@ -188,20 +188,19 @@ class Kernels:
             kernels = runs(kernel, problem.specialization, choice, arch)
             asked = {**tuned.workspaces(posed, config), **group_parts.workspaces(problem, count)}
             if order and kernel == beside.DQ:
-                asked |= beside.workspaces(problem)
+                asked |= beside.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
             own, size = _placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
             places: dict[str, Place] = {**workspaces, **given}
             scalars = {**tuned.scalars(posed, config, early), "heads_kv": problem.heads_kv, "parts": count}
-            bounds = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
-            whole = bounds[0][1]
+            bounds = whole = [(kernel, one) for one in group_parts.launches(problem, count, kernels, strides, arch)]
             if keys > 1:
                 bounds = [(kernel, one) for one in dq_parts.launches(problem, keys, strides, arch)]
             if order and kernel == beside.DQ:
                 bounds = [(of, beside.dq_alone(one)) for of, one in bounds]
-                bounds = [(beside.DELTA, beside.delta_alone(whole)), *bounds]
+                bounds = [*((beside.DELTA, beside.delta_alone(one)) for _, one in whole), *bounds]
             for name_of, one in bounds:
                 memory = form(one.variant, one.problem.specialization, one.config).passed
                 wanted = {name: one.renamed.get(tensor, tensor) for name, tensor in memory.items()}

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import (
+    PACKED_ROWS,
     fence_async_shared,
     mbarrier,
     opaque,
@@ -40,7 +41,6 @@ from fa2tune.kernels.lib.hopper_fused import (
     produce,
     zero_pieces,
 )
-from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
     descriptors_of,
@@ -230,29 +230,21 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 if total > 0:  # the last piece has left this memory
                     meet(PIECE_GONE + CONSUMER, GROUP_AND_WARP)
             tma_store_wait(0)
-            if form.RAGGED:  # in one part
-                stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES), dk[0])
-                stage.reshape([KEYS, form.BLOCK_D]).store(dv_acc[0].to(dk[0].dtype))
-                fence_async_shared()
-                store_packed(dv[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
-                if form.OUT_STAGES == 1:
-                    tma_store_wait(0)
-                else:
-                    stage = as_block_of(smem.out[0].index(CONSUMER * form.OUT_STAGES + 1), dk[0])
-                stage.reshape([KEYS, form.BLOCK_D]).store((dk_acc[0] * call.softmax_scale).to(dk[0].dtype))
-                fence_async_shared()
-                store_packed(dk[0], tile.first_k + seqlen_k, tile.h_kv, key - seqlen_k, stage)
-            elif form.REDUCE == "tma":  # what stages dQ is large enough
+            entry = tile.b
+            if form.RAGGED:  # as hopper_packed.py has it
+                entry = tile.first_k + seqlen_k
+                key = PACKED_ROWS + (key - seqlen_k)
+            if form.REDUCE == "tma":  # what stages dQ is large enough
                 stage = (as_block_of(smem.out[0].index(CONSUMER), dk[0]),)
-                put_in(dv_acc, dv, tile.b, tile.h_kv, key, stage)
+                put_in(dv_acc, dv, entry, tile.h_kv, key, stage)
                 tma_store_wait(0)
-                put_in(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, stage)
+                put_in(scaled(dk_acc, call.softmax_scale), dk, entry, tile.h_kv, key, stage)
             else:
-                put_parts(dv_acc, dv, tile.b, tile.h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
+                put_parts(dv_acc, dv, entry, tile.h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
                 if form.OUT_STAGES == 1:
                     tma_store_wait(0)
                 last = CONSUMER * form.OUT_STAGES + (form.OUT_STAGES - 1)
-                put_parts(scaled(dk_acc, call.softmax_scale), dk, tile.b, tile.h_kv, key, smem.out, last)
+                put_parts(scaled(dk_acc, call.softmax_scale), dk, entry, tile.h_kv, key, smem.out, last)
             base += total
             filled += gl.where(total > 0, 1, 0)
         if form.DYNAMIC and not form.RAGGED:

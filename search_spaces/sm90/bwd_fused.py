@@ -132,7 +132,7 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
 
 
 #: What packed sequences need: the producer determines the next tile and its place, and passes both to the groups.
-PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "IN_PARTS": False}
+PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
 
 
 def suited(problem: Problem, config: Config) -> Config:

@@ -9,7 +9,7 @@ import pytest
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, group_schedule, serving
+from fa2tune.calling import choosing, group_schedule, packed_lengths, serving
 from fa2tune.compiling.registry import variants_of
 from fa2tune.launching import group_parts
 from fa2tune.spec.extent import RAGGED, Extent
@@ -85,14 +85,26 @@ def test_few_key_heads_are_split(shape, parts, deterministic):
     assert found and set(found.values()) <= parts
 
 
-@pytest.mark.parametrize("longest", [0, 4096, 16384])
-def test_packed_tiles_are_those_of_all_sequences(longest):
-    """One after the other, of the mean length, or of fewer and longer ones where the longest is known to be longer."""
+@pytest.mark.parametrize(("longest", "most"), [(0, 6144), (4096, 3072), (8192, 5793), (16384, 11586)])
+def test_packed_tiles_are_those_of_all_sequences(longest, most):
+    """The longest of 4 has the middle of its bucket, the mean at least; where it is not known, up to twice the mean."""
     asked = packed(4, 8, 2, 12288, 128, longest)
-    rows = group_schedule.rows_of_call(asked, 128)
-    one = {0: 3072, 4096: 3072, 16384: 6144}[longest]
-    assert rows == group_schedule.rows_of_tiles(one, one, 128, CAUSAL) * (12288 // one)
-    assert sum(rows) > 0 and len(rows) == 12288 // 128
+    lengths = packed_lengths.each(asked)
+    assert max(lengths)[0] == pytest.approx(most, rel=0.15)
+    assert sum(queries for queries, _ in lengths) == pytest.approx(12288, abs=4)
+    tiles = [group_schedule.rows_of_tiles(*one, 128, CAUSAL) for one in lengths]
+    assert group_schedule.rows_of_call(asked, 128) == sum(tiles, ())
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 200, 3000])
+@pytest.mark.parametrize("longest", [0, 512, 2048, 16384])
+@pytest.mark.parametrize("rows", [(5000, 5000), (700, 5000), (5000, 900), (3, 3)])
+def test_sequences_have_all_rows(count, longest, rows):
+    asked = replace(packed(count, 2, 2, 1, 64, longest), seqlen_q=rows[0], seqlen_k=rows[1])
+    lengths = packed_lengths.each(asked)
+    assert len(lengths) == count and min(map(min, lengths)) >= 1
+    for side, total in zip(zip(*lengths, strict=True), rows, strict=True):
+        assert 0.95 * total <= sum(side) <= 1.05 * total + count
 
 
 def test_one_packed_sequence_is_a_dense_call_of_its_length():
@@ -114,6 +126,8 @@ def test_one_packed_sequence_is_a_dense_call_of_its_length():
         ((2, 32, 4, 4458, 64, 4096), {2, 4}),
         ((1, 4, 2, 9209, 128, 16384), {2}),
         ((1, 4, 1, 9209, 128, 0), {4}),
+        ((32, 8, 2, 6237, 64, 2048), {2, 4}),  # most of the tokens in four sequences, the longest of 1728
+        ((155, 2, 1, 10125, 128, 2048, FULL), {2}),
     ],
 )
 def test_few_key_heads_of_packed_sequences_are_split(call, parts):

@@ -181,16 +181,51 @@ def test_heads_share_a_band_where_few_tiles_would_end_unevenly() -> None:
     assert many.row is not None and many.config["HEADS_PER_WAVE"] == many.row.config["HEADS_PER_WAVE"]
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(256, 0)], ids=str)
+@pytest.mark.parametrize("dim", [72, 80, 96])
+def test_the_fused_backward_has_head_dims_in_parts_as_that_of_dense_calls(dim: int, mask: Mask) -> None:
+    for longest in (512, 4096, 16384):
+        choice = choosing.choose(posed(dim, mask, longest=longest), "bwd_fused", H200, True, node=NODE)
+        assert choice.config["IN_PARTS"] and choice.config["REDUCE"] == "vector" and choice.config["num_warps"] == 4
+    whole = choosing.choose(posed(48, mask), "bwd_fused", H200, True, node=NODE)
+    assert not whole.config["IN_PARTS"]
+
+
+def test_bands_are_wider_where_all_that_they_have_in_use_stays_in_the_l2() -> None:
+    """Of 10934 tokens q, dO and the sums of dQ of four query heads are 28 MB; of 109340 ten times as much."""
+    for rows, wider in ((10934, True), (109340, False)):
+        asked = sequences(1, (8, 4), (rows, rows), 64, CAUSAL, 16384)
+        choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+        own = choice.row.config["HEADS_PER_WAVE"] if choice.row is not None else 0
+        assert (choice.config["HEADS_PER_WAVE"] > own) == wider
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "count"), [(7, 39068, 1), (119, 20439, 1), (45, 23874, 94), (1200, 14907, 241)]
+)
+def test_where_windows_are_narrow_or_sequences_short_nothing_runs_overlapped(
+    window: int, rows: int, count: int
+) -> None:
+    asked = sequences(count, (4, 4), (rows, rows), 128, band(window, 0), 0)
+    choice = choosing.choose(asked, "bwd_fused", H200, True, node=NODE)
+    assert choice.row is not None and choice.row.config["BESIDE"] and not choice.config["BESIDE"]
+    wide = sequences(1, (4, 4), (39068, 39068), 128, band(4096, 0), 0)
+    choice = choosing.choose(wide, "bwd_fused", H200, True, node=NODE)
+    assert choice.row is not None and choice.config["BESIDE"] == choice.row.config["BESIDE"]
+
+
 def test_of_short_sequences_nothing_runs_overlapped() -> None:
     """As benchmarks/calls/packed_choices.json has it: 0.55 to 0.86 of the time with up to 399 queries a sequence."""
     for count, heads, rows, mask in (
         (19, (2, 2), (7580, 7580), FULL), (45, (64, 8), (3529, 19136), CAUSAL), (169, (64, 32), (5585, 5585), CAUSAL),
+        (4, (4, 4), (2721, 2721), FULL), (67, (32, 4), (42226, 42226), CAUSAL),
     ):  # fmt: skip
         few = sequences(count, heads, rows, 128, mask, 1024)
         choice = choosing.choose(few, "bwd_fused", H200, True, node=NODE)
         assert choice.row is not None and choice.row.config["BESIDE"]
         assert not choice.config["BESIDE"] and not choice.config["FINISH_BESIDE"]
-        assert choice.variant.programs(few, choice.config, H200.sm_count) == H200.sm_count
+        tiles = few.extent.tiles(1, rows[1], 128) * heads[1]
+        assert choice.variant.programs(few, choice.config, H200.sm_count) == min(tiles, H200.sm_count)
         assert limits.before_compile(choice.variant, few.specialization, choice.config, H200) is None
     longer = sequences(2, (64, 16), (4845, 4887), 128, CAUSAL, 4096)
     assert choosing.choose(longer, "bwd_fused", H200, True, node=NODE).config["BESIDE"]

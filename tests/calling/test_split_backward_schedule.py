@@ -181,10 +181,26 @@ def test_which_kernel_begins(shape: tuple[Any, ...], begins: str) -> None:
     assert order(Problem("bf16", *shape)) == begins
 
 
+@pytest.mark.parametrize(
+    ("count", "heads", "rows", "longest", "begins"),
+    [
+        (85, 1, (3472, 23680), 2048, DQ_FIRST),  # 40 queries a sequence on average, of up to 1900 keys
+        (102, 4, (2199, 2199), 512, ""),
+        (17, 16, (16752, 16752), 8192, ""),
+    ],
+)
+def test_which_kernel_begins_of_packed_sequences(
+    count: int, heads: int, rows: tuple[int, int], longest: int, begins: str
+) -> None:
+    extent = Extent(RAGGED, count, longest)
+    asked = Problem("bf16", 1, heads, heads, *rows, 256, 256, CAUSAL, extent=extent)
+    choices = choosing.choose_backward(choosing.Chooser(asked, H200), False)[1]
+    assert order(asked) == begins and schedule.key_parts(asked, choices, {}, H200) == 1
+
+
 def test_no_other_call_has_it() -> None:
     few = square(2, 2, 484, 256)
     assert order(few) and order(few, deterministic=True)
-    assert not order(replace(few, extent=Extent(RAGGED, 2)))
     assert not order(replace(few, mask=band(64, 0)))
     assert not order(square(2, 2, 484, 128)) and not order(square(2, 2, 484, 128), deterministic=True)
     a100 = gpus.named("a100")

@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, registry, sass
+from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_fused
+from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 
 H200 = gpus.named("h200")
@@ -77,12 +79,16 @@ def test_dk_and_dv_multiply_the_columns_of_both_parts_alone(dims: tuple[int, int
     assert reckoned - 1024 <= binary.shared_bytes <= reckoned
 
 
-@pytest.mark.parametrize(("dim", "causal"), [(96, True), (80, False), (48, True)])
-def test_the_fused_kernel_gives_each_group_a_part_of_dq(dim: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("dim", "causal", "extent"),
+    [(96, True, DENSE), (80, False, DENSE), (48, True, DENSE), (96, True, RAGGED), (80, False, RAGGED)],
+)
+def test_the_fused_kernel_gives_each_group_a_part_of_dq(dim: int, causal: bool, extent: str) -> None:
     """Of 64 query rows group 0 multiplies for the columns of the first part, group 1 for those of the second; of 128 rows each
     for both. dQ of the last block stands behind the loops."""
-    spec = specified(dim, dim, "causal" if causal else "full")
-    config, binary, code = built(FUSED, spec, IN_PARTS=True, ORDER="behind")
+    spec = replace(specified(dim, dim, "causal" if causal else "full"), extent=extent)
+    packed = bwd_fused.PACKED if spec.ragged else {}
+    config, binary, code = built(FUSED, spec, IN_PARTS=True, ORDER="behind", **packed)
     d, rest = head_dim_parts(dim)
     m = config["BLOCK_M"]
     expected = Counter({m: 4 * 2 * ((d + rest) // 16 + 1)})  # S and dP with their terms
@@ -92,7 +98,7 @@ def test_the_fused_kernel_gives_each_group_a_part_of_dq(dim: int, causal: bool) 
     assert products(code) == expected
     if m == 64:
         assert all(loop.local_bytes <= 256 for loop in sass.loops(code) if loop.products > 8), "two words at the most"
-    assert binary.shared_bytes <= bwd_fused.shared_bytes(config, spec)
+    assert binary.shared_bytes <= bwd_fused.shared_bytes(config, spec) and operandcheck.unsound(code) == ()
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

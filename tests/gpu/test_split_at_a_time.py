@@ -12,7 +12,8 @@ import torch
 import fa2tune
 from fa2tune.calling import choosing, dispatch, group_schedule, split_backward_schedule
 from fa2tune.launching import beside, passes
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import SPLIT
 from fa2tune.spec.score import NONE
 
@@ -65,6 +66,31 @@ class Posed:
 
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("order", beside.ORDERS)
+@pytest.mark.parametrize(("dim", "mask"), [(256, CAUSAL), (192, FULL)], ids=str)
+def test_bits_of_packed_sequences_are_those_of_one_kernel_after_the_other(order: str, dim: int, mask: Mask) -> None:
+    sides = ((40, 0, 134, 1, 70, 5, 300), (278, 30, 1900, 1, 64, 0, 300))
+    starts = [torch.tensor([0, *side]).cumsum(0).to("cuda", torch.int32) for side in sides]
+    q, do = (torch.randn(sum(sides[0]) + 9, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(sum(sides[1]) + 9, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    views, extent, gpu, scale = [*map(passes.in_one_batch, (q, k, v))], Extent(RAGGED, 7), dispatch.gpu_of(0), dim**-0.5
+    problem = passes.describe(*views, mask, scale, extent=extent)
+    forward = passes.ForwardPlan(problem, *views, scale, choosing.choose(problem, "fwd", gpu))
+    o, lse = forward(*views, *starts)
+    whole, gradient = passes.in_one_batch(o), passes.in_one_batch(do)
+    posed = passes.describe(*views, mask, scale, extent=extent, o=whole, do=gradient)
+    choices = choosing.choose_backward(choosing.Chooser(posed, gpu), True)[1]
+    assert set(choices) == {beside.DQ, beside.DKDV}
+
+    def run(plan: passes.BackwardPlan) -> tuple[torch.Tensor, ...]:
+        return plan(gradient, None, *views, whole, lse, *starts)
+
+    given = posed, gradient, None, *views, whole, scale, SPLIT, choices
+    after, plan = run(passes.BackwardPlan(*given)), passes.BackwardPlan(*given, order=order)
+    for _ in range(20):
+        assert same(run(plan), after)
 
 
 @every

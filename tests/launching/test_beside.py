@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_in_python import PythonGpu
-from test_computed_in_python import SCALE, Call, compare, gradient_of_lse, inputs, unset, wanted
+from test_computed_in_python import PACKING, SCALE, Call, compare, gradient_of_lse, inputs, offsets, unset, wanted
 
 from fa2tune import logs
 from fa2tune.compiling.choice import Choice
@@ -18,7 +18,8 @@ from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import beside, cuda, passes
 from fa2tune.launching.cuda import Chain, CudaError
 from fa2tune.launching.launch import Workspace
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.extent import RAGGED, WHOLE, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, band
 from fa2tune.spec.problem import Problem
 
 STREAM = 0xCAFE
@@ -273,13 +274,17 @@ def test_other_orders_and_kernels_are_errors(driver: Driver, order: str, name: s
         Call(((140, 200),), (2, 2), (136, 136), CAUSAL),
         Call(((70, 130),), (2, 1), (192, 160), FULL, batch=2),
         Call(((130, 70),), (1, 1), (64, 256), CAUSAL),  # rows that see no key
+        Call(PACKING, (2, 1), (192, 192), CAUSAL, packed=True),
+        Call(PACKING, (2, 2), (256, 256), FULL, packed=True),
+        Call(PACKING, (1, 1), (136, 136), band(40, 10), packed=True),
     ],
-    ids=str,
+    ids=lambda call: f"{call}{', packed' if call.packed else ''}",
 )
 @pytest.mark.parametrize("through_lse", [False, True], ids=["", "dlse"])
 def test_bits_are_those_of_one_kernel_after_the_other(
     monkeypatch: pytest.MonkeyPatch, call: Call, through_lse: bool
 ) -> None:
+    extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
     given = inputs(call, 0)
     dlse = gradient_of_lse(call) if through_lse else None
     right = wanted(call, given, dlse)
@@ -291,8 +296,8 @@ def test_bits_are_those_of_one_kernel_after_the_other(
             gpu = PythonGpu(patched, values=True)
             tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": right["lse"].float()}
             gradients = {"dq": unset(q, call.dims[0]), "dk": unset(k, call.dims[0]), "dv": unset(v, call.dims[1])}
-            tensors |= gradients | ({} if dlse is None else {"dlse": dlse})
-            problem = passes.describe(q, k, v, call.mask, SCALE, o=o, do=do)
+            tensors |= gradients | ({} if dlse is None else {"dlse": dlse}) | offsets(call)
+            problem = passes.describe(q, k, v, call.mask, SCALE, extent=extent, o=o, do=do)
             configs = {}
             for kernel, name in KERNELS.items():
                 variant = variant_named(name)

@@ -282,10 +282,25 @@ def test_backward(gpu: PythonGpu, form: str, mask: Mask, packed: bool) -> None:
     check_backward(gpu, Call(lengths, (2, 1), (128, 128), mask, packed=packed), BACKWARDS[form])
 
 
-@pytest.mark.parametrize(("dim", "packed"), [(64, False), (64, True), (96, False)])
+@pytest.mark.parametrize(("dim", "packed"), [(64, False), (64, True), (96, False), (96, True)])
 def test_head_dims_of_the_backward(gpu: PythonGpu, dim: int, packed: bool) -> None:
     lengths = PACKING if packed else ((140, 140),)
     check_backward(gpu, Call(lengths, (2, 2), (dim, dim), CAUSAL, packed=packed), {})
+
+
+#: Of head dims in two parts: form, head dim, blocks of 64 or 128 queries.
+IN_PARTS = [
+    ("from registers", 96, 64, CAUSAL), ("scores ahead", 80, 64, FULL), ("together", 96, 64, band(40, 10)),
+    ("all overlapped", 96, 64, CAUSAL), ("from registers", 72, 64, Mask("chunked", 64)), ("from registers", 48, 128, FULL),
+    ("together", 40, 128, CAUSAL), ("scores ahead", 96, 64, band(-1, 20)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "dim", "rows", "mask"), IN_PARTS, ids=str)
+def test_packed_backward_in_parts(gpu: PythonGpu, form: str, dim: int, rows: int, mask: Mask) -> None:
+    forms = {**BACKWARDS, "together": {**TOGETHER}, "all overlapped": {**TOGETHER, **BESIDE}}
+    settings = {**forms[form], "REDUCE": "vector", "BLOCK_M": rows, "IN_PARTS": True}
+    check_backward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
 
 
 NARROW_CALLS = [
@@ -330,7 +345,7 @@ def test_backward_of_32_columns_with_groups_in_parts(gpu: PythonGpu, heads: tupl
 @pytest.mark.parametrize(
     ("heads", "dim", "parts", "form"),
     [((4, 2), 128, 2, "a block behind"), ((6, 1), 64, 3, "a block behind"), ((4, 2), 128, 2, "and finished"),
-     ((4, 1), 128, 4, "joined")],
+     ((4, 1), 128, 4, "joined"), ((4, 2), 96, 2, "from registers")],
     ids=str,
 )  # fmt: skip
 def test_packed_backward_with_groups_in_parts(

@@ -229,6 +229,15 @@ def test_forms_of_the_backward(worlds: Any, form: str, packing: str) -> None:
     backward(worlds(PACKINGS[packing]), CAUSAL, BACKWARDS[form], (2, 1), (128, 128))
 
 
+@pytest.mark.parametrize(("form", "packing"), list(zip(BACKWARDS, itertools.cycle(PACKINGS))))
+@pytest.mark.parametrize("dim", [96, 72])
+def test_forms_of_the_backward_in_parts(worlds: Any, form: str, packing: str, dim: int) -> None:
+    """As far as parts have them: others stay what they are."""
+    settings = {**BACKWARDS[form], "REDUCE": "vector", "num_warps": 4, "IN_PARTS": True}
+    configs = backward(worlds(PACKINGS[packing]), CAUSAL, settings, (2, 1), (dim, dim))
+    assert configs["bwd_fused"]["IN_PARTS"]
+
+
 @pytest.mark.parametrize(
     ("packing", "heads", "dim", "parts", "form"),
     [("one", (4, 2), 64, 2, "a block behind"), ("mixed", (2, 1), 64, 2, "a block behind"),
@@ -278,7 +287,7 @@ def test_anything(worlds: Any, seed: int) -> None:
     order = draw.choice(("rows", "joined", "heads", "expanded"))
     if seed % 2:
         settings = {**draw.choice(list(BACKWARDS.values())), "HEADS_PER_WAVE": draw.choice((1, 4, 32))}
-        dim = draw.choice((40, 64, 128))
+        dim = draw.choice((40, 64, 96, 128))
         backward(world, mask, settings, heads, (dim, dim), order)
     else:
         dim, settings = draw.choice([FORWARDS[form] for form in ("two groups", "one group", "three groups", "256")])
