@@ -382,7 +382,7 @@ _NAMES: Mapping[str, Any] = {
     "tma_reduce_add": lambda descriptor, at, place: descriptor.copy("reduction", at, place),
     "tma_store_wait": lambda _: None, "thread_barrier": lambda: None, "fence_async_shared": lambda: None,
     "warpgroup_mma": _product, "warpgroup_mma_wait": _awaited, "range": _range,
-    "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p: p,
+    "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p, *_: p,
     "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "async_load": _AsyncCopy.load,
     "mma_v2": _mma, "hidden_behind": _hidden_behind, "raise_peak": _raise_peak, "scaled_if": _scaled_if,
 }  # fmt: skip

@@ -10,11 +10,12 @@ Against what was measured: docs/experiments/few-heads-packed.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import fused_schedule, group_schedule, schedule, tile_order, window_schedule
+from fa2tune.calling import few_tiles, fused_schedule, group_schedule, schedule, tile_order, window_schedule
 from fa2tune.calling.empty import is_empty
 from fa2tune.calling.fused_schedule import apart
 from fa2tune.calling.packed_lengths import unlike
@@ -35,6 +36,8 @@ LAUNCHES_US = 7.0
 #: Time of a block with RESCALE "lazy" over that with "never", by columns of the wider of Q and V: what packed calls with "lazy"
 #: took beside dense ones with "never" (docs/experiments/varlen.md, benchmarks/calls/random_packings.json).
 NEVER_GAIN = {64: 1.13, 128: 1.06}
+#: Key blocks of a tile that have maxima in any case: the first one, and those under the mask.
+WITH_MAXIMA = 1.5
 #: The same of tiles of 64 rows, two programs a multiprocessor (``for_few_tiles``), over tiles of two groups, for as many pairs
 #: of a query and a key: the model without it is better than what was measured (docs/experiments/forward.md) by 1.03 to 1.18.
 FEW_COST = 1.2
@@ -73,9 +76,11 @@ def sums_too_large(problem: Problem, gpu: Gpu) -> bool:
 def forms(problem: Problem, choice: Choice) -> list[Config]:
     """Configs of other machine code that other lengths of a packed call may have in place of a choice's, but for
     ``for_few_tiles``."""
-    if not problem.extent.ragged or not covers_backward(choice.variant):
+    if not problem.extent.ragged:
         return []
-    return [apart(choice.config)] if choice.config["BESIDE"] else []
+    if choice.variant.space is fwd.SPACE and problem.mask.measured and choice.row is not None:
+        return [{**choice.config, "RESCALE": how} for how in ("lazy", choice.row.config["RESCALE"])]
+    return [apart(choice.config)] if covers_backward(choice.variant) and choice.config["BESIDE"] else []
 
 
 # ---- the forward
@@ -93,9 +98,10 @@ def _tiles(queries: int, keys: int, mask: Mask, rows: int, columns: int) -> tupl
     return tiles, sum(blocks), max(blocks, default=0)
 
 
-def busiest(problem: Problem, config: Config, sm_count: int) -> float:
-    """Key blocks that the busiest multiprocessor works through, START included, over the programs that it holds at once."""
-    shared, start = fwd.programs(config), START[config["Q_STAGES"]]
+def busiest(problem: Problem, config: Config, sm_count: int, more: float = 0.0) -> float:
+    """Key blocks that the busiest multiprocessor works through, START and ``more`` a tile included, over the programs that it
+    holds at once."""
+    shared, start = fwd.programs(config), START[config["Q_STAGES"]] + more
     each, kinds = unlike(problem)
     found = [_tiles(*kind, problem.mask, config["BLOCK_M"], config["BLOCK_N"]) for kind in kinds]
     heads = problem.batch * problem.heads_q
@@ -115,9 +121,17 @@ def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> f
     block = schedule.block_us(row)
     if block is None:
         return None
-    if row.config["RESCALE"] == "never":
-        block *= NEVER_GAIN.get(tile_order.widest(problem), 1.0)
-    return LAUNCHES_US + block * busiest(problem, config, sm_count)
+    gain = NEVER_GAIN.get(tile_order.widest(problem), 1.0) if row.config["RESCALE"] == "never" else 1.0
+    if config["RESCALE"] == "never":
+        blocks = busiest(problem, config, sm_count, (gain - 1) * WITH_MAXIMA)
+        return LAUNCHES_US + few_tiles.norms_us(problem) + block * blocks
+    return LAUNCHES_US + gain * block * busiest(problem, config, sm_count)
+
+
+def with_or_without_maxima(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float | None, Config]:
+    """(``predicted_us``, config), of a row's config or of the same with maxima, whichever is predicted to be faster."""
+    times = [(predicted_us(problem, row, one, sm_count), one) for one in (fwd.without_norms(config), config)]
+    return min(times, key=lambda one: math.inf if one[0] is None else one[0])
 
 
 @lru_cache(maxsize=1024)
@@ -148,14 +162,14 @@ def best(
     """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``for_few_tiles``, are
     predicted to be faster. Pairs of a row and its config for packed calls."""
 
-    now = predicted_us(problem, *served, gpu.sm_count)
+    now, own = with_or_without_maxima(problem, *served, gpu.sm_count)
+    served = served[0], own
     if now is None:
         return served
-    form = window_schedule.form(served[1])
-    found = [
-        (time, row, config) for row, config in others
-        if window_schedule.form(config) != form and (time := predicted_us(problem, row, config, gpu.sm_count)) is not None
-    ]  # fmt: skip
+    form = window_schedule.form(own)
+    differ = ((row, config) for row, config in others if window_schedule.form(config) != form)
+    known = ((row, *with_or_without_maxima(problem, row, config, gpu.sm_count)) for row, config in differ)
+    found = [(time, row, config) for row, time, config in known if time is not None]
     if (few := few_tiles_us(problem, *served, gpu)) is not None:
         found.append((few[0], served[0], few[1]))
     least = min(found, key=lambda one: one[0], default=None)

@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launch is given. RAGGED: batch is 1, the lengths are those of all sequences together."""
+    """What a launch is given. RAGGED: batch is the number of sequences, the lengths are those of all together."""
 
     batch: gl.tensor
     heads_q: gl.tensor
@@ -264,11 +264,12 @@ def pass_by(start_m, done, alive, seqlen_q, seqlen_k, window, barriers, CONSUMER
 
 
 @gluon.jit
-def bound_of(q_shared, norms, head_kv, qk_scale, layout: gl.constexpr):
-    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| of the head (Cauchy-Schwarz)."""
+def bound_of(q_shared, norms, keys, qk_scale, layout: gl.constexpr):
+    """[ROWS]: what no score of a row of Q times qk_scale exceeds: |q| times the largest |k| (Cauchy-Schwarz). ``keys``: whose,
+    a head's, or a head's of one sequence."""
     squares = squares_of(q_shared, layout)
     parts = gl.arange(0, PARTS, layout=gl.BlockedLayout([1], [32], [4], [0]))  # every warp has them all
-    largest = gl.max(gl.load(norms + head_kv * PARTS + parts), 0)
+    largest = gl.max(gl.load(norms + keys * PARTS + parts), 0)
     return gl.sqrt(gl.maximum(squares, SMALLEST)) * (largest * qk_scale)
 
 
@@ -323,10 +324,13 @@ def of_carried(p, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def repack(p):
-    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second."""
+def repack(p, WORDS: gl.constexpr = False):
+    """p unchanged, between two loops: without this its 16-bit values are put together again in every trip of the second. WORDS:
+    p may be carried as words, which ptxas else moves to the product's registers in every trip, of packed sequences."""
     if p.dtype != gl.int32:
         p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2)
+    elif WORDS:
+        p = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=1)
     return p
 
 

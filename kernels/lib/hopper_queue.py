@@ -20,11 +20,14 @@ from fa2tune.search_spaces.sm90 import fwd as forward_space
 
 WORDS = gl.constexpr(space.WORDS)
 ROWS = gl.constexpr(forward_space.ROWS)
-#: Places for tiles sent. When the producer sends tile t + 1 it has loaded Q of tile t - 1, so every group is through with tile
-#: t - 3, whose Q lay there at the latest (two slots of Q), and reads none of what was sent before tile t - 2.
+#: Places for tiles sent. When the producer sends tile t + 1 it has loaded Q of tile t, so every group is through with tile
+#: t - 2, whose Q lay there at the latest (two slots of Q), and reads none of what was sent before tile t - 1.
 PLACES = gl.constexpr(4)
-#: Of a place: its head, behind the entry of packed_order.
-HEAD = gl.constexpr(5)
+#: Key blocks of a tile that are loaded after its producer has taken the next tile. A counter's and a load's latency lie under
+#: them; tiles taken earlier would even out less: the one that is done first is to get the longest that is left.
+AHEAD = gl.constexpr(3)
+#: Of a place: its head, where packed_order leaves room, and the number of its sequence.
+HEAD, SEQUENCE = gl.constexpr(5), gl.constexpr(6)
 _TAKE = gl.constexpr(
     "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
     "@p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }"
@@ -96,6 +99,13 @@ def received_tile(queue, turn, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def sequence_of(queue, turn, WARPS: gl.constexpr):
+    """The number of the sequence of a tile that ``received_tile`` gave before; behind the last one, how many there are."""
+    _, numbers, _ = queue
+    return _number(numbers, turn % PLACES, SEQUENCE, WARPS)
+
+
+@gluon.jit
 def _produce_packed(q, k, v, smem, barriers, queue, call, form):
     """As ``produce``, over the tiles of a queue. Coordinates are counted so that a block ends where its sequence does
     (``_addressed`` in fa2tune/launching/launch.py)."""
@@ -109,20 +119,20 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
     programs = gl.num_programs(0)
     done = 0  # key blocks of earlier tiles
     turn = 0
-    taken = _take(order)
+    taken = turn
     _send(queue, 0, gl.program_id(0), tiles, heads_q, band)
-    # the second tile is known, too: no program waits for the counter at first
-    index = 2 * programs - 1 - gl.program_id(0)
     head, start_m, end_q, rows, end_k, keys = received_tile(queue, 0, 1)
     while head >= 0:
-        _send(queue, turn + 1, index, tiles, heads_q, band)  # early: a group asks for it where this one ends
         h_kv = head // group
         row_q = PACKED_ROWS - rows + start_m
         below = gl.maximum(form.BLOCKS_BELOW(start_m + form.BLOCK_M, rows, keys, window, form.BLOCK_N), 1)
         n_blocks = below - form.FIRST_BLOCK(start_m, rows, keys, window, form.BLOCK_N)
         row_k = PACKED_ROWS - keys + (below - 1) * form.BLOCK_N
         load_q(q, end_q, head, row_q, turn, smem, barriers, 0, FIRST, form)
+        taken_at = gl.maximum(n_blocks - AHEAD, 0)
         for j in range(n_blocks):
+            if j == taken_at:
+                taken = _take(order)
             stage = (done + j) % form.STAGES
             row = row_k - j * form.BLOCK_N  # the last block, the one under the mask, comes first
             await_room(barriers.k_empty, done + j, K_EMPTY, form)
@@ -135,8 +145,7 @@ def _produce_packed(q, k, v, smem, barriers, queue, call, form):
             load_parts(v, end_k, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
         done += n_blocks
         turn += 1
-        index = 2 * programs + _share(taken)
-        taken = _take(order)
+        _send(queue, turn, programs + _share(taken), tiles, heads_q, band)  # a group asks for it where this one ends
         head, start_m, end_q, rows, end_k, keys = received_tile(queue, turn, 1)
     await_last(barriers, done, form)
 

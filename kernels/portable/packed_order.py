@@ -30,10 +30,10 @@ def packed_order_kernel(
 ):  # fmt: skip
     """cu_seqlens_q, cu_seqlens_k [batch + 1] int32 -> order [1 + seqlen_q // BLOCK_Q + batch + 1, WORDS] int32: the head
     [tiles, 0, keys of the longest sequences], and an entry a tile of BLOCK_Q queries, [first row within its sequence, row where
-    that ends, its rows, key where it ends, its keys]. seqlen_q, seqlen_k: rows of all together. Sequences of more keys come
-    first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes after the
-    other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every row of q is
-    in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
+    that ends, its rows, key where it ends, its keys, 0, its number]. seqlen_q, seqlen_k: rows of all together. Sequences of
+    more keys come first, and of each the last tile, the longest of a causal mask. Of those of as many keys and tiles one comes
+    after the other, and the last ones, which have IN_TURNS tiles, take turns: so the last tiles of all are short ones. Every
+    row of q is in a tile: the rows behind the last sequence are one more, without keys. One program a sequence."""
     own = tl.program_id(0)
     lanes = tl.arange(0, STEP)
     first_q, rows = _sides(cu_seqlens_q, own + lanes * 0, batch, seqlen_q, True)
@@ -79,6 +79,7 @@ def packed_order_kernel(
         entry = tl.where(word == 2, rows[:, None], entry)
         entry = tl.where(word == 3, (first_k + keys)[:, None], entry)
         entry = tl.where(word == 4, keys[:, None], entry)
+        entry = tl.where(word == 6, own, entry)
         inside = (tile < mine) & (place - tile * turns < room)
         tl.store(order + (1 + place - tile * turns)[:, None] * WORDS + word, entry, mask=inside[:, None])
 

@@ -45,7 +45,7 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
-from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_tiles, received_tile, sequence_of
 from fa2tune.search_spaces.portable.fwd_norms import norms_shape
 from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd as space
@@ -144,7 +144,10 @@ def _one_tile(
         if form.PINGPONG:
             pass_turn_on(CONSUMER, form.GROUPS)
     if form.RESCALE == "never":
-        bound = bound_of(q_shared, out.norms, head // call.group, qk_scale, s_layout)
+        keys_of = head // call.group
+        if form.RAGGED:
+            keys_of = keys_of * (call.batch + 1) + sequence_of(queue, turn, 4)
+        bound = bound_of(q_shared, out.norms, keys_of, qk_scale, s_layout)
     if form.Q_STAGES == 1:
         s = warpgroup_mma_wait(0, deps=[s])
         hand_back(barriers.k_empty, done, True, K_EMPTY, form)
@@ -172,7 +175,7 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, True
         )
-    p = repack(p)
+    p = repack(p, form.RAGGED)
     exact = n_masked
     if form.RESCALE == "never":
         exact = gl.where(bounded, n_clear, n_masked)
@@ -181,14 +184,15 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_masked, exact, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, "never", False
         )
-        p = repack(p)
+        p = repack(p, form.RAGGED)
     if OWN_ADDRESSES and (form.RIGHT_BOUNDED or form.RESCALE == "never"):
-        q_tile = q_again(smem.q, q_slot, n_blocks)
+        # of packed sequences under no mask the compiler knows n_blocks
+        q_tile = q_again(smem.q, q_slot, n_blocks if form.RIGHT_BOUNDED or not form.RAGGED else seqlen_q)
     acc, total, peak, p = over_keys(
         acc, total, peak, p, exact, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, OFTEN, False
     )
     if form.LEFT_BOUNDED:
-        p = repack(p)
+        p = repack(p, form.RAGGED)
         if OWN_ADDRESSES:
             q_tile = q_again(smem.q, q_slot, call.heads_q if form.RAGGED else call.batch)
         acc, total, peak, p = over_keys(
@@ -332,8 +336,8 @@ def fwd_hopper_kernel(
     programs share a multiprocessor (maxnreg), and one's start and end of a tile lie under the other's products.
     HEADS_PER_WAVE 0: by heads_in_band. norms, only if RESCALE is "never": what fwd_norms_kernel makes of k.
 
-    RAGGED: B is 1, and sequences lie one after the other. order: what packed_order_kernel makes of where they start. Programs
-    take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
+    RAGGED: B is 1, batch the number of sequences, which lie one after the other. order: what packed_order_kernel makes of where
+    they start. Programs take tiles from a queue. Rows behind the last sequence: o = 0, lse = -inf.
     """
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED

@@ -9,7 +9,9 @@ SMALLEST = 2.0**-100
 
 
 def norms_shape(problem: Problem) -> tuple[int, int, int]:
-    """Of what the kernel writes."""
+    """Of what the kernel writes, a program an element. Of packed sequences (key heads, sequences and one of no keys, PARTS)."""
+    if problem.extent.ragged:
+        return problem.heads_kv, problem.extent.sequences + 1, PARTS
     return problem.batch, problem.heads_kv, PARTS
 
 

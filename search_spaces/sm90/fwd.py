@@ -162,15 +162,22 @@ def _ways_of_o(spec: Specialization, config: Config, stages: int) -> Iterator[st
 
 
 def suited(problem: Problem, config: Config) -> Config:
-    """The config for this problem: no pass over all keys where few queries, a window or packed sequences read part of them.
-    Rows were measured with as many queries as keys. Tiles of a window are of one length: heads one by one keep K and V in L2.
-    Of packed sequences the GPU alone knows how many heads' K and V that is."""
-    if not problem.mask.measured or problem.extent.ragged:
-        config = {**config, "HEADS_PER_WAVE": 0}
-        return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
+    """The config for this problem: no pass over all keys where few queries or a window read part of them; of packed sequences
+    packed_schedule in fa2tune/calling says whether it pays. Rows were measured with as many queries as keys. Tiles of a window
+    are of one length: heads one by one keep K and V in L2. Of packed sequences the GPU alone knows how many heads' K and V that
+    is."""
+    if not problem.mask.measured:
+        return without_norms({**config, "HEADS_PER_WAVE": 0})
+    if problem.extent.ragged:
+        return {**config, "HEADS_PER_WAVE": 0}
     few = problem.seqlen_q * problem.heads_q < LEAST_QUERIES * problem.heads_kv
     few = few and (problem.seqlen_q == 1 or problem.seqlen_q < problem.seqlen_k)
-    return {**config, "RESCALE": "lazy"} if few and config["RESCALE"] == "never" else config
+    return without_norms(config) if few else config
+
+
+def without_norms(config: Config) -> Config:
+    """With maxima of scores, where a config has bounds of them, by the norms of all keys."""
+    return {**config, "RESCALE": "lazy"} if config["RESCALE"] == "never" else config
 
 
 def o_columns(spec: Specialization, config: Config) -> int:

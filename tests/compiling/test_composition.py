@@ -89,7 +89,7 @@ HOPPER = {
         ("search_spaces.portable.fwd", "64: (64, 128, 4, 2)", "64: (64, 64, 4, 2)", set(), set()),
         ("kernels.sm90.fwd", "suited=space.suited,", "suited=space.other,", set(), set()),
         # the launch of a kernel
-        ("kernels.portable.fwd_norms", "problem.heads_kv * space.PARTS", "problem.heads_q * space.PARTS",
+        ("kernels.portable.fwd_norms", "math.prod(space.norms_shape(problem))", "space.norms_shape(problem)[0]",
          {"portable/fwd_norms", "sm90/fwd"}, None),
     ],
 )  # fmt: skip

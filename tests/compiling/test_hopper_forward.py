@@ -18,6 +18,7 @@ from fa2tune.compiling import compiler, limits, registry, sass
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_norms
 from fa2tune.search_spaces.sm90 import fwd as space
+from fa2tune.spec.extent import DENSE, RAGGED
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import Problem, Specialization, head_dim_parts, padded_head_dim
 
@@ -26,9 +27,9 @@ PRODUCER_THREADS, GROUP_THREADS = 32, 128
 TRITONS_BARRIERS = 7  #: its own are 0, 1, and one a partition, of which there are four at the most
 
 
-def built(dim: int, causal: bool, **changes: Any) -> tuple[dict[str, Any], str]:
+def built(dim: int, causal: bool, extent: str = DENSE, **changes: Any) -> tuple[dict[str, Any], str]:
     """(config, machine code) of the default with changes."""
-    spec = Specialization("bf16", dim, dim, "causal" if causal else "full")
+    spec = Specialization("bf16", dim, dim, "causal" if causal else "full", extent=extent)
     config = {**VARIANT.space.default(spec, 90), **changes}
     assert limits.before_compile(VARIANT, spec, config, gpus.named("h200")) is None
     path = compiler.build(VARIANT, spec, config, 90).cubin_path
@@ -183,6 +184,23 @@ def test_bounded_scores_want_no_maxima(dim: int, causal: bool) -> None:
     usual = [loop for loop in loops if loop.mufu > scores and loop.issue <= min(one.issue for one in loops) * 1.6]
     assert len(usual) >= len(spare)
     assert max(loop.issue for loop in spare) < 0.95 * min(loop.issue for loop in usual)
+
+
+@pytest.mark.parametrize("rescale", ["lazy", "never"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"BLOCK_N": 64, "STAGES": 3, "NUMBERED": False, "Q_IN_REGISTERS": True}], ids=str
+)
+def test_loops_over_packed_sequences_are_those_of_dense_calls(settings: dict[str, Any], rescale: str) -> None:
+    """Of three groups, which have the fewest registers: nothing is spilled, nor is P moved about (``repack``)."""
+    found = []
+    for extent in (DENSE, RAGGED):
+        config, code = built(64, True, extent, RESCALE=rescale, **settings)
+        scores = config["BLOCK_N"] // 2  # of a thread
+        loops = [loop for loop in sass.loops(code) if scores <= loop.mufu < 2 * scores]
+        assert {loop.local_bytes for loop in loops} == {0}
+        found.append(sorted(loop.issue for loop in loops))
+    assert len(found[0]) == len(found[1]) == (9 if rescale == "never" else 6)
+    assert all(packed <= dense + 4 for dense, packed in zip(*found, strict=True))
 
 
 #: Head dims of Q and V -> the parts that they are computed in.

@@ -112,6 +112,21 @@ def test_masks(packing, mask):
     compared(torch.bfloat16, packing, mask, {})
 
 
+#: Without maxima: two groups, three groups with P in words, a second Q. fp16 has room for fewer bounds.
+BOUNDED = {
+    "128": (torch.bfloat16, 128, {}), "64": (torch.bfloat16, 64, {}), "64 of float16": (torch.float16, 64, {}),
+    "a second Q": (torch.bfloat16, 64, {"BLOCK_M": 128, "Q_STAGES": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("form", BOUNDED)
+def test_without_maxima(packing, form, mask):
+    dtype, dim, settings = BOUNDED[form]
+    compared(dtype, packing, mask, {**settings, "RESCALE": "never"}, dims=(dim, dim))
+
+
 @pytest.mark.parametrize("dims", [(256, 256), (96, 96), (192, 128), (72, 40)], ids=str)
 def test_other_head_dims(dims):
     compared(torch.bfloat16, "unequal", CAUSAL, {}, heads=(6, 1), dims=dims)

@@ -16,6 +16,7 @@ from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL
 
 BLOCK = 64
+SEQUENCE = 6  #: the word with a sequence's number
 
 
 def ordered(starts_q, starts_k, rows, keys, in_turns=space.ALL):
@@ -30,7 +31,7 @@ def ordered(starts_q, starts_k, rows, keys, in_turns=space.ALL):
     bind(variant, problem, config, {}, 1.0, names, -1)(*given, order)
     tiles, counter, longest = order[0, :3].tolist()
     assert counter == 0 and tiles < len(order)
-    return longest, order[1 : 1 + tiles, :5].tolist()
+    return longest, order[1 : 1 + tiles, [*range(5), SEQUENCE]].tolist()
 
 
 @pytest.mark.parametrize(
@@ -49,19 +50,21 @@ def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k,
     rows, keys = 330, 410
     found, entries = ordered(starts_q, starts_k, rows, keys, in_turns)
     sequences = []  # (keys, tiles, first row, row behind it, key behind it)
-    for (first, end), behind, seen in zip(
+    for number, ((first, end), behind, seen) in enumerate(zip(
         pairwise((*starts_q, rows)), (*starts_k[1:], starts_k[-1]),
         (*(b - a for a, b in pairwise(starts_k)), 0), strict=True,
-    ):  # fmt: skip
+    )):  # fmt: skip
         if end > first:
-            sequences.append((seen, -(-(end - first) // BLOCK), first, end, behind))
+            sequences.append((seen, -(-(end - first) // BLOCK), first, end, behind, number))
     expected = []
     for kind in sorted({one[:2] for one in sequences}, reverse=True):
         alike = [one for one in sequences if one[:2] == kind]
         alone = max(0, len(alike) - -(-in_turns // kind[1]))
         for some in (*([one] for one in alike[:alone]), alike[alone:]):
             for tile in reversed(range(kind[1])):
-                expected += [[tile * BLOCK, end, end - first, behind, kind[0]] for *_, first, end, behind in some]
+                expected += [
+                    [tile * BLOCK, end, end - first, behind, kind[0], number] for *_, first, end, behind, number in some
+                ]
     assert entries == expected
     assert found == sum(one[0] for one in sequences if one[:2] == max(sequences)[:2])
 
@@ -70,5 +73,5 @@ def test_every_row_is_in_one_tile_and_the_longest_come_first(starts_q, starts_k,
 def test_wrong_offsets_name_no_row_outside(wrong):
     rows, keys = 330, 410
     _, entries = ordered(wrong, wrong, rows, keys)
-    for tile, end, length, end_k, seen in entries:
-        assert 0 <= tile < length <= end <= rows and 0 <= seen <= end_k <= keys
+    for tile, end, length, end_k, seen, number in entries:
+        assert 0 <= tile < length <= end <= rows and 0 <= seen <= end_k <= keys and 0 <= number < len(wrong)

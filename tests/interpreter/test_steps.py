@@ -1,6 +1,7 @@
 """Kernels that run before and after a variant's own, on workspaces that they share, under two names for one memory."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from fa2tune.compiling import registry
 from fa2tune.launching import launch, passes
 from fa2tune.search_spaces.portable import fwd_norms
+from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import SearchSpace, Variant
@@ -131,3 +133,28 @@ def test_norms_of_keys(dtype: torch.dtype, dim: int, length: int) -> None:
         own = squares[..., part * rows : (part + 1) * rows].nan_to_num(nan=0.0, posinf=float("inf"))
         largest = own.sqrt().amax(-1).float() if own.shape[-1] else torch.full((2, 3), fwd_norms.SMALLEST**0.5)
         torch.testing.assert_close(found[..., part], largest, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("starts", [(0, 40, 40, 2140, 2143), (0,), (-7, 2000, 9000, 50)], ids=["", "none", "wrong"])
+def test_norms_of_packed_keys(starts: tuple[int, ...]) -> None:
+    """Of each sequence its own, and of none behind the last one; NaN between them, and wrong offsets read no row outside."""
+    rows, heads = 2150, 2
+    k = torch.randn(1, rows, heads, 24, dtype=torch.float16).transpose(1, 2)
+    k[:, :, max(starts) :] = float("nan")
+    q = torch.empty(1, 4, 1, 24, dtype=torch.float16, device="meta")
+    asked = passes.describe(q, k, k, FULL, 1.0, extent=Extent(RAGGED, len(starts) - 1))
+    norms = registry.variant_named("portable/fwd_norms")
+    found = torch.full(fwd_norms.norms_shape(asked), float("nan"))
+    names = ("k", "norms", "cu_seqlens_k")
+    config = norms.space.default(asked.specialization, 90)
+    launch.bind(norms, asked, config, {"k": launch.strides_of(k)}, 1.0, names, -1)(
+        k, found, torch.tensor(starts, dtype=torch.int32)
+    )
+    assert found.shape[:2] == (heads, len(starts))
+    largest = found.amax(-1)
+    assert (largest[:, -1] == fwd_norms.SMALLEST**0.5).all()
+    for number, ends in enumerate(pairwise(starts)):
+        first, end = (min(max(one, 0), rows) for one in ends)
+        squares = k[0, :, first:end].double().square().sum(-1).nan_to_num(nan=0.0).clamp(min=fwd_norms.SMALLEST)
+        right = squares.amax(-1).sqrt().float() if end > first else torch.full((heads,), fwd_norms.SMALLEST**0.5)
+        torch.testing.assert_close(largest[:, number], right, rtol=1e-5, atol=1e-12)

@@ -189,6 +189,7 @@ ONE_GROUP = {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "PINGPONG": False, "NUMB
 SMALL_TILES = {**ONE_GROUP, "maxnreg": 128, "STAGES": 2}  # two programs a multiprocessor
 TWO_Q_TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "Q_STAGES": 2, "PINGPONG": True, "NUMBERED": True, "RESCALE": "lazy",
                "Q_IN_REGISTERS": False}  # fmt: skip
+BOUNDED = {"RESCALE": "never"}
 TOP_LEFT = Mask("causal_top_left")
 PACKING = ((1, 1), (0, 0), (130, 130), (70, 0), (0, 30), (64, 140), (5, 3))
 FORWARDS = [
@@ -232,11 +233,34 @@ def test_forward(gpu: PythonGpu, call: Call, settings: dict[str, Any]) -> None:
     ("dim", "mask", "settings"),
     [(128, CAUSAL, {}), (64, FULL, {}), (64, band(40, 0), ONE_GROUP), (128, band(-1, 20), {"Q_STAGES": 2}), (80, CAUSAL, {}),
      (128, Mask("chunked", 64), {}), (64, TOP_LEFT, TWO_Q_TILES),
-     (128, CAUSAL, SMALL_TILES), (128, FULL, SMALL_TILES)],
+     (128, CAUSAL, SMALL_TILES), (128, FULL, SMALL_TILES), (64, CAUSAL, BOUNDED), (128, FULL, {**BOUNDED, "Q_STAGES": 2})],
     ids=str,
 )  # fmt: skip
 def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str, Any]) -> None:
     check_forward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize("settings", [{}, BOUNDED], ids=["maxima", "bounds"])
+def test_what_is_packed_with_a_sequence_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, settings: dict[str, Any]
+) -> None:
+    """Not the bound of its scores either, whatever the norms of other sequences' keys, and whether these are numbers."""
+    call, found = Call(PACKING, (2, 1), (64, 64), mask, packed=True), []
+    for others in (1.0, 9.0, float("nan")):
+        given = inputs(call, 0)
+        q, k, v = (given[name] for name in "qkv")
+        for _, queries, keys in call.places()[::2]:
+            q[:, :, queries] *= others
+            k[:, :, keys] *= others
+            v[:, :, keys] *= others
+        lse = torch.full(q.shape[1:3], torch.nan)
+        tensors = {"q": q, "k": k, "v": v, "o": unset(q, 64), "lse": lse, **offsets(call)}
+        computed(PythonGpu(monkeypatch, values=True), call, "sm90/fwd", tensors, settings)
+        own = [queries for _, queries, _ in call.places()[1::2]]
+        found.append([torch.cat([tensors["o"][0, :, rows].flatten(), lse[:, rows].flatten()]) for rows in own])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
 
 
 TOGETHER = {"ORDER": "together"}
