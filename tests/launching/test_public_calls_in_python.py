@@ -14,7 +14,7 @@ import torch
 from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
-from fa2tune.calling import copies, dispatch, grouped_schedule, unseen
+from fa2tune.calling import copies, dispatch, grouped_schedule, one_tile_schedule, unseen
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -29,6 +29,7 @@ SPREAD, GATHER = "portable/bwd_spread", "portable/bwd_gather"
 GROUPED = "sm90/fwd_grouped"
 FEW, COMBINE = "portable/fwd_split", "portable/fwd_combine"
 ORDER = "portable/packed_order"
+ONE_TILE = "sm90/bwd_one_tile"
 
 
 class Road(NamedTuple):
@@ -54,6 +55,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backwards of few keys are several kernels, as those of many are."""
+    monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
 
 
 @pytest.fixture
@@ -125,6 +132,28 @@ def test_keys_split_by_the_warp_specialised_kernel(gpu: PublicGpu) -> None:
     o, lse = fa2tune.attention(given.q, given.k, given.v, return_lse=True)
     verify.compare({"o": o, "lse": lse}, *reference.oracle_and_reference(given, gradients=False))
     assert tuple(gpu.ran) == road.runs
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "road",
+    [
+        Road((40, 70), (64, 64), CAUSAL, (ONE_TILE, GATHER), (6, 2)),
+        Road((150, 70), (56, 56), FULL, (ONE_TILE, GATHER), (5, 1), dtype="fp16"),
+        Road((50, 41), (80, 80), CAUSAL, (ONE_TILE, GATHER), (4, 2)),  # queries that see no key
+        Road((40, 70), (192, 128), CAUSAL, (ONE_TILE, GATHER), (4, 2), deterministic=True),
+    ],
+    ids=str,
+)
+def test_a_backward_of_one_kernel(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road, order: str) -> None:
+    """lse has a gradient."""
+    monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", True)
+    given = inputs(road, batch=2)
+    if order == "bshd":
+        q, k, v, do = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.k, given.v, given.do))
+        given = reference.Inputs(q, k, v, do, given.dlse)
+    check(road, given)
+    assert tuple(gpu.ran[-len(road.runs) :]) == road.runs
 
 
 @pytest.fixture
