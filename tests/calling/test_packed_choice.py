@@ -150,6 +150,32 @@ def test_short_sequences_have_small_tiles_in_the_forward(problem: Problem, rows:
     assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
 
 
+@pytest.mark.parametrize(
+    ("problem", "rescale"),
+    [
+        (sequences(1, (8, 4), (10934, 10934), 64, CAUSAL, 16384), "never"),
+        (sequences(5, (32, 8), (12982, 12982), 64, CAUSAL, 8192), "never"),
+        (sequences(1, (32, 32), (7368, 7368), 128, CAUSAL, 8192), "never"),
+        (sequences(1, (4, 2), (16690, 18296), 96, CAUSAL, 32768), "never"),
+        (sequences(3, (8, 4), (2736, 2736), 64, CAUSAL, 1024), "lazy"),
+        (sequences(300, (16, 16), (16300, 16300), 128, CAUSAL, 512), "lazy"),
+        (sequences(1, (8, 4), (10934, 10934), 64, band(500, 0), 16384), "lazy"),
+        (
+            sequences(64, (8, 8), (64, 65536), 64, CAUSAL, 1024),
+            "lazy",
+        ),  # few queries: all keys once more are most of it
+    ],
+    ids=str,
+)
+def test_a_pass_over_the_keys_is_for_calls_that_it_is_short_in(problem: Problem, rescale: str) -> None:
+    """And what other lengths of such calls have is precompiled with it."""
+    choice = forward(problem)
+    assert choice.config["RESCALE"] == rescale
+    assert choice.row is not None
+    found = {form["RESCALE"] for form in packed_schedule.forms(problem, choice.of_row)}
+    assert found == ({"lazy", choice.row.config["RESCALE"]} if problem.mask.measured else set())
+
+
 def test_a_sequence_alone_has_its_own_length() -> None:
     for mask in (CAUSAL, FULL):
         alone = sequences(1, (4, 2), (9209, 9209), 128, mask, 16384)
