@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, written_under_way
+from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, few_tiles
@@ -204,11 +204,7 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Built]]:
     """Case -> what becomes of it."""
-    wanted: dict[Case, Asked] = {}
-    for item in request.session.items:
-        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
-        if isinstance(case, Case):
-            wanted[case] = case.variant.name, case.spec, case.settings
+    wanted: dict[Case, Asked] = {case: (case.variant.name, case.spec, case.settings) for case in chosen(request)}
     with builder([*wanted.values()]) as build:
         yield lambda case: build(wanted[case])
 
