@@ -1,5 +1,5 @@
-"""Binaries for the Hopper tests of tests/compiling, compiled by as many processes as there are cores: one after the other they are
-most of what the suite takes."""
+"""Binaries for the Hopper tests of tests/compiling, compiled by as many processes as there are cores: one after the other they
+are most of what the suite takes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ def case_of(variant: Variant, spec: Specialization, config: Config, origin: str)
     return Case(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())), origin)
 
 
+@cache
 def legal(variant: Variant, spec: Specialization) -> list[dict[str, Any]]:
     return [c for c in variant.space.points() if limits.before_compile(variant, spec, c, H200) is None]
 
