@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -92,8 +92,12 @@ class Child:
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A thread drains the pipe, so that the child never waits for this process.
         threading.Thread(target=self._drain, daemon=True).start()
-        self.collected, self.errors = self._receive() or ([], {})
         config.add_cleanup(self.stop)
+
+    @functools.cached_property
+    def found(self) -> tuple[list[str], dict[str, str]]:
+        """(tests, errors by file) of its collection."""
+        return self._receive() or ([], {})
 
     def _drain(self) -> None:
         try:
@@ -151,11 +155,12 @@ class ChildsItem(pytest.Item):
 class ChildsFile(pytest.File):
     def collect(self) -> Iterator[ChildsItem]:
         child = child_for(self.config, self.path)
-        if self.nodeid in child.errors:
-            raise self.CollectError(child.errors[self.nodeid])
-        if not child.collected and not child.errors:
+        collected, errors = child.found
+        if self.nodeid in errors:
+            raise self.CollectError(errors[self.nodeid])
+        if not collected and not errors:
             raise self.CollectError(child.death())
-        for nodeid in child.collected:
+        for nodeid in collected:
             file, _, name = nodeid.partition("::")
             if file == self.nodeid:
                 yield ChildsItem.from_parent(self, name=name)
@@ -183,6 +188,18 @@ def stays_here(config: pytest.Config, path: Path) -> bool:
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     # a worker of pytest-xdist would start a child of its own
     return INTERPRETED or config.option.usepdb or path.resolve() in named or hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Where a whole folder is asked for, its children collect while this process does."""
+    config = session.config
+    if getattr(config.option, "dist", "no") != "no":  # pytest-xdist: it is its workers that collect
+        return
+    folders = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    for path in (COMPILING[0], TESTS / "interpreter" / "any"):
+        if any(folder in path.parents for folder in folders) and not stays_here(config, path):
+            child_for(config, path)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> ChildsFile | None:
@@ -325,6 +342,33 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
     for name in ("FA2TUNE_CACHE", "FA2TUNE_CAPTURE_MISS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FA2TUNE_KERNELS", "off")
+
+
+@pytest.fixture(scope="session")
+def shipped_once() -> Callable[[Path], object]:
+    """``reader._read``, but of a shipped file only once while it does not change: a tenth of a second of a core for all,
+    which every test with a choice of its own would spend. The records are never changed; rows are made of them anew."""
+    from fa2tune.rows import reader
+
+    shipped, read = frozenset(reader.shipped_paths()), reader._read
+    held: dict[tuple[Path, object], object] = {}
+
+    def once(path: Path) -> object:
+        if path not in shipped:
+            return read(path)
+        asked = path, reader._state(path)
+        if asked not in held:
+            held[asked] = read(path)
+        return held[asked]
+
+    return once
+
+
+@pytest.fixture(autouse=True)
+def _shipped_files_are_read_once(monkeypatch: pytest.MonkeyPatch, shipped_once: Callable[[Path], object]) -> None:
+    from fa2tune.rows import reader
+
+    monkeypatch.setattr(reader, "_read", shipped_once)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Binaries for tests/compiling/test_hopper.py, compiled by as many processes as there are cores: one after the other they are
-most of what the suite takes."""
+"""Binaries for the Hopper tests of tests/compiling, compiled by as many processes as there are cores: one after the other they
+are most of what the suite takes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 
 from fa2tune.compiling import compiler, registry, sass
@@ -58,6 +59,16 @@ def _build(asked: Asked, folder: str) -> Built:
 def _pool() -> ProcessPoolExecutor:
     """One for all builders: a process imports torch and Triton, three seconds of a core."""
     return ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"))
+
+
+def chosen(request: pytest.FixtureRequest, parameter: str = "case") -> list[Any]:
+    """The cases of this file whose tests run, each once, in their order. Those of the others need no binaries."""
+    found: list[Any] = []
+    for item in request.session.items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and parameter in values and values[parameter] not in found:
+            found.append(values[parameter])
+    return found
 
 
 @contextmanager

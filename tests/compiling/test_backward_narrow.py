@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, written_under_way
+from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -67,9 +67,7 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Built]]:
-    wanted = [getattr(item, "callspec", None) for item in request.session.items]
-    cases = dict.fromkeys(one.params["case"] for one in wanted if one and isinstance(one.params.get("case"), Case))
-    with builder([case.asked for case in cases]) as build:
+    with builder([case.asked for case in chosen(request)]) as build:
         yield lambda case: build(case.asked)
 
 

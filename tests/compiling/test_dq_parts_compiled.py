@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder
+from hopper_builds import TESTED, Asked, Built, builder, chosen
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -30,8 +30,8 @@ def asked(case: tuple[tuple[int, int], str, int, int]) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def built() -> Iterator[Callable[[Asked], Built]]:
-    with builder([asked(case) for case in CASES]) as build:
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
+    with builder([asked(case) for case in chosen(request)]) as build:
         yield build
 
 

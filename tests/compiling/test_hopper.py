@@ -10,13 +10,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, written_under_way
+from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
 from fa2tune.calling import dispatch, few_tiles
@@ -65,6 +65,7 @@ def case_of(variant: Variant, spec: Specialization, config: Config, origin: str)
     return Case(variant, spec, tuple(sorted(compiler.binary_config(variant, config).items())), origin)
 
 
+@cache
 def legal(variant: Variant, spec: Specialization) -> list[dict[str, Any]]:
     return [c for c in variant.space.points() if limits.before_compile(variant, spec, c, H200) is None]
 
@@ -205,11 +206,7 @@ every = pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Built]]:
     """Case -> what becomes of it."""
-    wanted: dict[Case, Asked] = {}
-    for item in request.session.items:
-        case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
-        if isinstance(case, Case):
-            wanted[case] = case.variant.name, case.spec, case.settings
+    wanted: dict[Case, Asked] = {case: (case.variant.name, case.spec, case.settings) for case in chosen(request)}
     with builder([*wanted.values()]) as build:
         yield lambda case: build(wanted[case])
 

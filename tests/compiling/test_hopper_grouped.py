@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder
+from hopper_builds import TESTED, Asked, Built, builder, chosen
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -48,8 +48,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def built() -> Iterator[Callable[[Asked], Built]]:
-    with builder([case.asked for case in CASES]) as build:
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
+    with builder([case.asked for case in chosen(request)]) as build:
         yield build
 
 

@@ -11,7 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from hopper_builds import Asked, Built, builder
+from hopper_builds import Asked, Built, builder, chosen
 from test_mask_hooks import GLUON, MASKS, hook
 
 from fa2tune import gpus
@@ -38,8 +38,9 @@ def asked(name: str, dim: int, changes: dict[str, Any], mask: str) -> Asked:
 
 
 @pytest.fixture(scope="module")
-def built() -> Iterator[Callable[[Asked], Built]]:
-    with builder([asked(*form, mask) for form in FORMS for mask in ("causal", "band", "chunked")]) as found:
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
+    forms = chosen(request, "form")
+    with builder([asked(*form, mask) for form in forms for mask in ("causal", "band", "chunked")]) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder
+from hopper_builds import TESTED, Asked, Built, builder, chosen
 
 from fa2tune import gpus
 from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
@@ -62,10 +62,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def built() -> Iterator[Callable[[Asked], Built]]:
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
     wanted = [
         asked
-        for case in CASES
+        for case in chosen(request)
         for asked in ([case.asked, case.whole] if case in ALIKE and case.rows == 128 else [case.asked])
     ]
     with builder(wanted) as build:
