@@ -148,7 +148,7 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
     here = record["environment"]
     yield (
         f"sm_80 code for {record['for']} on one {here['gpu']}, driver {here['driver']}, torch {here['torch']}, Triton "
-        f"{here['triton']}, {record['date']}, bf16, CUDA graphs; as many blocks a multiprocessor as "
+        f"{here['triton']}, bf16, CUDA graphs; as many blocks a multiprocessor as "
         + (f"{record['for']} holds." if record["crowded"] else "fit here.")
     )
     yield from ("", *(f"- {line}" for line in summary(record)), "", *grid_table(record), "", *models_table(record))

@@ -291,7 +291,7 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     assert f"Of {len(many)} [calls of models]" in README
     assert f"{ahead['fwd']} forward and {ahead['bwd']} backward" in README
     assert f"(geometric means {means['fwd']:.2f} and {means['bwd']:.2f})" in README
-    packed = json.loads((ROOT / "benchmarks/calls/random_packings_2.json").read_text(encoding="utf-8"))[
+    packed = json.loads((ROOT / "benchmarks/calls/random_packings_3.json").read_text(encoding="utf-8"))[
         "calls"
     ].values()
     least, most = (
@@ -303,7 +303,7 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     )
     assert f"random: forward {least[0]} to {most[0]}, backward {least[1]} to {most[1]}" in README
     drawn = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_3.json.gz").read_bytes()))["calls"]
-    later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_4.json.gz").read_bytes()))["calls"]
+    later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_6.json.gz").read_bytes()))["calls"]
     ratios = [[[call[pass_]["ratio"] for call in its.values()] for pass_ in ("fwd", "bwd")] for its in (drawn, later)]
     level = [[sum(ratio >= 0.99 for ratio in its) for its in each] for each in ratios]
     assert f"level in {level[0][0]} of {len(drawn)} forward, {level[0][1]} backward" in README
