@@ -207,7 +207,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_precompile_has_both_kernels() -> None:
     choice = chosen(FEW)["bwd_dq"]
     found = {variant.name for variant, _, _ in precompile._by_shape("bwd_dq", FEW, choice, 90)}
-    assert found == {dq_parts.SPLIT_KERNEL, dq_parts.COMBINE_KERNEL}
+    assert {dq_parts.SPLIT_KERNEL, dq_parts.COMBINE_KERNEL} <= found
     assert not schedule.all_kernels(replace(FEW, head_dim=64, head_dim_v=64), choice, 90)
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, serving, split_backward_schedule
+from fa2tune.calling import (
+    choosing,
+    dispatch,
+    fused_schedule,
+    group_schedule,
+    one_tile_schedule,
+    serving,
+    split_backward_schedule,
+)
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import NoTritonError
 from fa2tune.fleet import precompile
@@ -126,10 +134,11 @@ def test_the_rows_own_config_serves_where_the_form_cannot_be_had() -> None:
 
 
 @pytest.mark.usefixtures("early")
-def test_explain_says_so() -> None:
+def test_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_tile_schedule, "ONE_KEY_TILE", False)
     fused = serving.explain_problem(FUSED[1], H200)
     assert "bwd_fused: alone on the GPU, each kernel started early, not as the row has it" in str(fused)
-    split = str(serving.explain_problem(SPLIT[2], H200))
+    split = str(serving.explain_problem(SPLIT[0], H200))
     assert "bwd_dq: the next kernel started early, not as" in split and "bwd_dkdv: started early, not as" in split
     assert "both kernels run at a time" in split
     assert "started early" not in str(serving.explain_problem(LONG[0], H200))

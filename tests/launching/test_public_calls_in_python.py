@@ -92,7 +92,7 @@ ROADS = [
     Road((53, 203), (64, 64), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
     Road((113, 203), (64, 64), CAUSAL, ("sm90/fwd", "portable/bwd_dq", "sm90/bwd_dkdv"), (4, 2), True),
     Road((113, 203), (32, 32), CAUSAL, ("sm90/fwd", *FUSED), (4, 2)),
-    Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *BESIDE)),
+    Road((700, 317), (32, 32), CAUSAL, ("sm90/fwd", *FUSED)),
     Road((113, 203), (16, 16), FULL, (FEW, *FUSED), dtype="fp16"),
     Road((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
     Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
