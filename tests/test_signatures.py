@@ -1,4 +1,4 @@
-"""Device functions take few arguments: what belongs together travels in one tuple."""
+"""Device functions take few arguments: what belongs together travels in one tuple. And loops are not unrolled by request."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def test_device_functions_take_few_arguments(path: Path) -> None:
             if any("jit" in ast.unparse(one) for one in node.decorator_list):
                 count = len(node.args.args)
                 assert count == MORE[name] if name in MORE else count <= MOST, name
+
+
+def test_no_loop_is_unrolled_by_request() -> None:
+    """Where its end lies before its start it runs: docs/experiments/defects.md."""
+    files = [path for path in sorted(KERNELS.rglob("*.py")) if "loop_unroll_factor" in path.read_text("utf-8")]
+    assert files == []
