@@ -99,9 +99,18 @@ def _parts(call: Mapping[str, Any], kernel: str) -> int | None:
     return None if found is None else int(found)
 
 
+def _late(choice: Choice) -> Choice:
+    """Without EARLY_START, which no form here has."""
+    if not choice.config.get("EARLY_START"):
+        return choice
+    config, own = {**choice.config, "EARLY_START": False}, choice.otherwise
+    return replace(choice, config=config, otherwise=None if own is None or dict(own) == config else own)
+
+
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
-    return {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
+    late = {name: _late(one) for name, one in choices.items()}
+    return {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
 
 
 def todo(gpu: Gpu, drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
