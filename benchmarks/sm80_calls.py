@@ -20,7 +20,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +154,6 @@ def report(record: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", *(f"- {line}" for line in summary(record)), "", *grid_table(record), "", *models_table(record))
 
 
-def recorded(
-    problem: Problem, peers: Mapping[str, side_by_side.Peer],
-    measured: Callable[[Problem, Mapping[str, side_by_side.Peer]], dict[str, Any]] = workloads.measure,
-) -> dict[str, Any]:  # fmt: skip
-    return workloads.recorded(measured, peers, problem)
-
-
 @click.command(help=__doc__.partition("\n\n")[0])
 @click.option("--gpu", default="a100", show_default=True, help="Whose calls they are.")
 @click.option("--crowd", is_flag=True, help="As many blocks a multiprocessor as that GPU holds.")
@@ -188,7 +181,7 @@ def main(gpu: str, crowd: bool, only: str, share: slice, seconds: float, out: Pa
     record = side_by_side.begun(out, about)
     ported.begin(whose, crowd)
     problems = side_by_side.in_share({name: problem for name, problem in calls().items() if only in name}, share)
-    side_by_side.fill(record, problems, functools.partial(recorded, peers=here), seconds, out)
+    side_by_side.fill(record, problems, functools.partial(workloads.recorded, workloads.measure, here), seconds, out)
     click.echo("\n".join(summary(record)))
 
 

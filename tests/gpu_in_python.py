@@ -45,7 +45,7 @@ class PythonGpu:
         monkeypatch.setattr(launch, "sm_count", lambda _: PROGRAMS)
         for where in (launch, passes):
             monkeypatch.setattr(where, "arch_of", lambda _: arch)
-        made, placed = passes.bind, passes._placed
+        made, placed = passes.bind, passes.placed
         monkeypatch.setattr(passes, "bind", lambda *given: self.bound.append(given[:3]) or made(*given))
 
         def kept(*asked: Any) -> Any:
@@ -53,7 +53,7 @@ class PythonGpu:
             self.placed.append(found[0])
             return found
 
-        monkeypatch.setattr(passes, "_placed", kept)
+        monkeypatch.setattr(passes, "placed", kept)
 
     def _encode(self, place, _type, rank, address, sizes, strides, block, _steps, *_rest):  # type: ignore[no-untyped-def]
         self.maps[place.value] = address.value, list(sizes)[::-1], list(strides)[: rank - 1][::-1], list(block)[::-1]

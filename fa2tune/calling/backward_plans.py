@@ -46,11 +46,11 @@ def one_tile(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> tuple
     parts = {**parts, DQ: count} if count > 1 and not refused else parts
     order = split_backward_schedule.order_of(problem, choices, parts, gpu)
     found = one_tile_schedule.config_of(problem, choices, parts, order, gpu)
-    return found, "" if found is None else _REFUSED.get(_one_tile(problem, found, gpu), "")
+    return found, "" if found is None else _REFUSED.get(_one_tile(problem, gpu), "")
 
 
-def _one_tile(problem: Problem, config: Config, gpu: Gpu) -> tuple[object, ...]:
-    return problem.specialization, gpu.name, one_key_tile.KERNEL, config["BLOCK_N"]
+def _one_tile(problem: Problem, gpu: Gpu) -> tuple[object, ...]:
+    return problem.specialization, gpu.name, one_key_tile.KERNEL
 
 
 def backward_plan(
@@ -65,7 +65,7 @@ def backward_plan(
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            _REFUSED[_one_tile(problem, config, gpu)] = str(error)
+            _REFUSED[_one_tile(problem, gpu)] = str(error)
             warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {', '.join(choices)}")
     return _of_strategy(problem, strategy, choices, gpu, given, may_split)
 

@@ -63,10 +63,16 @@ def split(problem: Problem, parts: int) -> Problem:
     return problem if parts == 1 else replace(problem, heads_kv=problem.heads_kv * parts)
 
 
-def _sizes(problem: Problem, name: str) -> tuple[int, ...]:
+def sizes_of(problem: Problem, name: str) -> tuple[int, ...]:
     """Of k, v, dk or dv of a problem that is split."""
     dim = problem.head_dim_v if name in ("v", "dv") else problem.head_dim
     return problem.batch, problem.heads_kv, problem.seqlen_k, dim
+
+
+def dense_strides(problem: Problem, name: str) -> tuple[int, int, int]:
+    """Of batch, heads and rows of the same, whose parts lie one after the other."""
+    sizes = sizes_of(problem, name)
+    return math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
 
 
 def copies(problem: Problem) -> bool:
@@ -80,16 +86,15 @@ def workspaces(problem: Problem, parts: int) -> Workspaces:
     if parts == 1:
         return {}
     names = PARTS_OF if copies(problem) else ("dk", "dv")
-    return {PARTS_OF[name]: (_sizes(split(problem, parts), name), "") for name in names}
+    return {PARTS_OF[name]: (sizes_of(split(problem, parts), name), "") for name in names}
 
 
 def _strides(problem: Problem, given: Strides, copied: bool) -> Strides:
     """Under the names of the tensors in whose place the parts are; ``problem``: split."""
     found = dict(given)
     for name in PARTS_OF:
-        sizes = _sizes(problem, name)
         if copied or name in ("dk", "dv"):
-            found[name] = math.prod(sizes[1:]), math.prod(sizes[2:]), sizes[3]
+            found[name] = dense_strides(problem, name)
         else:
             found[name] = given[name][0], 0, given[name][2]
     return found

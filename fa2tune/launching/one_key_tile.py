@@ -15,11 +15,11 @@ from fa2tune.compiling.registry import refused_mask, variant_named, variants
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
-from fa2tune.launching.launch import InterpretedChain, Place, Strides, Workspace, bind, chain, form, strides_of
-from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, without_memory
+from fa2tune.launching.launch import InterpretedChain, Place, Strides, bind, chain, form, strides_of
+from fa2tune.launching.passes import Fresh, empty_ordered, placed, without_memory
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, Workspaces
 
 KERNEL = "sm90/bwd_one_tile"
 #: Its tensors that are workspaces where there are parts, by the names of these.
@@ -47,21 +47,12 @@ def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, 
     return found if config["PARTS"] == 1 else [*found, group_parts.helpers(problem, arch)[1]]
 
 
-def sums(problem: Problem, config: Config) -> dict[str, Workspace]:
-    """Memory for the parts' dK and dV."""
+def workspaces(problem: Problem, config: Config) -> Workspaces:
+    """Memory for the parts' dK and dV, which are rounded once more, as those of a split query group are."""
     if config["PARTS"] == 1:
         return {}
-    found: dict[str, Workspace] = {}
-    start = 0
-    for name, dim in (("dk", problem.head_dim), ("dv", problem.head_dim_v)):
-        shape = problem.batch, problem.heads_kv * config["PARTS"], problem.seqlen_k, dim
-        made = Workspace(shape, TORCH_TYPES[problem.dtype], start)
-        found[_PARTS_OF[name]], start = made, -(-made.end // ALIGNMENT) * ALIGNMENT
-    return found
-
-
-#: Of parts: they are rounded once more, as those of a split query group are.
-TORCH_TYPES = {name: dtype for dtype, name in launch.TORCH_DTYPES.items()}
+    ours = group_parts.split(problem, config["PARTS"])
+    return {own: (group_parts.sizes_of(ours, name), "") for name, own in _PARTS_OF.items()}
 
 
 def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Iterator[Bound]:
@@ -71,10 +62,8 @@ def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Ite
     if not gather:
         yield Bound(*kernel, given, {}, scalars)
         return
-    dense = {
-        name: (where.shape[1] * where.shape[2] * where.shape[3], where.shape[2] * where.shape[3], where.shape[3])
-        for name, where in zip(_PARTS_OF, sums(problem, config).values(), strict=True)
-    }
+    ours = group_parts.split(problem, config["PARTS"])
+    dense = {name: group_parts.dense_strides(ours, name) for name in _PARTS_OF}
     yield Bound(*kernel, {**given, **dense}, _PARTS_OF, scalars)
     yield Bound(*gather[0], given, {}, scalars)
 
@@ -86,7 +75,7 @@ def bound(
     ``tensors``: by name, of which shapes and strides count."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
-    parts = sums(problem, config)
+    parts, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
     places: dict[str, Place] = {**{name: index for index, name in enumerate(tensors)}, **parts}
     made = []
     for one in launches(problem, config, strides, arch):
@@ -99,7 +88,6 @@ def bound(
             one.scalars,
         )  # fmt: skip
         made.append((launched, [places[wanted[name]] for name in names]))
-    size = max((where.end for where in parts.values()), default=0)
     block = [torch.empty(size, dtype=torch.uint8, device="meta")] if size else []
     return chain(made, device_index), block
 

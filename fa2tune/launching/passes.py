@@ -143,7 +143,7 @@ class Fresh:
         return [ALLOCATE(*layout) for layout in self.layouts]
 
 
-def _placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str, Workspace], int]:
+def placed(asked: Workspaces, dtype: torch.dtype, start: int) -> tuple[dict[str, Workspace], int]:
     """Workspaces in a block of memory from ``start`` on, a multiple of ALIGNMENT, and where the next one may begin; ``dtype``:
     the problem's."""
     found: dict[str, Workspace] = {}
@@ -172,7 +172,7 @@ class Kernels:
         some = next(iter(tensors.values()))
         strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
         given = {name: index for index, name in enumerate(tensors)}
-        common, size = _placed(shared, some.dtype, 0)
+        common, size = placed(shared, some.dtype, 0)
         arch = arch_of(device_index) if device_index >= 0 else 0
         if order:
             beside.check_order(order, problem, {name: choice_of(name, one).variant for name, one in configs.items()})
@@ -190,7 +190,7 @@ class Kernels:
             if order and kernel == beside.DQ:
                 asked |= beside.workspaces(problem, asked)
             asked |= dq_parts.workspaces(problem, keys)
-            own, size = _placed(asked, some.dtype, size)
+            own, size = placed(asked, some.dtype, size)
             early = device_index >= 0 and starts_early(tuned, config)
             workspaces = common | own
             places: dict[str, Place] = {**workspaces, **given}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,9 +74,8 @@ def test_a_record_says_whose_calls_they_are(monkeypatch: pytest.MonkeyPatch, tmp
     )
     problems = {"64 full 512": Problem("bf16", 1, 2, 1, 80, 80, 16, 16, FULL)}
     monkeypatch.setattr(sm80_calls, "calls", lambda: problems)
-    measured = sm80_calls.recorded
-    on_cpu = lambda problem, peers: script("workloads").measure(problem, peers, "cpu")  # noqa: E731
-    monkeypatch.setattr(sm80_calls, "recorded", lambda problem, peers: measured(problem, peers, on_cpu))
+    workloads = script("workloads")
+    monkeypatch.setattr(workloads, "measure", functools.partial(workloads.measure, device="cpu"))
     path = tmp_path / "calls.json"
     done = CliRunner().invoke(sm80_calls.main, ["--gpu", "l4", "--crowd", "--out", str(path)])
     assert done.exit_code == 0, done.output

@@ -585,7 +585,7 @@ def test_the_short_way_to_memory_is_for_the_current_device_alone(monkeypatch: py
 
 def test_workspaces_lie_apart_in_one_block() -> None:
     asked = {"stats": ((2, 3, 100), "fp32"), "sums": "words", "words": ((3, 7), "i32"), "tiles": ((5, 5), "")}
-    found, size = passes._placed(asked, torch.bfloat16, 1024)
+    found, size = passes.placed(asked, torch.bfloat16, 1024)
     assert found["sums"] is found["words"] and found["words"].dtype == torch.int32
     assert found["tiles"].dtype == torch.bfloat16 and found["tiles"].end - found["tiles"].start == 50
     apart = [found[name] for name in ("stats", "words", "tiles")]

@@ -49,7 +49,7 @@ class OneTileGpu(PythonGpu):
         tensors |= {} if dlse is None else {"dlse": dlse}
         plan = type("Plan", (), {})()
         plan.chain, block = one_key_tile.bound(problem, tensors, scale, config, 0)
-        self.placed.append(one_key_tile.sums(problem, config))
+        self.placed.append(one_key_tile.placed(one_key_tile.workspaces(problem, config), q.dtype, 0)[0])
         assert bool(block) == (config["PARTS"] > 1)
         addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
         self.run(plan, [*addresses, self.place_workspaces()] if block else addresses)
