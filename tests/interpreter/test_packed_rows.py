@@ -59,7 +59,7 @@ def test_terms_of_each_sequence(causal: bool, softmax_scale: float) -> None:
         o, do, lse, dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *dlse.stride(), len(LENGTHS), HEADS, *TOTALS, PADDED,
         1, counter, 1, softmax_scale * math.log2(math.e), 0, 0, starts(0), starts(1), HEAD_DIM_V=DIM, BLOCK_DV=DIM,
         SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal, RAGGED=True,
-        BLOCK_R=config["BLOCK_R"], SUM_COLUMNS=DIM, USED_COLUMNS=DIM,
+        BLOCK_R=config["BLOCK_R"], SUM_COLUMNS=DIM, USED_COLUMNS=DIM, EARLY_START=False,
     )  # fmt: skip
     assert not counter.any()
     delta = (o.double() * do.double()).sum(-1) - dlse.double()
@@ -94,7 +94,7 @@ def test_sums_come_back_to_their_rows(columns: int) -> None:
     bwd_finish_hopper_kernel[(variant.programs(PROBLEM, config, 1),)](
         words, dq, 0.5, *dq.stride()[:3], HEADS, TOTALS[0], PADDED, words, len(LENGTHS), TOTALS[1], starts(0), starts(1),
         HEAD_DIM=DIM, RAGGED=True, SUM_COLUMNS=DIM, USED_COLUMNS=DIM, BLOCK_R=config["BLOCK_R"], PERMUTED_COLUMNS=columns,
-        FINISH_BESIDE=False,
+        FINISH_BESIDE=False, EARLY_START=False,
     )  # fmt: skip
     for first, rows, padded, _ in places():
         torch.testing.assert_close(dq[0, :, first : first + rows], (sums[:, padded : padded + rows] * 0.5).half())

@@ -34,7 +34,7 @@ def prepared(
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
         ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
-        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used,
+        RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used, EARLY_START=False,
     )  # fmt: skip
     of_columns = words.reshape(-1, DIM, 64)  # the words of 64 rows, column by column
     assert not of_columns[:, :used].any() and of_columns[:, used:].isnan().all()
@@ -56,7 +56,7 @@ def test_sums_of_columns_that_no_part_has_are_neither_zeroed_nor_read(used: int,
     dq = torch.full((1, HEADS, ROWS, head_dim), math.nan, dtype=torch.float16)
     bwd_finish_hopper_kernel[(2 * HEADS,)](
         words, dq, 0.5, *dq.stride()[:3], HEADS, ROWS, PADDED, words, 1, ROWS, 0, 0, HEAD_DIM=head_dim, SUM_COLUMNS=DIM,
-        RAGGED=False, BLOCK_R=64, PERMUTED_COLUMNS=columns, FINISH_BESIDE=False, USED_COLUMNS=used,
+        RAGGED=False, BLOCK_R=64, PERMUTED_COLUMNS=columns, FINISH_BESIDE=False, EARLY_START=False, USED_COLUMNS=used,
     )  # fmt: skip
     torch.testing.assert_close(dq[0], (sums[:, :ROWS, :head_dim] * 0.5).half())
 
