@@ -222,6 +222,9 @@ SPACE = SearchSpace(
         "BLOCK_N": (64, 128),
         "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
+        # with one Q: the first blocks of K and V come before it, which waits for the end of the tile before. Not searched: right
+        # when run by Python, not timed
+        "Q_LATE": added(False, older=False),
         "PINGPONG": (False, True),  # groups issue their products in turn
         # O: after every block; only where a maximum grew by 2^8; or never, and without any maxima, in tiles where the norms of
         # Q and K keep the scores in bounds (elsewhere as "lazy")
@@ -249,6 +252,11 @@ SPACE = SearchSpace(
             "one consumer group leaves the tensor cores idle during its exponentials, unless another program uses them; two "
             "groups have too few registers to share a multiprocessor",
             lambda config, spec, arch: (config["BLOCK_M"] == ROWS) == (programs(config) > 1),
+        ),
+        Constraint(
+            "late_q_is_the_only_one",
+            "with two Q tiles the next one is there before the blocks that it meets",
+            lambda config, spec, arch: not config["Q_LATE"] or config["Q_STAGES"] == 1,
         ),
         Constraint(
             "turns_take_groups",
