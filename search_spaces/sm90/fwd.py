@@ -222,8 +222,8 @@ SPACE = SearchSpace(
         "BLOCK_N": (64, 128),
         "STAGES": (2, 3),  # K and V tiles under way
         "Q_STAGES": (1, 2),  # 2: the next tile's Q is there, and its first Q K^T runs, while this tile ends
-        # with one Q: the first blocks of K and V come before it, which waits for the end of the tile before. Not searched: right
-        # when run by Python, not timed
+        # with one Q: first blocks of K and V come before it, which waits for the end of the tile before; not timed, so it is
+        # not searched
         "Q_LATE": added(False, older=False),
         "PINGPONG": (False, True),  # groups issue their products in turn
         # O: after every block; only where a maximum grew by 2^8; or never, and without any maxima, in tiles where the norms of
