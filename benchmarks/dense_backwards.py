@@ -39,7 +39,8 @@ import workloads
 from launch_choices import race
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, split_backward_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import beside, group_parts, passes
@@ -110,7 +111,7 @@ def _late(choice: Choice) -> Choice:
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     late = {name: _late(one) for name, one in choices.items()}
-    return {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
+    return {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
 
 
 def todo(gpu: Gpu, drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
@@ -157,7 +158,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     order = order_of(problem, now, gpu)
     if kernel == FUSED_KERNEL:
         for name, choice in _fused(problem, now[kernel][0], gpu):
-            found[name] = {kernel: (choice, group_schedule.parts_of(problem, kernel, choice, gpu))}, ""
+            found[name] = {kernel: (choice, group_parts_schedule.parts_of(problem, kernel, choice, gpu))}, ""
     else:
         found["row"] = now, ""
         if split_backward_schedule.covers(problem, {name: choice for name, (choice, _) in now.items()}):

@@ -26,7 +26,7 @@ import torch
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import fused_schedule
+from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.spec.mask import CAUSAL, FULL

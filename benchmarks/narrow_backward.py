@@ -27,7 +27,7 @@ import torch
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import fused_schedule, group_schedule
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
 from fa2tune.compiling import limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -83,7 +83,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]
         refused = limits.before_compile(choice.variant, problem.specialization, choice.config, gpu)
         if refused is None and choice.config not in seen:
             seen.append(choice.config)
-            found[name] = {KERNEL: (choice, group_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
+            found[name] = {KERNEL: (choice, group_parts_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
     return found
 
 

@@ -27,7 +27,7 @@ import workloads
 
 from fa2tune import gpus
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.calling.group_schedule import TILE_KEYS
+from fa2tune.calling.schedules.group_parts_schedule import TILE_KEYS
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL

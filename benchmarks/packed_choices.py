@@ -34,7 +34,8 @@ from launch_choices import race
 from random_packings import Packing
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, packed_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, passes
 from fa2tune.search_spaces.sm90 import bwd_fused
@@ -160,7 +161,7 @@ def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
         yield "dQ finished after", replace(row, config={**row.config, "FINISH_BESIDE": False}), 1
     if row.config["BESIDE"]:
         yield "nothing overlapped", replace(row, config=packed_schedule.apart(row.config)), 1
-    yield "chosen", chosen, group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    yield "chosen", chosen, group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
 
 
 def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
@@ -172,7 +173,7 @@ def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
         return
     chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
     config, spec = chosen.config, problem.specialization
-    parts = group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    parts = group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
     assert chosen.row is not None
     row = chooser.fitted(chosen.row).row.config
     own, heads_kv = row["HEADS_PER_WAVE"], problem.heads_kv * parts

@@ -26,8 +26,9 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import backward_plans, group_schedule, grouped_schedule, split_backward_schedule, unseen
+from fa2tune.calling import backward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.schedules import group_parts_schedule, grouped_schedule, split_backward_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, one_key_tile, passes
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -159,7 +160,7 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
             if kernel == "fwd":
                 split = grouped_schedule.instead_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
-            parts[kernel] = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
+            parts[kernel] = group_parts_schedule.parts_of(chooser.problem, kernel, choice, gpu)
             kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts[kernel]}
         count, refused = backward_plans.key_parts(chooser.problem, choices, parts, gpu)
         if count > 1 and not refused:

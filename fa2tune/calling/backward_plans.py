@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fa2tune.calling import group_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.calling.refusals import cannot_be_had
+from fa2tune.calling.schedules import group_parts_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
@@ -41,7 +41,7 @@ def one_tile(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> tuple
     process, "": it was not refused."""
     if not one_tile_schedule.asked(problem, gpu):
         return None, ""
-    parts = group_schedule.parts(problem, choices, gpu)
+    parts = group_parts_schedule.parts(problem, choices, gpu)
     count, refused = key_parts(problem, choices, parts, gpu)
     parts = {**parts, DQ: count} if count > 1 and not refused else parts
     order = split_backward_schedule.order_of(problem, choices, parts, gpu)
@@ -80,7 +80,7 @@ def _of_strategy(
         order = split_backward_schedule.order_of(problem, choices, parts, gpu) if may_split else ""
         return BackwardPlan(problem, **given, strategy=strategy, configs=choices, parts=parts, order=order)
 
-    parts = group_schedule.parts(problem, choices, gpu) if may_split else {}
+    parts = group_parts_schedule.parts(problem, choices, gpu) if may_split else {}
     count, refused = key_parts(problem, choices, parts, gpu) if may_split else (1, "")
     if count > 1 and not refused:
         try:

@@ -11,24 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import (
-    arguments,
-    backward_plans,
-    choosing,
-    copies,
-    dispatch,
-    forward_plans,
-    fused_schedule,
-    group_schedule,
-    ops,
-    split_backward_schedule,
-    unseen,
-    varlen,
-)
+from fa2tune.calling import arguments, backward_plans, choosing, copies, dispatch, forward_plans, ops, unseen, varlen
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -130,7 +118,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
     scheduled = choice.row if answer and choice.row is not answer.row else None
-    parts = group_schedule.parts_of(problem, kernel, choice, gpu)
+    parts = group_parts_schedule.parts_of(problem, kernel, choice, gpu)
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)

@@ -12,7 +12,8 @@ import pytest
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
-from fa2tune.calling import backward_plans, choosing, forward_plans, one_tile_schedule, serving
+from fa2tune.calling import backward_plans, choosing, forward_plans, serving
+from fa2tune.calling.schedules import one_tile_schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
