@@ -116,6 +116,7 @@ class Chooser:
         self.node = node or toolchain()
         self._spec = problem.specialization
         self._ladders: dict[TuningKey, lookup.Ladder] = {}
+        self._chosen: dict[tuple[str, Kind], Choice] = {}
         own = self.layers is not layers() or self.node is not toolchain()
         self._known = (Known if own else partial(_known, problem, gpu))(self.layers, self.node)
 
@@ -240,6 +241,11 @@ class Chooser:
     def choose(self, kernel: str, kind: Kind = None) -> Choice:
         """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where
         such a row can serve."""
+        if (kernel, kind) not in self._chosen:
+            self._chosen[kernel, kind] = self._choose(kernel, kind)
+        return self._chosen[kernel, kind]
+
+    def _choose(self, kernel: str, kind: Kind) -> Choice:
         answer, _ = self.find_preferring(kernel, kind)
         if answer is not None:
             return self.suited(answer)

@@ -53,7 +53,7 @@ def chosen(problem: Problem, deterministic: bool = False) -> dict[str, Choice]:
 
 def parts(problem: Problem, deterministic: bool = False) -> int:
     choices = chosen(problem, deterministic)
-    return backward_plans.key_parts(problem, choices, group_parts_schedule.parts(problem, choices, H200), H200)[0]
+    return backward_plans.division(problem, choices, H200).keys
 
 
 def predicted(problem: Problem, splits: int) -> float:
@@ -96,7 +96,8 @@ def test_calls_that_keep_their_kernel(other: Problem) -> None:
 def test_other_gpus_keep_their_kernels() -> None:
     a100 = gpus.named("a100")
     choices = choosing.choose_backward(choosing.Chooser(FEW, a100), True)[1]
-    assert backward_plans.key_parts(FEW, choices, {}, a100) == (1, "")
+    divided = backward_plans.division(FEW, choices, a100)
+    assert (divided.keys, divided.refused) == (1, "")
 
 
 def test_parts_are_bounded() -> None:

@@ -66,7 +66,8 @@ def choices(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> d
 
 
 def chosen(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> Config | None:
-    return backward_plans.one_tile(problem, choices(problem, gpu, deterministic), gpu)[0]
+    served = choices(problem, gpu, deterministic)
+    return backward_plans.one_tile(problem, served, backward_plans.division(problem, served, gpu), gpu)[0]
 
 
 def form_of(config: Config) -> tuple[int, int, bool]:

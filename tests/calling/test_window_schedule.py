@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_schedule import rows
+from test_forward_schedule import rows
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
