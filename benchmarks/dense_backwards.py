@@ -25,7 +25,6 @@ import gzip
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -281,9 +280,7 @@ def forward_choice(problem: Problem, gpu: Gpu) -> Choice:
     return choosing.Chooser(problem, gpu).choose("fwd")
 
 
-def measured(
-    problem: Problem, stream: torch.cuda.Stream, raced: Callable[[Problem, Gpu], dict[str, Ordered]] | None = None
-) -> dict[str, float]:
+def measured(problem: Problem, raced: Callable[[Problem, Gpu], dict[str, Ordered]] | None = None) -> dict[str, float]:
     """Candidate -> microseconds. ``raced``: as ``candidates``, which is meant where there is none."""
 
     def new(length: int, heads: int, dim: int) -> torch.Tensor:
@@ -308,7 +305,8 @@ def measured(
         found = dict(zip(("dq", "dk", "dv"), (one.transpose(1, 2) for one in calls[name]()), strict=True))
         if (why := workloads.wrong(found, want, problem.group)) is not None:
             raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
-    return dict(zip(calls, (round(us, 1) for us in race(list(calls.values()), stream, BURST_MS)), strict=True))
+    times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
+    return dict(zip(calls, (round(us, 1) for us in times), strict=True))
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -348,21 +346,15 @@ def main(listed: bool, predicted: bool, keys: bool, drawing: Path | None, only: 
     if predicted:
         click.echo("\n".join(predictions(h200)))
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    stream, started = torch.cuda.Stream(), time.monotonic()
     asked = {name: (problem, {"us": us}) for name, (problem, us) in KEY_CALLS.items()}
-    for name, (problem, call) in (asked if keys else todo(dispatch.gpu_of(0), drawing)).items():
-        wanted = not only or " ".join(name.split()[:2]) in only
-        if name in record["calls"] or not wanted or time.monotonic() - started > seconds:
-            continue
-        record["calls"][name] = found = {"us": measured(problem, stream, raced), "when drawn": call["us"]}
-        click.echo(line(name, found))
-        torch.cuda.empty_cache()
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    asked = asked if keys else todo(dispatch.gpu_of(0), drawing)
+    asked = {name: one for name, one in asked.items() if not only or " ".join(name.split()[:2]) in only}
+
+    def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:
+        return {"us": measured(pair[0], raced), "when drawn": pair[1]["us"]}
+
+    side_by_side.fill(record, asked, one, seconds, out, line)
 
 
 if __name__ == "__main__":
