@@ -25,7 +25,6 @@ import gzip
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,8 @@ import workloads
 from launch_choices import race
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, split_backward_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import beside, group_parts, passes
@@ -110,7 +110,7 @@ def _late(choice: Choice) -> Choice:
 def chosen(problem: Problem, gpu: Gpu) -> Candidate:
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     late = {name: _late(one) for name, one in choices.items()}
-    return {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
+    return {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in late.items()}
 
 
 def todo(gpu: Gpu, drawing: Path | None = None) -> dict[str, tuple[Problem, Mapping[str, Any]]]:
@@ -157,7 +157,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     order = order_of(problem, now, gpu)
     if kernel == FUSED_KERNEL:
         for name, choice in _fused(problem, now[kernel][0], gpu):
-            found[name] = {kernel: (choice, group_schedule.parts_of(problem, kernel, choice, gpu))}, ""
+            found[name] = {kernel: (choice, group_parts_schedule.parts_of(problem, kernel, choice, gpu))}, ""
     else:
         found["row"] = now, ""
         if split_backward_schedule.covers(problem, {name: choice for name, (choice, _) in now.items()}):
@@ -280,9 +280,7 @@ def forward_choice(problem: Problem, gpu: Gpu) -> Choice:
     return choosing.Chooser(problem, gpu).choose("fwd")
 
 
-def measured(
-    problem: Problem, stream: torch.cuda.Stream, raced: Callable[[Problem, Gpu], dict[str, Ordered]] | None = None
-) -> dict[str, float]:
+def measured(problem: Problem, raced: Callable[[Problem, Gpu], dict[str, Ordered]] | None = None) -> dict[str, float]:
     """Candidate -> microseconds. ``raced``: as ``candidates``, which is meant where there is none."""
 
     def new(length: int, heads: int, dim: int) -> torch.Tensor:
@@ -307,7 +305,8 @@ def measured(
         found = dict(zip(("dq", "dk", "dv"), (one.transpose(1, 2) for one in calls[name]()), strict=True))
         if (why := workloads.wrong(found, want, problem.group)) is not None:
             raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
-    return dict(zip(calls, (round(us, 1) for us in race(list(calls.values()), stream, BURST_MS)), strict=True))
+    times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
+    return dict(zip(calls, (round(us, 1) for us in times), strict=True))
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -347,21 +346,15 @@ def main(listed: bool, predicted: bool, keys: bool, drawing: Path | None, only: 
     if predicted:
         click.echo("\n".join(predictions(h200)))
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    stream, started = torch.cuda.Stream(), time.monotonic()
     asked = {name: (problem, {"us": us}) for name, (problem, us) in KEY_CALLS.items()}
-    for name, (problem, call) in (asked if keys else todo(dispatch.gpu_of(0), drawing)).items():
-        wanted = not only or " ".join(name.split()[:2]) in only
-        if name in record["calls"] or not wanted or time.monotonic() - started > seconds:
-            continue
-        record["calls"][name] = found = {"us": measured(problem, stream, raced), "when drawn": call["us"]}
-        click.echo(line(name, found))
-        torch.cuda.empty_cache()
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    asked = asked if keys else todo(dispatch.gpu_of(0), drawing)
+    asked = {name: one for name, one in asked.items() if not only or " ".join(name.split()[:2]) in only}
+
+    def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:
+        return {"us": measured(pair[0], raced), "when drawn": pair[1]["us"]}
+
+    side_by_side.fill(record, asked, one, seconds, out, line)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that order, too. Checks and times are those of benchmarks/dense_backwards.py. Ne
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +21,10 @@ from typing import Any
 import click
 import dense_backwards
 import side_by_side
-import torch
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import fused_schedule
+from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -93,18 +91,12 @@ def main(listed: bool, seconds: float, out: Path | None, shown: Path | None) -> 
             for kernel, (choice, parts) in found[WITH][0].items():
                 click.echo(f"{name}: {kernel}, {parts} parts, {dict(choice.config)}; {', '.join(found)}")
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    stream, started = torch.cuda.Stream(), time.monotonic()
-    for name, problem in problems.items():
-        if name in record["calls"] or time.monotonic() - started > seconds:
-            continue
-        record["calls"][name] = found = {"us": dense_backwards.measured(problem, stream, candidates)}
-        click.echo(line(name, found))
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    def one(problem: Problem) -> dict[str, Any]:
+        return {"us": dense_backwards.measured(problem, candidates)}
+
+    side_by_side.fill(record, problems, one, seconds, out, line)
 
 
 if __name__ == "__main__":

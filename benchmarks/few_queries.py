@@ -36,7 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa2tune.calling import choosing, dispatch, grouped_schedule, split_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
 from fa2tune.compiling import compiler, operandcheck, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
@@ -182,7 +183,8 @@ def grouped_tiles(problem: Problem, gpu: Gpu) -> list[Config]:
     """Tiles of several heads: the one that would serve, the estimated fastest of each size, the four estimated fastest; and
     what serves otherwise, if its keys are split."""
     choice = choosing.choose(problem, "fwd", gpu, True)
-    split, best = split_schedule.config_of(problem, choice.config, gpu, choice.row), grouped_schedule.best(problem, gpu)
+    split = key_splits_schedule.config_of(problem, choice.config, gpu, choice.row)
+    best = grouped_schedule.best(problem, gpu)
     ordered = sorted(
         grouped_schedule.candidates(problem, gpu.arch), key=lambda one: grouped_schedule.grouped_us(problem, one, gpu)
     )
@@ -273,10 +275,10 @@ def measured(name: str, configs: list[Config], gpu: Gpu, stream: torch.cuda.Stre
     tuned = choice.config
     chosen = grouped_schedule.instead_of(problem, tuned, gpu, choice.row)
     predicted = {
-        "tuned": split_schedule.ordinary_us(problem, tuned, gpu, choice.row),
-        "split": split_schedule.best(problem, gpu)[0],
+        "tuned": key_splits_schedule.ordinary_us(problem, tuned, gpu, choice.row),
+        "split": key_splits_schedule.best(problem, gpu)[0],
     }
-    if hopper := split_schedule.hopper_best(problem, gpu):
+    if hopper := key_splits_schedule.hopper_best(problem, gpu):
         predicted["hopper"] = hopper[0]
     if problem.group > 1 and (grouped := grouped_schedule.best(problem, gpu)):
         predicted["grouped"] = grouped[0]
@@ -329,10 +331,10 @@ def candidates(problem: Problem, gpu: Gpu, tiles: bool, hopper: bool, grouped: b
     """What is timed beside the tuned kernel; ``tiles``, ``hopper``, ``grouped``: as the options say."""
     if grouped:
         return list({label(one): one for one in grouped_tiles(problem, gpu)}.values())
-    fastest, found = split_schedule.best(problem, gpu)[1], list[Config]()
+    fastest, found = key_splits_schedule.best(problem, gpu)[1], list[Config]()
     if not hopper:
         found = [fastest, *(other_tiles if tiles else other_splits)(problem, fastest)]
-    elif best := split_schedule.hopper_best(problem, gpu):
+    elif best := key_splits_schedule.hopper_best(problem, gpu):
         found = [fastest, best[1], *hopper_splits(problem, best[1])]
     return list({label(one): one for one in found}.values())
 

@@ -24,7 +24,8 @@ import click
 import torch
 from launch_choices import race
 
-from fa2tune.calling import choosing, copies, dispatch, group_schedule
+from fa2tune.calling import choosing, copies, dispatch
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.mask import CAUSAL
 from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
@@ -101,7 +102,7 @@ def parts_of(shape: tuple[int, ...], deterministic: bool, stream: torch.cuda.Str
     o, lse = forward_plan(problem, q, k, v)(q, k, v)
     strategy, configs = backward_configs(problem, gpu, deterministic)
     kernel = split_kernel(configs)
-    best = group_schedule.parts_of(problem, kernel, configs[kernel], gpu)
+    best = group_parts_schedule.parts_of(problem, kernel, configs[kernel], gpu)
 
     def call(count: int) -> Callable[[], Made]:
         plan = passes.BackwardPlan(
@@ -153,7 +154,7 @@ def copies_of(seqlen: int, kind: str, stream: torch.cuda.Stream) -> dict[str, An
 
     def backward(asked: Problem, tensors: Mapping[str, torch.Tensor]) -> passes.BackwardPlan:
         strategy, configs = backward_configs(asked, gpu)
-        parts = group_schedule.parts(asked, configs, gpu)
+        parts = group_parts_schedule.parts(asked, configs, gpu)
         return passes.BackwardPlan(
             asked, do, None, o=o, softmax_scale=scale, strategy=strategy, configs=configs, parts=parts, **tensors
         )

@@ -14,7 +14,6 @@ those, as benchmarks/workloads.py does. Needs a GPU of compute capability 9.0.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +22,10 @@ from typing import Any
 import click
 import dense_backwards
 import side_by_side
-import torch
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import fused_schedule, group_schedule
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule
 from fa2tune.compiling import limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -83,7 +81,7 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, dense_backwards.Ordered]
         refused = limits.before_compile(choice.variant, problem.specialization, choice.config, gpu)
         if refused is None and choice.config not in seen:
             seen.append(choice.config)
-            found[name] = {KERNEL: (choice, group_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
+            found[name] = {KERNEL: (choice, group_parts_schedule.parts_of(problem, KERNEL, choice, gpu))}, ""
     return found
 
 
@@ -109,23 +107,14 @@ def main(listed: bool, peers: str, seconds: float, out: Path | None, shown: Path
         for name, problem in problems.items():
             click.echo(f"{name}: {'; '.join(candidates(problem, gpus.named('h200')))}")
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
     here = side_by_side.asked(peers, workloads.PEERS) if peers else {}
-    side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here)})
-    stream, started = torch.cuda.Stream(), time.monotonic()
-    for name, problem in problems.items():
-        if name in record["calls"] or time.monotonic() - started > seconds:
-            continue
-        found: dict[str, Any] = {"us": dense_backwards.measured(problem, stream, candidates)}
-        if here:
-            found["peers"] = workloads.measure(problem, here)["bwd"]
-        record["calls"][name] = found
-        click.echo(line(name, found))
-        torch.cuda.empty_cache()
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+
+    def one(problem: Problem) -> dict[str, Any]:
+        found: dict[str, Any] = {"us": dense_backwards.measured(problem, candidates)}
+        return found | ({"peers": workloads.measure(problem, here)["bwd"]} if here else {})
+
+    side_by_side.fill(record, problems, one, seconds, out, line)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import workloads
 
 from fa2tune import gpus
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.calling.group_schedule import TILE_KEYS
+from fa2tune.calling.schedules.group_parts_schedule import TILE_KEYS
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -150,6 +150,10 @@ def summary(calls: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         )
 
 
+def line(name: str, call: Mapping[str, Any]) -> str:
+    return f"{name:44} {'  '.join(summary({'this': call}))}  {call['missing'] or ''}"
+
+
 def table(record: Mapping[str, Any]) -> Iterator[str]:
     yield from ("| pair | pass | time, x | TFLOP/s lost | allowed | met |", "|---|---|---|---|---|---|")
     for name, call in record["calls"].items():
@@ -190,7 +194,7 @@ def main(
     here = side_by_side.asked(peers, workloads.PEERS)
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "peers": list(here)})
     one = functools.partial(measure, peers=here, gpu=gpus.device(0))
-    side_by_side.fill(record, asked, one, seconds, out, lambda call: "  ".join(summary({"this": call})))
+    side_by_side.fill(record, asked, one, seconds, out, line)
     click.echo("\n".join(summary(record["calls"])))
 
 

@@ -109,11 +109,11 @@ def binaries(problem: Problem, gpu: Gpu, served: bool) -> Iterator[Job]:
 def compile_all(names: Sequence[str], served: bool) -> None:
     h200 = gpus.named("h200")
     jobs = dict.fromkeys(job for name in names for job in binaries(CALLS[name][0], h200, served))
-    with multiprocessing.get_context("spawn").Pool(min(15, len(jobs))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(15, max(1, len(jobs)))) as pool:
         pool.map(compile_one, sorted(jobs, key=lambda job: not job[0].startswith("sm90/bwd_f")), chunksize=1)
 
 
-def measured(problem: Problem, stream: torch.cuda.Stream, served: bool) -> dict[str, Any]:
+def measured(problem: Problem, served: bool) -> dict[str, Any]:
     """Candidate -> microseconds, or why it cannot be launched."""
 
     def new(length: int, heads: int, dim: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def measured(problem: Problem, stream: torch.cuda.Stream, served: bool) -> dict[
         taken(SERVED, lambda: passes.BackwardPlan(ours, do, None, q, k, v, o, scale, strategy, configs, parts, order))
     for name, config in candidates(ours, gpu).items():
         taken(name, lambda config=config: one_key_tile.OneTilePlan(ours, do, None, q, k, v, o, scale, config))
-    times = race(list(calls.values()), stream, BURST_MS)
+    times = race(list(calls.values()), torch.cuda.Stream(), BURST_MS)
     return {**dict(zip(calls, (round(us, 2) for us in times), strict=True)), **failed}
 
 
@@ -190,24 +190,16 @@ def main(
         for name, (problem, _) in CALLS.items():
             click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200')))}")
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    started, names = time.monotonic(), [name for name in CALLS if not only or name in only]
-    record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    names = [name for name in names if name not in record["calls"]]
-    compile_all(names, served)
-    click.echo(f"compiled: {time.monotonic() - started:.0f} s")
-    stream = torch.cuda.Stream()
-    side_by_side.warm()
-    for name in names:
-        if time.monotonic() - started > seconds:
-            break
-        problem, drawn = CALLS[name]
-        record["calls"][name] = found = {"us": measured(problem, stream, served), "when drawn": drawn}
-        click.echo(line(name, found))
-        torch.cuda.empty_cache()
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    record, started = side_by_side.begun(out, {"environment": side_by_side.environment()}), time.monotonic()
+    asked = {name: call for name, call in CALLS.items() if not only or name in only}
+    compile_all([name for name in asked if name not in record["calls"]], served)
+    compiled_s = time.monotonic() - started
+    click.echo(f"compiled: {compiled_s:.0f} s")
+
+    def one(call: tuple[Problem, Any]) -> dict[str, Any]:
+        return {"us": measured(call[0], served), "when drawn": call[1]}
+
+    side_by_side.fill(record, asked, one, seconds - compiled_s, out, line)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,8 @@ from launch_choices import race
 from random_packings import Packing
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, packed_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, passes
 from fa2tune.search_spaces.sm90 import bwd_fused
@@ -160,7 +160,7 @@ def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
         yield "dQ finished after", replace(row, config={**row.config, "FINISH_BESIDE": False}), 1
     if row.config["BESIDE"]:
         yield "nothing overlapped", replace(row, config=packed_schedule.apart(row.config)), 1
-    yield "chosen", chosen, group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    yield "chosen", chosen, group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
 
 
 def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
@@ -172,7 +172,7 @@ def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
         return
     chosen = chooser.choose(KERNEL, kinds.get(KERNEL))
     config, spec = chosen.config, problem.specialization
-    parts = group_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
+    parts = group_parts_schedule.parts_of(problem, KERNEL, chosen, chooser.gpu)
     assert chosen.row is not None
     row = chooser.fitted(chosen.row).row.config
     own, heads_kv = row["HEADS_PER_WAVE"], problem.heads_kv * parts
@@ -214,7 +214,7 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
     return found if only != "fwd" else {"fwd": found["fwd"], "bwd": {}}
 
 
-def measured(packing: Packing, stream: torch.cuda.Stream, drawing: int, only: str) -> dict[str, Any]:
+def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
     """Microseconds by pass and candidate."""
 
     def new(total: int, heads: int) -> torch.Tensor:
@@ -250,6 +250,7 @@ def measured(packing: Packing, stream: torch.cuda.Stream, drawing: int, only: st
         found = back(gradient, None, *views, whole, lse, *starts)
         check(name, dict(zip(("dq", "dk", "dv"), map(passes.without_batch, found), strict=True)))
         calls["bwd"][name] = lambda back=back: back(gradient, None, *views, whole, lse, *starts)
+    stream = torch.cuda.Stream()
     return {
         pass_: dict(zip(these, (round(us, 1) for us in race(list(these.values()), stream, BURST_MS)), strict=True))
         for pass_, these in calls.items()
@@ -274,22 +275,19 @@ def main(
             for which, named in candidates(posed(packing), gpus.named("h200"), drawing, pass_ or "").items():
                 click.echo(f"  {which}: {'; '.join(named)}")
         return
-    if not torch.cuda.is_available():
-        raise click.ClickException("needs a CUDA GPU that torch can use")
-    side_by_side.warm()
     record = side_by_side.begun(out, {"environment": side_by_side.environment(), "drawing": drawing})
-    stream, begun = torch.cuda.Stream(), time.monotonic()
-    for name, (packing, before) in asked.items():
-        if name in record["calls"] or time.monotonic() - begun > seconds:
-            continue
-        found = measured(packing, stream, drawing, pass_ or "")
-        drawn = {which: before[which]["us"] for which in found}
-        record["calls"][name] = {"us": found, "when drawn": drawn}
-        for which, us in found.items():
-            click.echo(f"{name}, {which}: {us}, when drawn {drawn[which]}")
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-        torch.cuda.empty_cache()
+
+    def one(pair: tuple[Any, Any]) -> dict[str, Any]:
+        packing, before = pair
+        found = measured(packing, drawing, pass_ or "")
+        return {"us": found, "when drawn": {which: before[which]["us"] for which in found}}
+
+    def line(name: str, call: Mapping[str, Any]) -> str:
+        return "\n".join(
+            f"{name}, {which}: {us}, when drawn {call['when drawn'][which]}" for which, us in call["us"].items()
+        )
+
+    side_by_side.fill(record, asked, one, seconds, out, line)
 
 
 if __name__ == "__main__":

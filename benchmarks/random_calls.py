@@ -26,8 +26,9 @@ import side_by_side
 import workloads
 
 from fa2tune import gpus
-from fa2tune.calling import backward_plans, group_schedule, grouped_schedule, split_backward_schedule, unseen
+from fa2tune.calling import backward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
+from fa2tune.calling.schedules import grouped_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, one_key_tile, passes
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -152,20 +153,20 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
     for pass_ in ("fwd", BACKWARD):
         rows = unseen.filled_in(problem, gpu, pass_)
         chooser = whole.of(unseen.behind(problem, rows))
-        kernels, parts = {}, dict[str, int]()
+        kernels = {}
         choices = {"fwd": chooser.choose("fwd")} if pass_ == "fwd" else choose_backward(chooser, False)[1]
+        divided = backward_plans.division(chooser.problem, choices, gpu)
         for kernel, choice in choices.items():
             split = None
             if kernel == "fwd":
                 split = grouped_schedule.instead_of(chooser.problem, choice.config, gpu, choice.row)
             variant = key_splits.splitting(split) if split else choice.variant
-            parts[kernel] = group_schedule.parts_of(chooser.problem, kernel, choice, gpu)
-            kernels[variant.short_name] = {"config": dict(split or choice.config), "parts": parts[kernel]}
-        count, refused = backward_plans.key_parts(chooser.problem, choices, parts, gpu)
-        if count > 1 and not refused:
-            parts["bwd_dq"] = kernels[choices["bwd_dq"].variant.short_name]["parts"] = count
-        order = split_backward_schedule.order_of(chooser.problem, choices, parts, gpu)
-        one, refused = backward_plans.one_tile(chooser.problem, choices, gpu) if pass_ == BACKWARD else (None, "")
+            kernels[variant.short_name] = {
+                "config": dict(split or choice.config),
+                "parts": divided.parts.get(kernel, 1),
+            }
+        order = divided.order
+        one, refused = backward_plans.one_tile(chooser.problem, choices, divided, gpu)
         if one is not None and not refused:
             kernels, order = {one_key_tile.KERNEL: {"config": dict(one), "parts": one["PARTS"]}}, ""
         found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})

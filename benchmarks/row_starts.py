@@ -11,9 +11,8 @@ that begin at multiples of 32, 64 or 128 bytes. Both passes, as CUDA graphs, int
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +89,23 @@ def measured(problem: Problem) -> dict[str, dict[str, float]]:
     return found
 
 
+def line(name: str, call: Mapping[str, Any]) -> str:
+    passes_ = (f"{pass_} {', '.join(f'{form} {us}' for form, us in call[pass_].items())}" for pass_ in ("fwd", "bwd"))
+    return "\n    ".join((f"{name} {call['call']}", *passes_))
+
+
 @click.command(help=(__doc__ or "").splitlines()[0])
 @click.option("--only", multiple=True, help="The call of this name, and no others.")
 @click.option("--seconds", type=float, default=200.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 def main(only: tuple[str, ...], seconds: float, out: Path | None) -> None:
-    started = time.monotonic()
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    side_by_side.warm()
-    for name, problem in CALLS.items():
-        if (only and name not in only) or name in record["calls"]:
-            continue
-        if time.monotonic() - started > seconds:
-            print("stopped", flush=True)
-            break
-        record["calls"][name] = found = {"call": workloads.described(problem), **measured(problem)}
-        print(name, found["call"], flush=True)
-        for pass_ in ("fwd", "bwd"):
-            print("   ", pass_, ", ".join(f"{form} {us}" for form, us in found[pass_].items()), flush=True)
-        if out:
-            out.write_text(json.dumps(record, indent=1))
-        torch.cuda.empty_cache()
+    asked = {name: problem for name, problem in CALLS.items() if not only or name in only}
+
+    def one(problem: Problem) -> dict[str, Any]:
+        return {"call": workloads.described(problem), **measured(problem)}
+
+    side_by_side.fill(record, asked, one, seconds, out, line)
 
 
 if __name__ == "__main__":

@@ -180,10 +180,13 @@ def beside(
 
 
 def environment() -> dict[str, str]:
+    """What a record is of. ClickException: there is no GPU to measure on."""
     import torch
 
     from fa2tune.compiling import fingerprint
 
+    if not torch.cuda.is_available():
+        raise click.ClickException("needs a CUDA GPU that torch can use")
     fa4 = [found for found in metadata.distributions() if found.name.lower().replace("_", "-") == "flash-attn-4"]
     return {
         "gpu": torch.cuda.get_device_name(), "driver": fingerprint.driver_version(), "torch": torch.__version__,
@@ -235,15 +238,16 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "calls": calls}
 
 
-def _said(call: Mapping[str, Any]) -> str:
-    return "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
+def _line(name: str, call: Mapping[str, Any]) -> str:
+    said = "  ".join(f"{p} {call[p]['ratio']} ({call[p]['best_peer']})" for p in ("fwd", "bwd") if p in call)
+    return f"{name:44} {said}  {call['missing'] or ''}"
 
 
 def fill(
     record: dict[str, Any], problems: Mapping[str, Any], one: Callable[[Any], dict[str, Any]], seconds: float,
-    out: Path | None, said: Callable[[Mapping[str, Any]], str] = _said,
+    out: Path | None, line: Callable[[str, Mapping[str, Any]], str] = _line,
 ) -> None:  # fmt: skip
-    """Measure what the record lacks, and write it after each; begin none after so many seconds. ``said``: of one, a line."""
+    """Measure what the record lacks, and write it after each; begin none after so many seconds. ``line``: printed of one."""
     import torch
 
     begin = time.monotonic()
@@ -255,7 +259,7 @@ def fill(
             click.echo(f"not reached: {name}")
             continue
         record["calls"][name] = call = one(problem)
-        click.echo(f"{name:44} {said(call)}  {call['missing'] or ''}")
+        click.echo(line(name, call))
         if out is not None:
             whole.publish(out, lambda path: path.write_text(json.dumps(record, indent=1), "utf-8"))
         torch.cuda.empty_cache()

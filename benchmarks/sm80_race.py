@@ -41,7 +41,7 @@ import sm80_on_hopper
 from sm80_on_hopper import ARCH, assembled
 
 from fa2tune import gpus
-from fa2tune.calling import ordered
+from fa2tune.calling.schedules import ordered
 from fa2tune.cli._options import comma_separated
 from fa2tune.compiling import compiler, registry
 from fa2tune.compiling.choice import Choice

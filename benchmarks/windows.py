@@ -13,7 +13,7 @@ to back, nothing flushed; the median of the rounds counts. Needs a GPU.
 
 races the forms of the Hopper forward that a window may take instead (rows and keys of a tile, Q_STAGES, programs that share a
 multiprocessor): of each form the config of a shipped row where there is one, else one legal config. Microseconds beside what
-``fa2tune/calling/window_schedule.py`` predicts of rows; ``*`` is what serves. A result that
+``fa2tune/calling/schedules/window_schedule.py`` predicts of rows; ``*`` is what serves. A result that
 differs from the first one's by more than bf16 allows is an error.
 
 The fit takes a tile's time for a + b * keys that it visits (queries, where a tile owns keys), from its time under the causal
@@ -38,7 +38,8 @@ import click
 import torch
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, window_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import window_schedule
 from fa2tune.compiling import compiler, registry
 from fa2tune.gpus import Gpu
 from fa2tune.launching import passes

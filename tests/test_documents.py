@@ -112,7 +112,7 @@ def test_figures_in_the_readme_are_those_of_its_table() -> None:
     assert f"{min(newest)} to {max(newest)} times FlashAttention-4" in said
     costs = lookup_cost.summary(lookup_cost.shipped_cases()[1])
     default = [f"{100 * costs[pass_, lookup_cost.DEFAULT].median:.0f} %" for pass_ in ("forward", "backward")]
-    assert "Without a tuned config calls take {} and {} longer (forward, backward; medians)".format(*default) in said
+    assert "against one (medians) | {} longer | {} longer |".format(*default) in said
 
 
 def test_figures_of_few_key_heads_and_copies_are_those_of_the_record() -> None:
@@ -224,7 +224,7 @@ def test_where_the_readme_says_a_peer_is_faster_it_is() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     behind = {(dim, mask, length): float(rest[-1]) for dim, mask, length, *rest in rows[2:] if float(rest[-1]) < 1}
     assert behind.keys() == {("128", "full", "8k"), ("128", "full", "16k")}
-    assert f"{min(behind.values())} to {max(behind.values())}." in " ".join(README.split())
+    assert f"[sustained](#measured) | | {min(behind.values())} to {max(behind.values())} |" in README
 
 
 def links(page: Path) -> list[str]:
@@ -301,21 +301,20 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
         ]
         for of in (min, max)
     )
-    assert f"random: forward {least[0]} to {most[0]}, backward {least[1]} to {most[1]}" in README
+    assert f"of random lengths | {least[0]} to {most[0]} | {least[1]} to {most[1]} |" in README
     drawn = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_3.json.gz").read_bytes()))["calls"]
     later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_6.json.gz").read_bytes()))["calls"]
     ratios = [[[call[pass_]["ratio"] for call in its.values()] for pass_ in ("fwd", "bwd")] for its in (drawn, later)]
     level = [[sum(ratio >= 0.99 for ratio in its) for its in each] for each in ratios]
-    assert f"level in {level[0][0]} of {len(drawn)} forward, {level[0][1]} backward" in README
-    assert f"of {len(later)} drawn later in {level[1][0]} and {level[1][1]}" in README
-    assert (
-        f"least {min(map(min, (ratios[0][0], ratios[1][0]))):.2f}, {min(map(min, (ratios[0][1], ratios[1][1]))):.2f}."
-        in README
-    )
+    for place in (0, 1):  # forward, backward
+        first, second = (each[place] for each in level)
+        slowest = min(min(each[place]) for each in ratios)
+        drawings = f"level in {first} of {len(drawn)}, of {len(later)} drawn later in {second}"
+        assert f"| {drawings}; least {slowest:.2f} |" in README
     cases = json.loads((ROOT / "benchmarks/calls/few_queries.json").read_text(encoding="utf-8"))["cases"]
     decoding = [case for case in cases if case["problem"]["seqlen_q"] == 1]
     few = [min(case["us"]["cudnn"], case["us"]["flash"]) / case["us"][case["served"]] for case in decoding]
-    assert f"decoding {min(few):.2f} to {max(few):.2f}" in README
+    assert f"few-queries.md) | {min(few):.2f} to {max(few):.2f} |" in README
 
 
 def test_pages_have_the_recorded_times_of_windows_packed_calls_and_mma_sync_kernels() -> None:

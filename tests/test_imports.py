@@ -26,6 +26,7 @@ FLOORS = ("request", "search", "select", "run")  #: of the room tuning, lowest f
 #: What a call to attention must never pull in, and what the search has no business with.
 TUNING = {"predicting", "measuring", "sharing", "tuning", "fleet", "bench", "report", "cli"}
 CALLING = {"calling"}
+SCHEDULES = "fa2tune.calling.schedules"  #: a floor of the room calling
 SHARED_BY_KERNELS = {
     "fa2tune.spec.maskfile",
     "fa2tune.spec.problem",
@@ -105,6 +106,12 @@ def test_tuning_has_four_floors_and_imports_go_down() -> None:
     up = [f"{module} imports {name}" for module in HOST for name in GRAPH[module]
           if floor(module) >= 0 and floor(name) > floor(module)]  # fmt: skip
     assert not up
+
+
+def test_schedules_are_below_the_rest_of_calling() -> None:
+    schedules = [module for module in MODULES if module.startswith(SCHEDULES)]
+    assert len(schedules) > 10
+    assert not {name for module in schedules for name in GRAPH[module] if room(name) == "calling"} - {*schedules}
 
 
 def test_imports_never_come_back() -> None:

@@ -4,10 +4,11 @@ one kernel for all of it, where that is expected to be faster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from fa2tune.calling import group_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.calling.refusals import cannot_be_had
+from fa2tune.calling.schedules import group_parts_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
@@ -27,25 +28,35 @@ def forget() -> None:
     _REFUSED.clear()
 
 
-def key_parts(
-    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], gpu: Gpu
-) -> tuple[int, str]:  # fmt: skip
-    """Into how many parts keys of dQ are to be split, 1: they are not; and why the kernels for it could not be had before in
-    this process, "": they were not refused. ``parts``: of query groups, by kernel."""
-    count = split_backward_schedule.key_parts(problem, choices, parts, gpu)
-    return count, _REFUSED.get((problem.specialization, gpu.name), "") if count > 1 else ""
+class Division(NamedTuple):
+    """How the work of a backward's kernels is divided for a call, worked out once."""
+
+    groups: dict[str, int]  #: parts of query groups, by kernel, where they are split
+    keys: int  #: parts that keys of dQ are to be split into; 1: they are not
+    refused: str  #: why the kernels for that could not be had before in this process; "": they were not refused
+    order: (
+        str  #: of ``beside.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other
+    )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """By kernel, those of dQ's keys too, where its kernels can be had."""
+        return {**self.groups, DQ: self.keys} if self.keys > 1 and not self.refused else self.groups
 
 
-def one_tile(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> tuple[Config | None, str]:
-    """The config of the kernel that is to make all of a backward, None: none is; and why it could not be had before in this
-    process, "": it was not refused."""
-    if not one_tile_schedule.asked(problem, gpu):
-        return None, ""
-    parts = group_schedule.parts(problem, choices, gpu)
-    count, refused = key_parts(problem, choices, parts, gpu)
-    parts = {**parts, DQ: count} if count > 1 and not refused else parts
-    order = split_backward_schedule.order_of(problem, choices, parts, gpu)
-    found = one_tile_schedule.config_of(problem, choices, parts, order, gpu)
+def division(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> Division:
+    """Of the kernels of ``choices``."""
+    groups = group_parts_schedule.parts(problem, choices, gpu)
+    keys = split_backward_schedule.key_parts(problem, choices, groups, gpu)
+    refused = _REFUSED.get((problem.specialization, gpu.name), "") if keys > 1 else ""
+    found = Division(groups, keys, refused, "")
+    return found._replace(order=split_backward_schedule.order_of(problem, choices, found.parts, gpu))
+
+
+def one_tile(problem: Problem, choices: Mapping[str, Choice], divided: Division, gpu: Gpu) -> tuple[Config | None, str]:
+    """The config of the kernel that is to make all of a backward in place of ``choices``, whose work is ``divided``, None: none
+    is; and why it could not be had before in this process, "": it was not refused."""
+    found = one_tile_schedule.config_of(problem, choices, divided.parts, divided.order, gpu)
     return found, "" if found is None else _REFUSED.get(_one_tile(problem, gpu), "")
 
 
@@ -58,7 +69,11 @@ def backward_plan(
 ) -> BackwardPlan | OneTilePlan:
     """``given``: what else a ``BackwardPlan`` takes. Where the kernel that makes all of a backward does not compile or load, or
     there is nothing to compile it with, those of ``choices`` serve, and the log says so."""
-    config, refused = one_tile(problem, choices, gpu) if may_split else (None, "")
+    planned = partial(BackwardPlan, problem, **given, strategy=strategy, configs=choices)
+    if not may_split:
+        return planned(parts={}, order="")
+    divided = division(problem, choices, gpu)
+    config, refused = one_tile(problem, choices, divided, gpu)
     if config is not None and not refused:
         try:
             return OneTilePlan(problem, **given, config=config)
@@ -67,30 +82,16 @@ def backward_plan(
                 raise
             _REFUSED[_one_tile(problem, gpu)] = str(error)
             warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {', '.join(choices)}")
-    return _of_strategy(problem, strategy, choices, gpu, given, may_split)
-
-
-def _of_strategy(
-    problem: Problem, strategy: str, choices: Mapping[str, Choice], gpu: Gpu, given: Mapping[str, Any], may_split: bool
-) -> BackwardPlan:
-    """Where the kernels that split keys of dQ do not compile or load, or there is nothing to compile them with, dQ's own kernel
-    serves, and the log says so."""
-
-    def planned(parts: Mapping[str, int]) -> BackwardPlan:
-        order = split_backward_schedule.order_of(problem, choices, parts, gpu) if may_split else ""
-        return BackwardPlan(problem, **given, strategy=strategy, configs=choices, parts=parts, order=order)
-
-    parts = group_schedule.parts(problem, choices, gpu) if may_split else {}
-    count, refused = key_parts(problem, choices, parts, gpu) if may_split else (1, "")
-    if count > 1 and not refused:
-        try:
-            return planned({**parts, DQ: count})
-        except Exception as error:
-            if not cannot_be_had(error):
-                raise
-            why = str(error)
-        plan = planned(parts)  # fails, too, where another kernel was the reason
-        _REFUSED[problem.specialization, gpu.name] = why
-        warn_once(f"the first choice for {DQ} failed on {gpu.name} ({why}); next: keys are not split")
-        return plan
-    return planned(parts)
+    if divided.parts == divided.groups:
+        return planned(parts=divided.groups, order=divided.order)
+    try:
+        return planned(parts=divided.parts, order=divided.order)
+    except Exception as error:
+        if not cannot_be_had(error):
+            raise
+        why = str(error)
+    order = split_backward_schedule.order_of(problem, choices, divided.groups, gpu)
+    plan = planned(parts=divided.groups, order=order)  # fails, too, where another kernel was the reason
+    _REFUSED[problem.specialization, gpu.name] = why
+    warn_once(f"the first choice for {DQ} failed on {gpu.name} ({why}); next: keys are not split")
+    return plan

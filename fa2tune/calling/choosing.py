@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling import (
+from fa2tune.calling.defaults import better_default, portable_default
+from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
+from fa2tune.calling.schedules import (
+    forward_schedule,
     fused_schedule,
     ordered,
     packed_schedule,
-    schedule,
     split_backward_schedule,
     window_schedule,
 )
-from fa2tune.calling.defaults import better_default, portable_default
-from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.compiling import limits, measured_code
 from fa2tune.compiling.choice import Choice, choice_of
 from fa2tune.compiling.compiler import uses_descriptors
@@ -116,6 +116,7 @@ class Chooser:
         self.node = node or toolchain()
         self._spec = problem.specialization
         self._ladders: dict[TuningKey, lookup.Ladder] = {}
+        self._chosen: dict[tuple[str, Kind], Choice] = {}
         own = self.layers is not layers() or self.node is not toolchain()
         self._known = (Known if own else partial(_known, problem, gpu))(self.layers, self.node)
 
@@ -240,6 +241,11 @@ class Chooser:
     def choose(self, kernel: str, kind: Kind = None) -> Choice:
         """The choice for one kernel: by the best row of the ladder, else the default. ``kind``: of which it is to be, where
         such a row can serve."""
+        if (kernel, kind) not in self._chosen:
+            self._chosen[kernel, kind] = self._choose(kernel, kind)
+        return self._chosen[kernel, kind]
+
+    def _choose(self, kernel: str, kind: Kind) -> Choice:
         answer, _ = self.find_preferring(kernel, kind)
         if answer is not None:
             return self.suited(answer)
@@ -270,7 +276,7 @@ class Chooser:
         assert variant is not None  # of an answer
         if problem.extent.ragged and problem.mask.measured and packed_schedule.covers(variant):
             return self._suited_to_packed(answer, own)
-        by_schedule = schedule.covers(variant) and not problem.extent.ragged
+        by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
         by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
@@ -278,13 +284,13 @@ class Chooser:
         rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
-            model = window_schedule if window_schedule.covers(problem) else schedule
+            model = window_schedule if window_schedule.covers(problem) else forward_schedule
             row, config = model.best(problem, served, able, self.gpu.sm_count)
-            few = schedule.is_for_few_tiles(problem, config, row)
+            few = forward_schedule.is_for_few_tiles(problem, config, row)
             return Choice(
                 variant, config, rows[id(row)].given, answer, few, variant.suited(problem, row.config) if few else None
             )
-        found = rows[id(schedule.of_like_work(problem, served, able))]
+        found = rows[id(forward_schedule.of_like_work(problem, served, able))]
         assert found.variant is not None
         choice = Choice(found.variant, found.variant.suited(problem, found.row.config), found.given, answer)
         if problem.extent.ragged and packed_schedule.covers_backward(found.variant):
@@ -296,7 +302,7 @@ class Chooser:
         problem, gpu, variant = self.problem, self.gpu, own.variant
         assert variant is not None
         choice = Choice(variant, own.row.config, answer.row, answer)
-        if not schedule.covers(variant):
+        if not forward_schedule.covers(variant):
             return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, gpu)
         others = [one for one in self._of_other_lengths(answer) if one.refused is None]
         served, *able = ((one.given, one.row.config) for one in (own, *others))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling.empty import is_empty
 from fa2tune.gpus import Gpu
 from fa2tune.launching.launch import addressing, strides_of
 from fa2tune.launching.passes import empty_ordered
@@ -55,7 +54,7 @@ def busy_us(problem: Problem, gpu: Gpu, pass_: str) -> float:
 def pays(problem: Problem, gpu: Gpu, pass_: str, names: Collection[str]) -> bool:
     """Whether copies of these tensors are expected to be worth it, where a warp-specialised kernel then serves. ``pass_``:
     "fwd" or "bwd"."""
-    if is_empty(problem):
+    if problem.is_empty:
         return False
     elements = sum(_elements(problem, name) for name in names)
     longer = BY_VECTORS[pass_] if problem.aligned else BY_ELEMENTS

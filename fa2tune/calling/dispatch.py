@@ -19,7 +19,7 @@ import torch
 from fa2tune import gpus, uncollected
 from fa2tune.calling import arguments, backward_plans, choosing, copies, forward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
-from fa2tune.calling.empty import NoKeys, is_empty
+from fa2tune.calling.empty import NoKeys
 from fa2tune.calling.refusals import cannot_be_had, is_refusal, without_frames
 from fa2tune.calling.saved import check_saved, of_offsets
 from fa2tune.calling.settings import CAPTURE_MISS, RAISE, TAKE_DEFAULT
@@ -223,7 +223,7 @@ def forward_plan(
     """Make and remember the plan of a forward; q, k, v are (batch, heads, seqlen, dim), of a ragged extent batch is 1."""
     problem = passes.describe(q, k, v, mask, softmax_scale, score, extent)
     plan: Any
-    if is_empty(problem):
+    if problem.is_empty:
         plan = NoKeys(problem, softmax_scale)
         _remember(FORWARD_PLANS, key, plan)
         return plan
@@ -308,7 +308,7 @@ def backward(
             q, k, v, o, lse = in_rows
             return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, deterministic, score, extent, offsets)
         problem = passes.describe(q, k, v, mask, softmax_scale, score, extent, o=o, do=do)
-        if is_empty(problem):
+        if problem.is_empty:
             dq, dk, dv = (empty_ordered(t, t.shape[3]).zero_() for t in (q, k, v))
             return dq, dk, dv
         gpu, tensors, names = gpu_of(q.get_device()), {"do": do, "q": q, "k": k, "v": v, "o": o}, tuple[str, ...]()

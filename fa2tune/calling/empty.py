@@ -26,7 +26,3 @@ class NoKeys:
         lse_of(lse).fill_(float("-inf"))
         o = empty_ordered(q, v.shape[-1]).zero_()
         return without_batch(o) if ragged else o, lse
-
-
-def is_empty(problem: Problem) -> bool:
-    return 0 in (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fa2tune.calling import defaults, grouped_schedule, one_tile_schedule, split_backward_schedule
+from fa2tune.calling import defaults
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
+from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import is_grouped

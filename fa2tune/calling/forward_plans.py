@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling import copies, grouped_schedule
+from fa2tune.calling import copies
 from fa2tune.calling.refusals import cannot_be_had
+from fa2tune.calling.schedules import grouped_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import binary_config
 from fa2tune.gpus import Gpu

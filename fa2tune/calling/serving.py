@@ -11,24 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from fa2tune.calling import (
-    arguments,
-    backward_plans,
-    choosing,
-    copies,
-    dispatch,
-    forward_plans,
-    fused_schedule,
-    group_schedule,
-    ops,
-    split_backward_schedule,
-    unseen,
-    varlen,
-)
+from fa2tune.calling import arguments, backward_plans, choosing, copies, dispatch, forward_plans, ops, unseen, varlen
 from fa2tune.calling.arguments import MISSING
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling import compiler, fingerprint
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
@@ -36,7 +24,7 @@ from fa2tune.launching import beside, dq_parts, group_parts, key_splits, one_key
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -65,29 +53,27 @@ def explain_problem(
 
 def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     """The whole backward, and the kernels of its strategy."""
-    in_order = choosing.choose_in_order(chooser) if deterministic else None
-    split = deterministic and in_order is None  # in a fixed order the row is that of any call
+    strategy, choices = choose_backward(chooser, deterministic)
+    split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
         choosing.key_of(problem, BACKWARD, chooser.gpu), answer.row.config if answer else {}, answer, refused,
         nearest=_nearest(chooser, BACKWARD), mask=problem.mask, unmeasured=problem.unmeasured,
     )  # fmt: skip
-    strategy, kinds = chooser.strategy(split)
-    _, choices = choose_backward(chooser, deterministic)
-    one, refused_one = backward_plans.one_tile(problem, choices, chooser.gpu)
+    _, kinds = chooser.strategy(split)
+    divided = backward_plans.division(problem, choices, chooser.gpu)
+    one, refused_one = backward_plans.one_tile(problem, choices, divided, chooser.gpu)
     if one is not None:
         whole = _with_one_tile(whole, problem, one, refused_one, chooser.gpu)
         if whole.one_tile is not None:
             return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
-    parts = {one.kernel: one.parts for one in found}
-    count, refused_parts = backward_plans.key_parts(problem, choices, parts, chooser.gpu)
-    in_parts = _Runs(dq_parts.kernels(problem, count, chooser.gpu.arch), chooser.gpu) if count > 1 else None
-    why = refused_parts or (in_parts.lacking if in_parts else "")
-    if in_parts and not why:
-        parts[beside.DQ] = count
-    order = split_backward_schedule.order_of(problem, choices, parts, chooser.gpu)
-    if in_parts:
+    order = divided.order
+    if divided.keys > 1:
+        in_parts = _Runs(dq_parts.kernels(problem, divided.keys, chooser.gpu.arch), chooser.gpu)
+        if in_parts.lacking and not divided.refused:
+            order = split_backward_schedule.order_of(problem, choices, divided.groups, chooser.gpu)
+        why = divided.refused or in_parts.lacking
         found = [_with_keys_split(one, in_parts, why, order) if one.kernel == beside.DQ else one for one in found]
     return [replace(whole, order=order), *found]
 
@@ -130,7 +116,7 @@ def _served(chooser: Chooser, kernel: str, kind: Kind = None, choice: Choice | N
     in_row = choice.variant.space.completed(answer.row.config) if answer else choice.config
     changed = {name: (in_row[name], value) for name, value in choice.config.items() if value != in_row[name]}
     scheduled = choice.row if answer and choice.row is not answer.row else None
-    parts = group_schedule.parts_of(problem, kernel, choice, gpu)
+    parts = group_parts_schedule.parts_of(problem, kernel, choice, gpu)
     needed = [(*one, problem) for one in passes.runs(kernel, problem.specialization, choice, gpu.arch)]
     if parts > 1:
         needed += group_parts.needed(problem, gpu.arch)
@@ -302,10 +288,12 @@ def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
-    one, refused = backward_plans.one_tile(problem, chosen, gpu) if backward else (None, "")
-    if one is not None and not refused:
-        runs = one_key_tile.kernels(problem, one, gpu.arch)
-        return {BACKWARD: " + ".join(variant.short_name for variant, _, _ in runs)}
+    if backward:
+        divided = backward_plans.division(problem, chosen, gpu)
+        one, refused = backward_plans.one_tile(problem, chosen, divided, gpu)
+        if one is not None and not refused:
+            runs = one_key_tile.kernels(problem, one, gpu.arch)
+            return {BACKWARD: " + ".join(variant.short_name for variant, _, _ in runs)}
     found = {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")
         for kernel, choice in chosen.items()

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fa2tune.calling.empty import is_empty
-from fa2tune.calling.split_schedule import MEASURED_ON
+from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.gpus import Gpu
 from fa2tune.launching.passes import empty_ordered, lse_of, lse_shape
 from fa2tune.spec.mask import CAUSAL
@@ -44,7 +43,7 @@ def count(problem: Problem) -> int:
 def filled_in(problem: Problem, gpu: Gpu, pass_: str) -> int:
     """How many of them are to be filled in instead of computed; 0: none. ``pass_``: "fwd" or "bwd"."""
     rows = count(problem)
-    if not rows or gpu.arch not in MEASURED_ON or is_empty(problem):
+    if not rows or gpu.arch not in MEASURED_ON or problem.is_empty:
         return 0
     heads, bandwidth = problem.batch * problem.heads_q, gpu.hbm_gbs * 1e3 * RATE  # bytes a microsecond
     dim = problem.head_dim_v if pass_ == "fwd" else problem.head_dim

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from fa2tune.calling import (
-    choosing,
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import (
     few_tiles,
+    forward_schedule,
     fused_schedule,
     grouped_schedule,
+    key_splits_schedule,
     one_tile_schedule,
     packed_schedule,
-    schedule,
     split_backward_schedule,
-    split_schedule,
 )
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
@@ -87,7 +87,7 @@ def _keys(gpu: Gpu, layers: Iterable[Layer], wanted: Wanted) -> list[TuningKey]:
 
 def _problems(key: TuningKey, wanted: Wanted) -> Iterator[Problem]:
     workload = key.workload()
-    # of a size that takes this bucket's row (schedule.of_like_work): all buckets together name every row
+    # of a size that takes this bucket's row (forward_schedule.of_like_work): all buckets together name every row
     windows = [band(key.bucket // 2, 0 if workload.mask == CAUSAL else None)] if wanted.windows else []
     for problem in (replace(workload, mask=mask) for mask in (workload.mask, *windows)):
         yield replace(problem, seqlen_q=1)  # decoding, for which another binary may be better
@@ -146,12 +146,13 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from one_tile_schedule.all_kernels(problem, arch)
     if kernel == beside.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
-    if kernel == "fwd" and arch in split_schedule.MEASURED_ON and not problem.extent.ragged:
+    if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)
-    if schedule.covers(variant) and own.config["RESCALE"] == "never":  # calls of few queries have no pass over all keys
+    # calls of few queries have no pass over all keys
+    if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))
-    if problem.mask.measured and schedule.covers(variant):
+    if problem.mask.measured and forward_schedule.covers(variant):
         for few in _for_few_tiles(problem, arch):
             yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
 

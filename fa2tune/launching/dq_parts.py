@@ -1,7 +1,7 @@
 """dQ of a split Hopper backward with its keys in parts, each a program's: more programs where there are few queries.
 
 Each part's sums go to a workspace, as float32 (kernels/sm90/bwd_dq_split.py), and are added up in a fixed order after
-(kernels/portable/bwd_dq_combine.py). How many parts: ``calling/split_backward_schedule.py``.
+(kernels/portable/bwd_dq_combine.py). How many parts: ``calling/schedules/split_backward_schedule.py``.
 """
 
 from __future__ import annotations

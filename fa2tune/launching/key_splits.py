@@ -2,10 +2,11 @@
 
 Each part's sums go to a workspace and are put together after (kernels/portable/fwd_combine.py); of one part there is nothing to
 put together. Tiles of kernels/portable/fwd_split.py have the queries of all heads of a key head as rows, those of
-kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts: ``calling/split_schedule.py``.
+kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many parts:
+``calling/schedules/key_splits_schedule.py``.
 
 A forward by kernels/sm90/fwd_grouped.py, whose keys are not split, is planned here as well: it, too, runs in place of the tuned
-kernel (``calling/grouped_schedule.py``).
+kernel (``calling/schedules/grouped_schedule.py``).
 """
 
 from __future__ import annotations

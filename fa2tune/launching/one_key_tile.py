@@ -2,7 +2,7 @@
 dQ lie in memory.
 
 Where the query blocks of a key head are split into parts, kernels/portable/bwd_gather.py adds up what they make of dK and dV,
-in a fixed order. Which calls, and how many parts: ``calling/one_tile_schedule.py``.
+in a fixed order. Which calls, and how many parts: ``calling/schedules/one_tile_schedule.py``.
 """
 
 from __future__ import annotations

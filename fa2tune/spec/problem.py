@@ -112,6 +112,11 @@ class Problem:
         return self.heads_q // self.heads_kv
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no pair of a query and a key."""
+        return 0 in (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k)
+
+    @property
     def bucket(self) -> int:
         return bucket_of(self.extent.length(self.seqlen_q), self.extent.length(self.seqlen_k))
 

@@ -133,8 +133,8 @@ SPACE = SearchSpace(
 )
 
 MOST_BUFFERS = 256
-#: Of kernels/sm80/bwd_ordered.py: the same configs, and how many sums of dQ there are, which calling/ordered.py chooses for a
-#: call. Nothing is searched; a config without it is the other kernel's, which has one sum.
+#: Of kernels/sm80/bwd_ordered.py: the same configs, and how many sums of dQ there are, which calling/schedules/ordered.py
+#: chooses for a call. Nothing is searched; a config without it is the other kernel's, which has one sum.
 IN_ORDER = SearchSpace(
     name="bwd_ordered_sm80",
     dimensions={**SPACE.dimensions, "DQ_BUFFERS": added(*range(1, MOST_BUFFERS + 1), older=1)},

@@ -199,7 +199,7 @@ SPACE = SearchSpace(
         "BESIDE": (False, True),  # lse, delta and zeros prepared overlapped with the first tiles, or before
         "FINISH_BESIDE": (False, True),  # and dQ made of its sums overlapped with the last ones, or after
         # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
-        # have it (fa2tune/calling/fused_schedule.py)
+        # have it (fa2tune/calling/schedules/fused_schedule.py)
         "EARLY_START": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(

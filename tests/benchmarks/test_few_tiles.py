@@ -6,7 +6,8 @@ import pytest
 from benchmark_scripts import script
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, grouped_schedule, split_schedule
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 
 few_queries = script("few_queries")
@@ -21,7 +22,7 @@ def test_a_call_of_few_tiles_is_timed_by_what_would_serve_it(name: str) -> None:
     assert len(set(labels)) == len(labels) <= 12
     assert sum(label.startswith("hopper") for label in labels) >= 4, labels
     choice = choosing.choose(problem, "fwd", H200, True)
-    tuned, chosen = choice.config, split_schedule.config_of(problem, choice.config, H200, choice.row)
+    tuned, chosen = choice.config, key_splits_schedule.config_of(problem, choice.config, H200, choice.row)
     assert chosen is None or few_queries.label(chosen) in labels
     for config in (tuned, *configs):
         for variant, its_config, what in few_queries.kernels_of(name, config):
@@ -34,8 +35,8 @@ def test_they_span_what_the_choice_depends_on() -> None:
     assert {problem.head_dim for problem in problems} >= {64, 128, 192, 256}
     assert {problem.mask.name for problem in problems} == {"full", "causal"}
     choices = {problem: choosing.choose(problem, "fwd", H200, True) for problem in problems}
-    chosen = [split_schedule.config_of(problem, one.config, H200, one.row) for problem, one in choices.items()]
-    by_hopper = [split for split in chosen if split and split_schedule.splitting(split).name == "sm90/fwd_split"]
+    chosen = [key_splits_schedule.config_of(problem, one.config, H200, one.row) for problem, one in choices.items()]
+    by_hopper = [split for split in chosen if split and key_splits_schedule.splitting(split).name == "sm90/fwd_split"]
     assert 0 < len(by_hopper) < len(chosen), "some for which it is predicted to be worth it, and some not"
 
 

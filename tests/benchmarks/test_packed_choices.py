@@ -8,7 +8,8 @@ from benchmark_scripts import script
 from gpu_in_python import PythonGpu
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, group_schedule
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import group_parts, passes
 from fa2tune.spec.mask import CAUSAL, Mask
@@ -64,4 +65,4 @@ def test_the_choice_is_what_a_call_gets() -> None:
     kernel = choices.KERNEL
     _, chosen = choosing.choose_backward(choosing.Chooser(problem, H200), False)
     assert choice.config == chosen[kernel].config
-    assert parts == group_schedule.parts(problem, chosen, H200)[kernel] > 1
+    assert parts == group_parts_schedule.parts(problem, chosen, H200)[kernel] > 1

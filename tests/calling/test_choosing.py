@@ -14,6 +14,7 @@ import torch
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.choosing import Chooser
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling import choice, limits
 from fa2tune.launching import passes
 from fa2tune.rows import lookup
@@ -63,6 +64,8 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> Derived:
     found.count(limits, "before_compile", lambda variant, spec, config, gpu: (variant.name, id(config)))
     found.count(choosing, "better_default", lambda kernel, *rest: kernel)
     found.count(choice, "variant_of", lambda kernel, config: kernel)
+    found.count(Chooser, "suited", lambda chooser, answer: (chooser.problem, id(answer.row)))
+    found.count(group_parts_schedule, "parts", lambda problem, choices, gpu: problem)
     return found
 
 
@@ -89,8 +92,9 @@ def test_a_cold_call_derives_nothing_twice(
     cold(mask, dim, heads, torch.bfloat16, odd)
     ladders = derived.of("candidates")
     assert {"fwd", "bwd"} < set(ladders) and max(ladders.values()) == 1, ladders
-    for name in ("fitting", "before_compile", "better_default"):
+    for name in ("fitting", "before_compile", "better_default", "suited", "parts"):
         assert max(derived.of(name).values(), default=1) == 1, name
+    assert derived.of("suited") and derived.of("parts")
     assert derived.of("fitting") and not derived.of("variant_of"), (
         "rows serve: no launch looks for their Variants again"
     )
@@ -105,7 +109,7 @@ def test_a_default_has_its_variant_looked_up_once(derived: Derived) -> None:
 def test_the_choice_names_variant_config_and_row() -> None:
     chooser = Chooser(Problem("bf16", 2, 16, 16, 4096, 4096, 128, 128, CAUSAL), H200, node=Toolchain())
     found = chooser.choose("fwd")
-    assert found is not chooser.choose("fwd") and found == chooser.choose("fwd")
+    assert found is chooser.choose("fwd") and found == Chooser(chooser.problem, H200, node=Toolchain()).choose("fwd")
     assert found.row is not None and found.answer is not None and found.measured == found.row.triton
     assert found.variant.name == "sm90/fwd" and set(found.config) == set(found.variant.space.dimensions)
     nothing = Chooser(chooser.problem, H200, among=[]).choose("fwd")

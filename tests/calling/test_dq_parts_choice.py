@@ -15,8 +15,9 @@ from benchmark_scripts import BENCHMARKS, script
 from click.testing import CliRunner
 
 from fa2tune import gpus
-from fa2tune.calling import backward_plans, choosing, group_schedule, serving
-from fa2tune.calling import split_backward_schedule as schedule
+from fa2tune.calling import backward_plans, choosing, serving
+from fa2tune.calling.schedules import group_parts_schedule
+from fa2tune.calling.schedules import split_backward_schedule as schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
@@ -52,11 +53,11 @@ def chosen(problem: Problem, deterministic: bool = False) -> dict[str, Choice]:
 
 def parts(problem: Problem, deterministic: bool = False) -> int:
     choices = chosen(problem, deterministic)
-    return backward_plans.key_parts(problem, choices, group_schedule.parts(problem, choices, H200), H200)[0]
+    return backward_plans.division(problem, choices, H200).keys
 
 
 def predicted(problem: Problem, splits: int) -> float:
-    choices, groups = chosen(problem), group_schedule.parts(problem, chosen(problem), H200)
+    choices, groups = chosen(problem), group_parts_schedule.parts(problem, chosen(problem), H200)
     order = schedule.order_of(problem, choices, {**groups, "bwd_dq": splits}, H200)
     return schedule.predicted_us(problem, choices, groups.get("bwd_dkdv", 1), H200, order, splits=splits)
 
@@ -95,7 +96,8 @@ def test_calls_that_keep_their_kernel(other: Problem) -> None:
 def test_other_gpus_keep_their_kernels() -> None:
     a100 = gpus.named("a100")
     choices = choosing.choose_backward(choosing.Chooser(FEW, a100), True)[1]
-    assert backward_plans.key_parts(FEW, choices, {}, a100) == (1, "")
+    divided = backward_plans.division(FEW, choices, a100)
+    assert (divided.keys, divided.refused) == (1, "")
 
 
 def test_parts_are_bounded() -> None:

@@ -7,15 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import (
-    choosing,
-    dispatch,
-    fused_schedule,
-    group_schedule,
-    one_tile_schedule,
-    serving,
-    split_backward_schedule,
-)
+from fa2tune.calling import choosing, dispatch, serving
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, one_tile_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import NoTritonError
 from fa2tune.fleet import precompile
@@ -100,7 +93,7 @@ def test_not_where_copies_come_between_both_kernels() -> None:
     copied, one_head = posed(1, (32, 2), 300, 300, 256, FULL), posed(1, (32, 1), 300, 300, 256, FULL)
     for problem, starts in ((copied, False), (one_head, True)):
         found = choices(problem)
-        assert group_schedule.parts_of(problem, "bwd_dkdv", found["bwd_dkdv"], H200) > 1
+        assert group_parts_schedule.parts_of(problem, "bwd_dkdv", found["bwd_dkdv"], H200) > 1
         assert group_parts.copies(problem) is not starts
         assert all(choice.config["EARLY_START"] is starts for choice in found.values())
 

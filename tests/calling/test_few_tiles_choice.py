@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, few_tiles, schedule, tile_order
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.compiling.choice import Choice
 from fa2tune.rows import lookup
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -162,10 +163,12 @@ def test_narrow_rows_cost_small_tiles_more() -> None:
         if row.specialized and row.key.kernel == "fwd" and row.config["BLOCK_M"] == 64 and row.time_us
     )  # fmt: skip
     asked = replace(row.key.workload(), head_dim=24, head_dim_v=24)
-    own = schedule.predicted_us(asked, row, row.config, 132)
-    assert own is not None and own > 1.2 * schedule.predicted_us(
+    own = forward_schedule.predicted_us(asked, row, row.config, 132)
+    assert own is not None and own > 1.2 * forward_schedule.predicted_us(
         replace(asked, head_dim=32, head_dim_v=32), row, row.config, 132
     )  # type: ignore[operator]
     at_40 = replace(row, key=row.key.with_(head_dim=40, head_dim_v=40))
     tuned = at_40.key.workload()
-    assert schedule.predicted_us(tuned, at_40, row.config, 132) == pytest.approx(row.time_us)  # its time has the cost
+    assert forward_schedule.predicted_us(tuned, at_40, row.config, 132) == pytest.approx(
+        row.time_us
+    )  # its time has the cost

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fa2tune.calling import forward_plans, split_schedule
+from fa2tune.calling import forward_plans
 from fa2tune.calling.choosing import Chooser
+from fa2tune.calling.schedules import key_splits_schedule
 from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
 from fa2tune.gpus import named
 from fa2tune.launching.launch import CaptureMiss
@@ -31,7 +32,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise asked[0]
 
     split = fwd_split.config_of(PROBLEM.specialization, 90, True, 16, 16)
-    monkeypatch.setattr(split_schedule, "config_of", lambda *of: split)
+    monkeypatch.setattr(key_splits_schedule, "config_of", lambda *of: split)
     monkeypatch.setattr(forward_plans, "SplitPlan", splitting)
     monkeypatch.setattr(forward_plans, "ForwardPlan", lambda *of: "tuned")
     monkeypatch.setattr(forward_plans, "_REFUSED", {})
@@ -70,5 +71,5 @@ def test_other_errors_are_not_hidden(tries: list[Any]) -> None:
 def test_unaligned_tensors_are_not_split() -> None:
 
     config = Chooser(PROBLEM, H200).choose("fwd").config
-    assert split_schedule.config_of(PROBLEM, config, H200) is not None
-    assert split_schedule.config_of(replace(PROBLEM, aligned=False), config, H200) is None
+    assert key_splits_schedule.config_of(PROBLEM, config, H200) is not None
+    assert key_splits_schedule.config_of(replace(PROBLEM, aligned=False), config, H200) is None

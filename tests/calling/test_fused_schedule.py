@@ -14,7 +14,8 @@ import pytest
 from benchmark_scripts import BENCHMARKS
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, fused_schedule, group_schedule, packed_schedule, serving
+from fa2tune.calling import choosing, dispatch, serving
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule
 from fa2tune.compiling.choice import BY_FORM, Choice
 from fa2tune.compiling.compiler import CompileError, HostTrouble, NoTritonError
 from fa2tune.fleet import precompile
@@ -166,7 +167,7 @@ def test_the_choice_is_near_the_best_form_that_was_timed() -> None:
         if is_narrow(problem):
             continue
         choice = chosen(problem)
-        parts = group_schedule.parts_of(problem, "bwd_fused", choice, H200)
+        parts = group_parts_schedule.parts_of(problem, "bwd_fused", choice, H200)
         of_form = {count: us for _, config, count, us in forms if late(config) == late(choice.config)}
         if parts not in of_form:  # alone on the GPU it was timed in 12 parts, and 24 are chosen
             assert name == "a 94 grouped"
@@ -183,7 +184,7 @@ def test_the_choice_is_near_the_best_form_of_a_later_drawing() -> None:
     for name, forms in drawn_forms().items():
         problem = next(iter(forms.values()))[0]
         choice = chosen(problem)
-        parts = group_schedule.parts_of(problem, "bwd_fused", choice, H200)
+        parts = group_parts_schedule.parts_of(problem, "bwd_fused", choice, H200)
         wanted = late(choice.config), parts
         of_choice = [us for _, config, count, us in forms.values() if (late(config), count) == wanted]
         found[name] = of_choice[0] / min(us for *_, us in forms.values())
@@ -275,7 +276,7 @@ def test_calls_that_change(name: str, form: str, parts: int, predicted: float) -
     choice = chosen(problem)
     config = of_now(problem, config)
     assert choice.of_row.config == config and choice.of_row.otherwise is None
-    assert group_schedule.parts_of(problem, "bwd_fused", choice, H200) == parts
+    assert group_parts_schedule.parts_of(problem, "bwd_fused", choice, H200) == parts
     now = fused_schedule.predicted_us(problem, choice.config, H200, parts)
     assert now < predicted * fused_schedule.predicted_us(problem, config, H200, before)
 
@@ -286,7 +287,7 @@ def test_most_calls_keep_what_they_had() -> None:
     forms = {key: served(call[0]) for key, call in calls.items()}
     assert sum(form != "row" for form in forms.values()) == 23
     for key, (problem, config, before, _) in calls.items():
-        now = group_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
+        now = group_parts_schedule.parts_of(problem, "bwd_fused", chosen(problem), H200)
         if forms[key] == "row" and now != before:
             config = of_now(problem, config)
             times = (fused_schedule.predicted_us(problem, config, H200, parts) for parts in (now, before))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, forward_plans, grouped_schedule, serving, split_schedule
+from fa2tune.calling import choosing, forward_plans, serving
+from fa2tune.calling.schedules import grouped_schedule, key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
 from fa2tune.gpus import Gpu
@@ -150,7 +151,7 @@ def test_what_was_not_timed_has_a_wider_margin(other: dict[str, Any]) -> None:
 def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what serves, and beside its own tiles of one head."""
     time, _ = grouped_schedule.best(PROMPT, H200) or (0.0, {})
-    for name, of in (("ordinary_us", split_schedule), ("_ungrouped_us", grouped_schedule)):
+    for name, of in (("ordinary_us", key_splits_schedule), ("_ungrouped_us", grouped_schedule)):
         for share, taken in ((0.99, True), (1.01, False)):
             monkeypatch.setattr(of, name, lambda *_, share=share: time / (1 - grouped_schedule.MARGIN) / share)
             assert (chosen(PROMPT) is not None) == taken
@@ -169,7 +170,7 @@ def test_decoding_stays_split() -> None:
     decoding = Problem("bf16", 1, 32, 8, 1, 8192, 128, 128, FULL)
     choice = choosing.choose(decoding, "fwd", H200, True)
     found = grouped_schedule.instead_of(decoding, choice.config, H200, choice.row)
-    assert found == split_schedule.config_of(decoding, choice.config, H200, choice.row) and "SPLITS" in found
+    assert found == key_splits_schedule.config_of(decoding, choice.config, H200, choice.row) and "SPLITS" in found
 
 
 def test_a_window_is_estimated_by_the_blocks_that_it_visits() -> None:

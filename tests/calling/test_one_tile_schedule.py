@@ -12,7 +12,8 @@ import pytest
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
-from fa2tune.calling import backward_plans, choosing, forward_plans, one_tile_schedule, serving
+from fa2tune.calling import backward_plans, choosing, forward_plans, serving
+from fa2tune.calling.schedules import one_tile_schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError
@@ -65,7 +66,8 @@ def choices(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> d
 
 
 def chosen(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> Config | None:
-    return backward_plans.one_tile(problem, choices(problem, gpu, deterministic), gpu)[0]
+    served = choices(problem, gpu, deterministic)
+    return backward_plans.one_tile(problem, served, backward_plans.division(problem, served, gpu), gpu)[0]
 
 
 def form_of(config: Config) -> tuple[int, int, bool]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch, ordered, serving
+from fa2tune.calling import choosing, dispatch, serving
+from fa2tune.calling.schedules import ordered
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import CompileError, NoTritonError, binary_config
@@ -108,8 +109,8 @@ def test_a_split_group_has_programs_for_each_part() -> None:
     problem = posed(8192, heads=(16, 1))
     _, choices = chosen(problem)
     free = Choice(FREE, {name: value for name, value in choices["bwd_fused"].config.items() if name != "DQ_BUFFERS"})
-    parts = ordered.group_schedule.parts(problem, choices, A100)
-    assert parts == ordered.group_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
+    parts = ordered.group_parts_schedule.parts(problem, choices, A100)
+    assert parts == ordered.group_parts_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
 
 
 def test_explain_tells_it() -> None:

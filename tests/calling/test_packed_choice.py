@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, packed_lengths, packed_schedule
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import packed_lengths, packed_schedule
 from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup

@@ -14,9 +14,10 @@ import pytest
 from benchmark_scripts import BENCHMARKS
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, group_schedule, serving
-from fa2tune.calling import split_backward_schedule as schedule
-from fa2tune.calling.split_backward_schedule import Tiles
+from fa2tune.calling import choosing, serving
+from fa2tune.calling.schedules import group_parts_schedule
+from fa2tune.calling.schedules import split_backward_schedule as schedule
+from fa2tune.calling.schedules.split_backward_schedule import Tiles
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching.beside import DKDV_FIRST, DQ_AT_ONCE, DQ_FIRST, ORDERS
 from fa2tune.spec.extent import RAGGED, Extent
@@ -57,7 +58,7 @@ def chosen(problem: Problem, deterministic: bool = False) -> dict[str, Choice]:
 
 def order(problem: Problem, deterministic: bool = False) -> str:
     choices = chosen(problem, deterministic)
-    return schedule.order_of(problem, choices, group_schedule.parts(problem, choices, H200), H200)
+    return schedule.order_of(problem, choices, group_parts_schedule.parts(problem, choices, H200), H200)
 
 
 def at_a_time() -> dict[str, tuple[Problem, int, float, float]]:
@@ -68,7 +69,7 @@ def at_a_time() -> dict[str, tuple[Problem, int, float, float]]:
     for name, call in read("dense_backwards.json")["calls"].items():
         if BESIDE in call["us"]:
             problem = posed(drawn[name])
-            parts = group_schedule.parts_of(problem, "bwd_dkdv", chosen(problem)["bwd_dkdv"], H200)
+            parts = group_parts_schedule.parts_of(problem, "bwd_dkdv", chosen(problem)["bwd_dkdv"], H200)
             found[name] = problem, parts, call["us"]["row, chosen"], call["us"][BESIDE]
     return found
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_schedule import rows
+from test_forward_schedule import rows
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, window_schedule
+from fa2tune.calling import choosing
 from fa2tune.calling.choosing import Chooser
+from fa2tune.calling.schedules import window_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.rows import lookup
 from fa2tune.search_spaces.sm90.fwd import suited

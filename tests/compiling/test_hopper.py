@@ -19,7 +19,8 @@ import pytest
 from hopper_builds import TESTED, Asked, Built, builder, chosen, written_under_way
 
 from fa2tune import gpus
-from fa2tune.calling import dispatch, few_tiles
+from fa2tune.calling import dispatch
+from fa2tune.calling.schedules import few_tiles
 from fa2tune.compiling import compiler, fingerprint, limits, registry, sass
 from fa2tune.rows import reader
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, group_schedule
+from fa2tune.calling import dispatch
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import beside, passes
@@ -48,7 +49,7 @@ class Posed:
         for kernel in ("bwd_dq", "bwd_dkdv"):
             variant = variant_named(f"sm90/{kernel}")
             self.choices[kernel] = Choice(variant, variant.space.default(self.problem.specialization, 90))
-        self.groups = group_schedule.parts(self.problem, self.choices, dispatch.gpu_of(0))
+        self.groups = group_parts_schedule.parts(self.problem, self.choices, dispatch.gpu_of(0))
 
     def plan(self, parts: int, order: str = "") -> passes.BackwardPlan:
         return passes.BackwardPlan(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hopper_cases import _compile, binaries_of, check, compilers, config_for, specialized
 
-from fa2tune.calling import dispatch, fused_schedule
+from fa2tune.calling import dispatch
+from fa2tune.calling.schedules import fused_schedule
 from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import beside, cuda, launch, passes

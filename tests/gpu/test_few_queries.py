@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, few_tiles, split_schedule, unseen
+from fa2tune.calling import choosing, dispatch, unseen
+from fa2tune.calling.schedules import few_tiles, key_splits_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -220,7 +221,7 @@ def test_gradients_follow_a_split_forward():
 def test_no_split_where_the_tuned_kernel_has_tiles_enough():
     gpu = dispatch.gpu_of(0)
     asked = Problem("bf16", 8, 32, 8, 4096, 4096, 128, 128, CAUSAL)
-    assert split_schedule.config_of(asked, choosing.choose(asked, "fwd", gpu).config, gpu) is None
+    assert key_splits_schedule.config_of(asked, choosing.choose(asked, "fwd", gpu).config, gpu) is None
 
 
 WIDE = [(72, 72), (80, 80), (96, 96), (104, 104), (136, 136), (160, 160), (72, 144), (104, 80), (192, 128)]
@@ -253,7 +254,7 @@ def test_calls_of_few_tiles(dims, mask):
     asked = Problem("bf16", 2, 4, 2, 300, 300, *dims, mask)
     choice = choosing.choose(asked, "fwd", dispatch.gpu_of(0))
     assert choice.few_tiles or (dims, mask) in OF_ROWS
-    assert split_schedule.config_of(asked, choice.config, dispatch.gpu_of(0), choice.row) is None
+    assert key_splits_schedule.config_of(asked, choice.config, dispatch.gpu_of(0), choice.row) is None
     inputs = reference.make_inputs(asked, "cuda", on_device=True)
     oracle, same = reference.oracle_and_reference(inputs, mask=mask)
     q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, one_tile_schedule
+from fa2tune.calling import dispatch
+from fa2tune.calling.schedules import one_tile_schedule
 from fa2tune.launching import one_key_tile, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.sm90 import bwd_one_tile

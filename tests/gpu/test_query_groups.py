@@ -7,7 +7,8 @@ import torch
 from hopper_cases import VIEWS, config_for, legal, refusal, sequence_first, specialized, strategy_of
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, group_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.launching import group_parts, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL
@@ -80,7 +81,7 @@ def few_key_heads():
     for exact in (False, True):
         strategy, kinds = choosing.strategy_of(asked, dispatch.gpu_of(0), exact)
         configs = {n: choosing.choose(asked, n, dispatch.gpu_of(0), kinds.get(n)).config for n in STRATEGIES[strategy]}
-        assert max(group_schedule.parts(asked, configs, dispatch.gpu_of(0)).values()) > 1
+        assert max(group_parts_schedule.parts(asked, configs, dispatch.gpu_of(0)).values()) > 1
     return q, k, v, do
 
 

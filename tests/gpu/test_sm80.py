@@ -12,7 +12,8 @@ import torch
 from hopper_cases import as_they_are, check, inside_a_wider_one, sequence_first
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, ordered
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import ordered
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, group_schedule, split_backward_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import group_parts_schedule, split_backward_schedule
 from fa2tune.launching import beside, passes
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -51,7 +52,7 @@ class Posed:
         gpu = dispatch.gpu_of(0)
         self.problem = passes.describe(self.q, self.k, self.v, self.mask, self.scale, o=self.o, do=self.do)
         self.choices = choosing.choose_backward(choosing.Chooser(self.problem, gpu), False)[1]
-        self.parts = group_schedule.parts(self.problem, self.choices, gpu)
+        self.parts = group_parts_schedule.parts(self.problem, self.choices, gpu)
         assert split_backward_schedule.covers(self.problem, self.choices)
 
     def plan(self, order: str) -> passes.BackwardPlan:

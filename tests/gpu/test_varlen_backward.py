@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import choosing, dispatch, group_schedule
+from fa2tune.calling import choosing, dispatch
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling.registry import variant_named
 from fa2tune.launching import group_parts, passes
 from fa2tune.measuring import reference, verify
@@ -209,7 +210,7 @@ def test_few_key_heads_of_long_sequences_are_split_when_called():
     do, starts = torch.randn_like(q), offsets(lengths)
     asked = Problem("bf16", 1, 32, 4, len(q), len(q), 64, 64, CAUSAL, extent=Extent(RAGGED, 2, 4096))
     _, choices = choosing.choose_backward(choosing.Chooser(asked, dispatch.gpu_of(0)), False)
-    if not group_schedule.parts(asked, choices, dispatch.gpu_of(0)):
+    if not group_parts_schedule.parts(asked, choices, dispatch.gpu_of(0)):
         pytest.skip("not split on this GPU")
     o = fa2tune.attention_varlen(q, k, v, starts, None, max(lengths), max(lengths), causal=True)
     found = torch.autograd.grad(o, (q, k, v), do)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fa2tune
-from fa2tune.calling import dispatch, split_schedule
+from fa2tune.calling import dispatch
+from fa2tune.calling.schedules import key_splits_schedule
 from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference, verify
 from fa2tune.search_spaces.portable import fwd_split
@@ -130,7 +131,7 @@ def test_number_of_parts_changes_rounding_alone():
 
 
 def test_the_public_call_takes_it_and_its_backward_is_the_same(monkeypatch):
-    monkeypatch.setattr(split_schedule, "MEASURED_ON", (80, 90))  # the interpreter passes for an A100
+    monkeypatch.setattr(key_splits_schedule, "MEASURED_ON", (80, 90))  # the interpreter passes for an A100
     monkeypatch.setattr(dispatch, "FORWARD_PLANS", {})
     asked = problem_of((4, 2), (2, 400), CAUSAL, dims=(16, 16), dtype="fp32", batch=1)
     inputs = reference.make_inputs(asked, "cpu")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu_in_python import PythonGpu
 
-from fa2tune.calling import few_tiles, packed_schedule
+from fa2tune.calling.schedules import few_tiles, packed_schedule
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import passes

@@ -14,7 +14,8 @@ import torch
 from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
-from fa2tune.calling import copies, dispatch, grouped_schedule, one_tile_schedule, unseen
+from fa2tune.calling import copies, dispatch, unseen
+from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem

@@ -630,9 +630,10 @@ def test_bad_requests_are_refused_at_once(tmp_path, monkeypatch, change, says):
     assert says in str(caught.value)
 
 
-def test_a_cache_that_is_no_cache_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["poem", ""])
+def test_a_cache_that_is_no_cache_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setattr(gpus, "present", lambda: None)
-    (tmp_path / "cache.sqlite").write_text("poem")
+    (tmp_path / "cache.sqlite").write_text(text)
     with pytest.raises(reader.CacheFileError):
         make_plan(TuneRequest(gpu="a100", cache=tmp_path / "cache.sqlite"))
 

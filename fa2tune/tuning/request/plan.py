@@ -209,7 +209,7 @@ def _places(request: TuneRequest) -> tuple[Path | None, Storage]:
     studies = request.studies or cache.with_name("studies.sqlite") if url is None else Path(url.database or "")
     for name, path in (("cache", cache), ("studies", studies)):
         _writable(name, path)
-    if cache.exists() and cache.stat().st_size:
+    if cache.exists():
         reader.read(cache)
     return cache, Storage.of_studies(studies)
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, schedule
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
@@ -47,7 +48,7 @@ def problem(shape: dict[str, Any]) -> Problem:
 def chosen(shape: dict[str, Any]) -> tuple[Row, Any]:
     asked, known = problem(shape), rows(shape["head_dim"], problem(shape).mask.name)
     served = next(row for row in known if row.key.bucket == asked.bucket)
-    return schedule.best(asked, served, [row for row in known if row is not served], 132)
+    return forward_schedule.best(asked, served, [row for row in known if row is not served], 132)
 
 
 def played(heads: int, length: int, rows: int, columns: int, band: int, programs: int) -> float:
@@ -61,14 +62,14 @@ def played(heads: int, length: int, rows: int, columns: int, band: int, programs
         tile = (index - nth * tiles * band) // width
         if (math.ceil(heads / band) - nth) % 2 == 1:
             tile = tiles - 1 - tile
-        work[program] += math.ceil(min((tile + 1) * rows, length) / columns) + schedule.START[1]
+        work[program] += math.ceil(min((tile + 1) * rows, length) / columns) + forward_schedule.START[1]
     return max(work)
 
 
 @pytest.mark.parametrize(("heads", "length", "order"), [(84, 4097, 4), (84, 4096, 4), (7, 1000, 22), (40, 3000, 1)])
 def test_the_busiest_program_is_that_of_the_kernels_order(heads, length, order):
     asked = Problem("bf16", 1, heads, heads, length, length, 128, 128, CAUSAL)
-    found = schedule._busiest(asked, {**CONFIG, "HEADS_PER_WAVE": order}, 132)
+    found = forward_schedule._busiest(asked, {**CONFIG, "HEADS_PER_WAVE": order}, 132)
     assert found == pytest.approx(played(heads, length, 128, 128, min(order, heads), 132))
 
 
@@ -77,7 +78,7 @@ def test_programs_that_share_a_multiprocessor_count_alike_under_both_masks():
     for heads, maxnreg in ((132, 128), (264, 80), (265, 128), (20, 80)):
         config = {**CONFIG, "BLOCK_M": 64, "maxnreg": maxnreg, "HEADS_PER_WAVE": 1}
         full, causal = (
-            schedule._busiest(Problem("bf16", 1, heads, heads, 1, 1024, 64, 64, mask), config, 132)
+            forward_schedule._busiest(Problem("bf16", 1, heads, heads, 1, 1024, 64, 64, mask), config, 132)
             for mask in (FULL, CAUSAL)
         )
         assert full == causal
@@ -98,15 +99,15 @@ def test_a_length_behind_a_bucket_border_keeps_its_balance():
     pinned = next(row for row in rows(128, "causal") if row.key.bucket == 8192)
     _, config = chosen(shape)
     tiles = 33 * 84 * (33 / 2 + 1) / 132  # mean blocks of a multiprocessor, about
-    assert schedule._busiest(asked, pinned.config, 132) > 1.7 * tiles
-    assert schedule._busiest(asked, config, 132) < 1.15 * tiles * (128 / config["BLOCK_N"])
+    assert forward_schedule._busiest(asked, pinned.config, 132) > 1.7 * tiles
+    assert forward_schedule._busiest(asked, config, 132) < 1.15 * tiles * (128 / config["BLOCK_N"])
 
 
 def test_the_tuned_workload_keeps_its_row():
     for row in [*rows(64, "causal"), *rows(128, "causal"), *rows(256, "full")]:
         tuned = row.key.workload()
         others = [other for other in rows(row.key.head_dim, row.key.mask) if other is not row]
-        assert schedule.best(tuned, row, others, 132) == (row, row.config)
+        assert forward_schedule.best(tuned, row, others, 132) == (row, row.config)
 
 
 def test_a_row_without_a_time_stays():
@@ -120,13 +121,13 @@ def test_a_row_without_a_time_stays():
         "head_dim": 128,
         "causal": True,
     }
-    assert schedule.best(problem(shape), untimed, rows(128, "causal"), 132)[0] is untimed
+    assert forward_schedule.best(problem(shape), untimed, rows(128, "causal"), 132)[0] is untimed
 
 
 def among_rows(shape):
     """The config chosen among those of rows, without those for calls of few tiles, which these races did not have."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(schedule.few_tiles, "covers", lambda *asked: False)
+        patched.setattr(forward_schedule.few_tiles, "covers", lambda *asked: False)
         return chosen(shape)[1]
 
 
@@ -163,8 +164,8 @@ def test_of_equal_predictions_order_0_is_taken_and_a_clear_lead_wins():
     served, *others = rows(128, "causal")
     order = {name: {**served.config, "HEADS_PER_WAVE": heads} for name, heads in (("waves", 22), ("one by one", 0))}
     near = [(100.0, served, order["waves"]), (100.9, served, order["one by one"]), (100.8, others[0], order["waves"])]
-    assert schedule._fastest(near) == near[1]
-    assert schedule._fastest([(99.0, served, order["waves"]), *near[1:]])[0] == 99.0
+    assert forward_schedule._fastest(near) == near[1]
+    assert forward_schedule._fastest([(99.0, served, order["waves"]), *near[1:]])[0] == 99.0
 
 
 def test_the_page_states_the_recorded_losses():
@@ -198,4 +199,4 @@ def test_a_window_takes_the_row_whose_queries_saw_as_many_keys() -> None:
         for keys, bucket in ((1, 512), (255, 512), (1023, 2048), (2047, 4096), (8000, 16384)):
             if 2 * keys < length:
                 asked = Problem("bf16", 1, 16, 16, length, length, 128, 128, Mask("band", keys, 0))
-                assert schedule.of_like_work(asked, served, others) is known[bucket], (length, keys)
+                assert forward_schedule.of_like_work(asked, served, others) is known[bucket], (length, keys)

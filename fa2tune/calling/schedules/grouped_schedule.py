@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import few_tiles, split_schedule, tile_order, window_schedule
-from fa2tune.calling.empty import is_empty
+from fa2tune.calling.schedules import few_tiles, key_splits_schedule, tile_order, window_schedule
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles, is_grouped, kernels, splitting
 from fa2tune.rows.row import Row
@@ -78,7 +77,7 @@ def _memory_us(problem: Problem, gpu: Gpu) -> float:
     """Of reading Q, K and V and of writing O once, at the rate of memory."""
     rows = problem.heads_q * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
     moved = problem.batch * rows * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
-    return moved / (gpu.hbm_gbs * 1e3 * split_schedule.MEMORY_RATE)
+    return moved / (gpu.hbm_gbs * 1e3 * key_splits_schedule.MEMORY_RATE)
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
@@ -97,7 +96,7 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config] | None:
     if not found:
         return None
     least = min(time for time, _ in found)
-    near = (one for one in found if one[0] <= (1 + split_schedule.AS_NEAR) * least)
+    near = (one for one in found if one[0] <= (1 + key_splits_schedule.AS_NEAR) * least)
     return max(near, key=lambda one: (one[1]["BLOCK_M"], one[1]["BLOCK_N"], -fwd_grouped.programs(problem, one[1])))
 
 
@@ -113,8 +112,8 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (
-        gpu.arch in split_schedule.MEASURED_ON
-        and not is_empty(problem)
+        gpu.arch in key_splits_schedule.MEASURED_ON
+        and not problem.is_empty
         and problem.group > 1
         and not problem.extent.ragged
         and problem.seqlen_q >= LEAST_QUERIES
@@ -147,9 +146,9 @@ def config_of(
     if not asked(problem, gpu) or _filled(problem) > 1 - margin or (found := best(problem, gpu)) is None:
         return None
     if split is not None:
-        otherwise = split_schedule.split_us(problem, split, gpu)
+        otherwise = key_splits_schedule.split_us(problem, split, gpu)
     else:
-        otherwise = split_schedule.ordinary_us(problem, config, gpu, row)
+        otherwise = key_splits_schedule.ordinary_us(problem, config, gpu, row)
     pays = found[0] < (1 - margin) * min(otherwise, _ungrouped_us(problem, gpu))
     return found[1] if pays else None
 
@@ -157,13 +156,13 @@ def config_of(
 def instead_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
     """What runs in place of the kernel that ``config``, by ``row``, is of: a config of one that splits keys, or of tiles of
     several heads; None: nothing does."""
-    split = split_schedule.config_of(problem, config, gpu, row)
+    split = key_splits_schedule.config_of(problem, config, gpu, row)
     return config_of(problem, config, gpu, row, split) or split
 
 
 def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
     """What ``key_splits.kernels`` gives, of every tile that a call of any heads and lengths may have."""
-    if arch not in split_schedule.MEASURED_ON:
+    if arch not in key_splits_schedule.MEASURED_ON:
         return []
     posed = replace(problem, heads_q=problem.heads_kv * MOST_MEMBERS)
     return [one for config in candidates(posed, arch) for one in kernels(problem, config, arch)]
@@ -172,7 +171,7 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
 def about(problem: Problem, found: Config) -> str:
     """In one sentence, what runs in place of a forward's row; ``found``: as ``instead_of`` gives it."""
     if not is_grouped(found):
-        return split_schedule.about(problem, found)
+        return key_splits_schedule.about(problem, found)
     heads = min(found["MEMBERS"], problem.group)
     return (
         f"fwd: few queries, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "

@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fa2tune.calling import fused_schedule, group_schedule, packed_lengths
-from fa2tune.calling.empty import is_empty
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_lengths
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import dq_parts, group_parts
@@ -47,8 +46,9 @@ LONG_US, LONG_MARGIN = 100.0, 0.025
 #: benchmarks/calls/dq_parts.json, all with keys of more than 1024.
 LONGEST = 1.06
 BLOCK = 64  #: rows of a block, and keys of one
-#: Microseconds of the launch that adds the parts up, those of the forward (``split_schedule``), to which its bytes come. Parts
-#: must be predicted to be faster by this share; of predictions this near to the least the one of the fewest parts is taken.
+#: Microseconds of the launch that adds the parts up, those of the forward (``key_splits_schedule``), to which its bytes come.
+#: Parts must be predicted to be faster by this share; of predictions this near to the least the one of the fewest parts is
+#: taken.
 COMBINE_US, KEYS_MARGIN, KEYS_TIE = 4.6, 0.15, 0.025
 #: Programs that there are of dQ, in turns of as many as there are multiprocessors; and bytes of the parts' sums at most.
 TURNS, MOST_BYTES = (0.25, 0.5, 1, 2), 64 << 20
@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
 
 def _of_hopper(problem: Problem, choices: Mapping[str, Choice]) -> bool:
-    if set(choices) != {DQ, DKDV} or problem.mask not in (CAUSAL, FULL) or is_empty(problem):
+    if set(choices) != {DQ, DKDV} or problem.mask not in (CAUSAL, FULL) or problem.is_empty:
         return False
     return (choices[DQ].variant.space, choices[DKDV].variant.space) == (bwd_dq.SPACE, bwd_dkdv.SPACE)
 
@@ -82,7 +82,7 @@ def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> 
     parts of groups come between both, which it would read too early. Of head dims up to 128 the time is a rough one."""
     if not fused_schedule.EARLY_START or problem.extent.ragged or not _of_hopper(problem, choices):
         return choices
-    parts = group_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
+    parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
     copied = parts > 1 and group_parts.copies(problem)
     if copied or predicted_us(problem, choices, parts, gpu) > fused_schedule.EARLY_START_US:
         return choices

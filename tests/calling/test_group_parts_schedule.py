@@ -9,7 +9,8 @@ import pytest
 from benchmark_scripts import BENCHMARKS, script
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, group_schedule, packed_lengths, serving
+from fa2tune.calling import choosing, serving
+from fa2tune.calling.schedules import group_parts_schedule, packed_lengths
 from fa2tune.compiling.registry import variants_of
 from fa2tune.launching import group_parts
 from fa2tune.spec.extent import RAGGED, Extent
@@ -32,7 +33,7 @@ def packed(sequences, heads_q, heads_kv, total, dim, longest=0, mask=CAUSAL):
 def chosen(problem, deterministic=False):
     strategy, kinds = choosing.strategy_of(problem, H200, deterministic)
     configs = {name: choosing.choose(problem, name, H200, kinds.get(name)).config for name in STRATEGIES[strategy]}
-    return group_schedule.parts(problem, configs, H200), configs
+    return group_parts_schedule.parts(problem, configs, H200), configs
 
 
 @pytest.mark.parametrize(
@@ -45,27 +46,27 @@ def chosen(problem, deterministic=False):
     ],
 )
 def test_query_rows_of_each_tile(seqlen_q, seqlen_k, mask, rows):
-    assert group_schedule.rows_of_tiles(seqlen_q, seqlen_k, 128, mask) == rows
+    assert group_parts_schedule.rows_of_tiles(seqlen_q, seqlen_k, 128, mask) == rows
 
 
 def test_a_window_leaves_few_rows_to_a_tile():
-    found = group_schedule.rows_of_tiles(1024, 1024, 128, Mask("band", 127, 0))
+    found = group_parts_schedule.rows_of_tiles(1024, 1024, 128, Mask("band", 127, 0))
     assert len(found) == 8 and len(set(found)) == 1
     assert 128 < found[0] <= 255  # 128 keys and 127 more queries see one of them
 
 
 def test_each_tile_goes_to_the_program_that_is_free_first():
-    start = group_schedule.START_ROWS
-    assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 3) == 300 + start
-    assert group_schedule.busiest((300, 200, 100), 1, 1, 1, 2) == 300 + 2 * start  # 300 | 200 + 100
-    assert group_schedule.busiest((300, 200, 100), 2, 4, 2, 2) == 4 * 600 + 3 * start
-    assert group_schedule.busiest((300,), 5, 1, 1, 2) == 3 * (300 + start)
+    start = group_parts_schedule.START_ROWS
+    assert group_parts_schedule.busiest((300, 200, 100), 1, 1, 1, 3) == 300 + start
+    assert group_parts_schedule.busiest((300, 200, 100), 1, 1, 1, 2) == 300 + 2 * start  # 300 | 200 + 100
+    assert group_parts_schedule.busiest((300, 200, 100), 2, 4, 2, 2) == 4 * 600 + 3 * start
+    assert group_parts_schedule.busiest((300,), 5, 1, 1, 2) == 3 * (300 + start)
 
 
 def test_many_tiles_are_not_given_out_one_by_one():
     rows = (1000,) * 100
-    few = group_schedule.busiest(rows, 40, 1, 4, 132)
-    many = group_schedule.busiest(rows, 4000, 1, 4, 132)
+    few = group_parts_schedule.busiest(rows, 40, 1, 4, 132)
+    many = group_parts_schedule.busiest(rows, 4000, 1, 4, 132)
     assert many == pytest.approx(100 * few, rel=0.03)
 
 
@@ -92,8 +93,8 @@ def test_packed_tiles_are_those_of_all_sequences(longest, most):
     lengths = packed_lengths.each(asked)
     assert max(lengths)[0] == pytest.approx(most, rel=0.15)
     assert sum(queries for queries, _ in lengths) == pytest.approx(12288, abs=4)
-    tiles = [group_schedule.rows_of_tiles(*one, 128, CAUSAL) for one in lengths]
-    assert group_schedule.rows_of_call(asked, 128) == sum(tiles, ())
+    tiles = [group_parts_schedule.rows_of_tiles(*one, 128, CAUSAL) for one in lengths]
+    assert group_parts_schedule.rows_of_call(asked, 128) == sum(tiles, ())
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 200, 3000])
@@ -113,7 +114,7 @@ def test_one_packed_sequence_is_a_dense_call_of_its_length():
         config = chosen(dense)[1][kernel]
         same = {**config, "BESIDE": False, "FINISH_BESIDE": False}
         one, other = (
-            group_schedule.predicted_us(asked, kernel, same, H200, parts)
+            group_parts_schedule.predicted_us(asked, kernel, same, H200, parts)
             for asked in (dense, packed(1, 8, 2, 8192, 128))
         )
         assert one == pytest.approx(other, rel=0.01)
@@ -170,10 +171,10 @@ def test_the_choice_is_within_3_percent_of_the_best_that_was_measured():
 def test_of_equal_predictions_the_most_parts_are_chosen(monkeypatch):
     asked = posed(1, 8, 1, 8192, 128)
     times = {1: 100.0, 2: 50.0, 4: 50.4, 8: 51.0}
-    monkeypatch.setattr(group_schedule, "predicted_us", lambda *given: times[given[4]])
-    assert group_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 4
+    monkeypatch.setattr(group_parts_schedule, "predicted_us", lambda *given: times[given[4]])
+    assert group_parts_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 4
     times |= {1: 51.0}
-    assert group_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 1, "faster by less than MARGIN"
+    assert group_parts_schedule.parts_of(asked, "bwd_dkdv", {}, H200) == 1, "faster by less than MARGIN"
 
 
 def test_the_measuring_script_times_what_is_recorded():
@@ -225,17 +226,17 @@ def test_every_kernel_that_is_split_names_its_tensors_alike():
 @pytest.mark.parametrize("rows", [(300, 200, 100), tuple(range(8192, 0, -128)), (512,) * 4])
 @pytest.mark.parametrize(("heads", "band", "programs"), [(1, 1, 2), (5, 4, 132), (40, 4, 132), (64, 16, 264)])
 def test_the_bound_is_one(rows: tuple[int, ...], heads: int, band: int, programs: int) -> None:
-    one_by_one = group_schedule.busiest(rows, heads, 8, band, programs)
-    assert 0 < group_schedule.busiest(rows, heads, 8, band, programs, exact=False) <= one_by_one
+    one_by_one = group_parts_schedule.busiest(rows, heads, 8, band, programs)
+    assert 0 < group_parts_schedule.busiest(rows, heads, 8, band, programs, exact=False) <= one_by_one
 
 
 def test_bounds_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = group_schedule.predicted_us
+    real = group_parts_schedule.predicted_us
 
     def simulated(problem, kernel, given, gpu, parts, exact=True):
         return real(problem, kernel, given, gpu, parts)
 
     shapes = [posed(batch, 48, 1, length, 128) for batch in (1, 4) for length in (512, 2048, 4096)]
     found = [chosen(one, True)[0] for one in shapes]
-    monkeypatch.setattr(group_schedule, "predicted_us", simulated)
+    monkeypatch.setattr(group_parts_schedule, "predicted_us", simulated)
     assert [chosen(one, True)[0] for one in shapes] == found

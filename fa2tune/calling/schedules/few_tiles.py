@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fa2tune.calling.tile_order import busiest, columns_of_parts
+from fa2tune.calling.schedules.tile_order import busiest, columns_of_parts
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, SPACE, of_tiles
 from fa2tune.spec.problem import Config, Problem, Specialization
 

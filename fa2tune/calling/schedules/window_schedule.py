@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fa2tune.calling import schedule
+from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import PROGRAMS, ROWS, suited
 from fa2tune.spec.problem import Config, Problem
@@ -51,7 +51,7 @@ def _tiles(problem: Problem, config: Config) -> int:
 
 def predicted_us(problem: Problem, row: Row, sm_count: int) -> float | None:
     """Microseconds that the row's config is expected to take; None: the row has no measured time."""
-    block = schedule.block_us(row)
+    block = forward_schedule.block_us(row)
     if block is None:
         return None
     rows, columns = row.config["BLOCK_M"], row.config["BLOCK_N"]
@@ -59,7 +59,7 @@ def predicted_us(problem: Problem, row: Row, sm_count: int) -> float | None:
     blocks = visited(problem.seqlen_q, problem.seqlen_k, left, right, rows, columns)
     start = START_KEYS_OF_THREE / columns if rows == 3 * ROWS else START
     turns = -(-_tiles(problem, row.config) // sm_count) / PROGRAMS[row.config["maxnreg"]]
-    return schedule.LAUNCH_US + block * (start + blocks) * turns
+    return forward_schedule.LAUNCH_US + block * (start + blocks) * turns
 
 
 def form(config: Config) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def form(config: Config) -> tuple[int, ...]:
 
 
 def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) -> tuple[Row, Config]:
-    """As ``schedule.best``: ``served``, unless a row of another form is predicted to be faster by more than MARGIN. Of fewer
-    tiles than multiprocessors nothing is predicted."""
+    """As ``forward_schedule.best``: ``served``, unless a row of another form is predicted to be faster by more than MARGIN. Of
+    fewer tiles than multiprocessors nothing is predicted."""
     now = None if _tiles(problem, served.config) < sm_count else predicted_us(problem, served, sm_count)
     if now is not None:
         differ = [row for row in others if form(row.config) != form(served.config)]

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from fa2tune.calling import schedule, tile_order
-from fa2tune.calling.empty import is_empty
-from fa2tune.calling.few_tiles import FULL_TILE
+from fa2tune.calling.schedules import forward_schedule, tile_order
+from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import hopper_tiles, splitting
@@ -147,7 +146,9 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = No
         TUNED_PACES[not hopper],
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
-    known = schedule.expected_us(problem, row, config, gpu.sm_count) if row and schedule.covers(variant) else None
+    if row is None or not forward_schedule.covers(variant):
+        return time
+    known = forward_schedule.expected_us(problem, row, config, gpu.sm_count)
     return time if known is None else min(time, known)
 
 
@@ -252,7 +253,7 @@ def _few_and_alike(problem: Problem, gpu: Gpu) -> bool:
 def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None) -> Config | None:
     """How the keys of a forward are split that ``config``, by ``row``, would serve otherwise; None: they are not. Of tensors
     that are not aligned nothing was measured."""
-    if gpu.arch not in MEASURED_ON or not problem.aligned or is_empty(problem) or problem.extent.ragged:
+    if gpu.arch not in MEASURED_ON or not problem.aligned or problem.is_empty or problem.extent.ragged:
         return None
     few, few_and_alike = _few(problem, gpu), _few_and_alike(problem, gpu)
     if not few and not few_and_alike:

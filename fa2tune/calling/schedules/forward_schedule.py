@@ -14,9 +14,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fa2tune.calling import few_tiles
-from fa2tune.calling.empty import is_empty
-from fa2tune.calling.tile_order import TILE_ORDERS, busiest, columns_of_parts
+from fa2tune.calling.schedules import few_tiles
+from fa2tune.calling.schedules.tile_order import TILE_ORDERS, busiest, columns_of_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90.fwd import SPACE, suited
 from fa2tune.spec.mask import CAUSAL
@@ -121,7 +120,7 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
     without a measured time; where ``served`` has none it stays.
     """
     own = suited(problem, served.config)
-    if is_empty(problem) or not problem.mask.measured:  # windows: window_schedule.py; no model of other masks
+    if problem.is_empty or not problem.mask.measured:  # windows: window_schedule.py; no model of other masks
         return served, own
     if sm_count == served.key.sm_count and _tuned_on(served, problem):
         return served, own

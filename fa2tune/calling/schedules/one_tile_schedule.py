@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from fa2tune.calling import fused_schedule, split_backward_schedule
-from fa2tune.calling.empty import is_empty
-from fa2tune.calling.split_schedule import MEASURED_ON
+from fa2tune.calling.schedules import fused_schedule, split_backward_schedule
+from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import one_key_tile
@@ -114,7 +113,7 @@ def best(problem: Problem, gpu: Gpu) -> tuple[float, Config]:
 
 def asked(problem: Problem, gpu: Gpu) -> bool:
     """Whether the kernel is asked for such a call at all."""
-    if not ONE_KEY_TILE or gpu.arch not in MEASURED_ON or is_empty(problem) or problem.extent.ragged:
+    if not ONE_KEY_TILE or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
         return False
     if problem.mask not in (CAUSAL, FULL) or not one_key_tile.can(problem, gpu.arch):
         return False

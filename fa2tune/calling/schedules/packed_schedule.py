@@ -15,10 +15,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import few_tiles, fused_schedule, group_schedule, schedule, tile_order, window_schedule
-from fa2tune.calling.empty import is_empty
-from fa2tune.calling.fused_schedule import apart
-from fa2tune.calling.packed_lengths import unlike
+from fa2tune.calling.schedules import (
+    few_tiles,
+    forward_schedule,
+    fused_schedule,
+    group_parts_schedule,
+    tile_order,
+    window_schedule,
+)
+from fa2tune.calling.schedules.fused_schedule import apart
+from fa2tune.calling.schedules.packed_lengths import unlike
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -118,7 +124,7 @@ def busiest(problem: Problem, config: Config, sm_count: int, more: float = 0.0) 
 
 def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
     """Microseconds that a row's config for packed calls is expected to take; None: the row has no time."""
-    block = schedule.block_us(row)
+    block = forward_schedule.block_us(row)
     if block is None:
         return None
     gain = NEVER_GAIN.get(tile_order.widest(problem), 1.0) if row.config["RESCALE"] == "never" else 1.0
@@ -149,7 +155,7 @@ def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> b
 def few_tiles_us(problem: Problem, row: Row, config: Config, gpu: Gpu) -> tuple[float, Config] | None:
     """(expected microseconds, config) of ``for_few_tiles``; ``config``: of the row. Of head dims in parts nothing was
     measured."""
-    few, block = for_few_tiles(problem.specialization, gpu.arch), schedule.block_us(row)
+    few, block = for_few_tiles(problem.specialization, gpu.arch), forward_schedule.block_us(row)
     if few is None or few["IN_PARTS"] != "none" or block is None:
         return None
     size = few["BLOCK_M"] * few["BLOCK_N"] * fwd.programs(few) / (config["BLOCK_M"] * config["BLOCK_N"])
@@ -198,14 +204,14 @@ def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choi
     """The fused Hopper backward for this call: as ``choice`` has it, or with the kernel alone on the GPU, or in wider bands."""
     if choice.config["BESIDE"] and alone(problem, choice.config):
         choice = replace(choice, config=apart(choice.config), otherwise=choice.config)
-    if (problem.mask == FULL and problem.extent.given == 1) or is_empty(problem):  # all tiles are alike
+    if (problem.mask == FULL and problem.extent.given == 1) or problem.is_empty:  # all tiles are alike
         return choice
 
     def time(config: Config, parts: int, exact: bool = True) -> float:
         return fused_schedule.predicted_us(problem, config, gpu, parts, exact)
 
     def least(config: Config) -> tuple[float, int]:
-        parts = group_schedule.parts_of(problem, kernel, replace(choice, config=config), gpu)
+        parts = group_parts_schedule.parts_of(problem, kernel, replace(choice, config=config), gpu)
         return time(config, parts), parts
 
     own, (now, _) = choice.config["HEADS_PER_WAVE"], least(choice.config)
@@ -224,5 +230,5 @@ def of_backward(problem: Problem, kernel: str, choice: Choice, gpu: Gpu) -> Choi
             found.append((us, config))
     if not found:
         return choice
-    most = (1 + group_schedule.TIE) * min(us for us, _ in found)
+    most = (1 + group_parts_schedule.TIE) * min(us for us, _ in found)
     return replace(choice, config=next(config for us, config in found if us <= most))

@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fa2tune.calling import packed_lengths
-from fa2tune.calling.empty import is_empty
+from fa2tune.calling.schedules import packed_lengths
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
@@ -365,7 +364,7 @@ def _early_if_short(problem: Problem, config: Config, gpu: Gpu, below: float = m
 
 def of_dense(problem: Problem, choice: Choice, gpu: Gpu) -> Choice:
     """The form for a dense call: the row's, or one of ``all_forms``."""
-    if is_empty(problem) or not covers(choice.variant, problem):
+    if problem.is_empty or not covers(choice.variant, problem):
         return choice
     own, others = choice.config, list(forms(problem, choice, gpu.arch))
     if not others and (own["BESIDE"] or not EARLY_START):

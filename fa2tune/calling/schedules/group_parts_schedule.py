@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import fused_schedule, packed_lengths
-from fa2tune.calling.empty import is_empty
+from fa2tune.calling.schedules import fused_schedule, packed_lengths
 from fa2tune.compiling.choice import Choice, Chosen, choice_of
 from fa2tune.compiling.registry import in_any_order
 from fa2tune.gpus import Gpu
@@ -105,7 +104,7 @@ def predicted_us(
 
 def parts_of(problem: Problem, kernel: str, given: Config | Choice, gpu: Gpu) -> int:
     """Into how many parts this kernel's query groups are best split; 1: they are not."""
-    if is_empty(problem) or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
+    if problem.is_empty or problem.group == 1 or kernel not in group_parts.MAKE_DK_DV:
         return 1
     choice = choice_of(kernel, given)
     choice = replace(choice, variant=in_any_order(choice.variant))

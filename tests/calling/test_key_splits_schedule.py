@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, serving, split_schedule
+from fa2tune.calling import choosing, serving
+from fa2tune.calling.schedules import key_splits_schedule
 from fa2tune.compiling import limits
 from fa2tune.launching import key_splits
 from fa2tune.search_spaces.portable import fwd_split
@@ -29,7 +30,7 @@ TUNED = {"BLOCK_M": 128, "BLOCK_N": 128, "maxnreg": 0}
 
 def split_of(problem, gpu=H200):
     choice = choosing.choose(problem, "fwd", gpu, True)
-    return split_schedule.config_of(problem, choice.config, gpu, choice.row)
+    return key_splits_schedule.config_of(problem, choice.config, gpu, choice.row)
 
 
 def losses():
@@ -66,7 +67,7 @@ def test_choices_are_near_the_fastest_recorded():
     ],
 )
 def test_calls_that_are_not_split(changed):
-    assert split_schedule.config_of(replace(DECODING, **changed), TUNED, H200) is None
+    assert key_splits_schedule.config_of(replace(DECODING, **changed), TUNED, H200) is None
 
 
 @pytest.mark.parametrize("arch", ["a100", "h100", "h200", "l40s"])
@@ -77,7 +78,7 @@ def test_configs_are_of_the_kernels_space(arch, group, dtype):
     for queries in (1, 4, 40):
         for keys in (1, 100, 100_000):
             asked = replace(DECODING, dtype=dtype, heads_q=8 * group, seqlen_q=queries, seqlen_k=keys)
-            time, config = split_schedule.best(asked, gpu)
+            time, config = key_splits_schedule.best(asked, gpu)
             assert time > 0 and 1 <= config["SPLITS"] <= fwd_split.MOST_SPLITS
             for variant, its_config, _ in key_splits.kernels(asked, config, gpu.arch):
                 dimensions = variant.space.dimensions
@@ -88,7 +89,7 @@ def test_configs_are_of_the_kernels_space(arch, group, dtype):
 def test_other_gpus_are_not_served_so():
     assert split_of(DECODING) is not None
     for name in ("a100", "l40s", "b200"):
-        assert split_schedule.config_of(DECODING, TUNED, gpus.named(name)) is None
+        assert key_splits_schedule.config_of(DECODING, TUNED, gpus.named(name)) is None
 
 
 def test_more_idle_multiprocessors_take_more_parts():
@@ -174,9 +175,9 @@ def test_chunks_of_a_prompt_take_the_warp_specialised_kernel():
     ):  # fmt: skip
         asked = Problem("bf16", 1, *heads, queries, keys, dim, dim, mask)
         split = split_of(asked)
-        assert split_schedule.splitting(split).name == "sm90/fwd_split"
+        assert key_splits_schedule.splitting(split).name == "sm90/fwd_split"
         programs = asked.query_tiles(split["BLOCK_M"]) * heads[0] * split["SPLITS"]
-        at_once = H200.sm_count * split_schedule.hopper_split.HELD[split["BLOCK_M"]][0]
+        at_once = H200.sm_count * key_splits_schedule.hopper_split.HELD[split["BLOCK_M"]][0]
         assert at_once / 2 < programs <= at_once, "one turn, of more than half of the GPU"
 
 
@@ -204,7 +205,7 @@ def test_choices_are_near_the_fastest_that_was_measured_of_the_warp_specialised_
         split = split_of(posed(case))
         us = case["us"]["tuned"]
         if split is not None:
-            assert split_schedule.splitting(split).name == "sm90/fwd_split", case["call"]
+            assert key_splits_schedule.splitting(split).name == "sm90/fwd_split", case["call"]
             us = hopper_times(case)[split["BLOCK_M"], split["SPLITS"]]
         lost[case["call"]] = us / min(us for name, us in case["us"].items() if name not in ("cudnn", "flash"))
     assert len(lost) == 15 and max(lost.values()) < 1.03, lost
@@ -217,8 +218,8 @@ def test_estimates_of_the_warp_specialised_kernel_are_near_its_times():
         for case in HOPPER_CASES[half::2]:
             spec = posed(case).specialization
             for (rows, parts), us in hopper_times(case).items():
-                config = split_schedule.hopper_split.config_of(spec, rows, parts)
-                errors.append(math.log(split_schedule.split_us(posed(case), config, H200) / us))
+                config = key_splits_schedule.hopper_split.config_of(spec, rows, parts)
+                errors.append(math.log(key_splits_schedule.split_us(posed(case), config, H200) / us))
         assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.09
 
 
@@ -233,15 +234,15 @@ def test_estimates_of_the_warp_specialised_kernel_are_near_its_times():
 )  # fmt: skip
 def test_calls_that_the_warp_specialised_kernel_is_not_taken_for(changed):
     split = split_of(replace(CHUNK, **changed))
-    assert split is None or split_schedule.splitting(split).name == "portable/fwd_split"
+    assert split is None or key_splits_schedule.splitting(split).name == "portable/fwd_split"
 
 
 def test_splitting_by_the_warp_specialised_kernel_has_to_be_worth_its_margin(monkeypatch):
-    time, _ = split_schedule.hopper_best(CHUNK, H200)
+    time, _ = key_splits_schedule.hopper_best(CHUNK, H200)
     choice = choosing.choose(CHUNK, "fwd", H200, True)
-    tuned = split_schedule.ordinary_us(CHUNK, choice.config, H200, choice.row)
-    assert time < (1 - split_schedule.HOPPER_MARGIN) * tuned
-    monkeypatch.setattr(split_schedule, "HOPPER_MARGIN", 1 - 0.99 * time / tuned)
+    tuned = key_splits_schedule.ordinary_us(CHUNK, choice.config, H200, choice.row)
+    assert time < (1 - key_splits_schedule.HOPPER_MARGIN) * tuned
+    monkeypatch.setattr(key_splits_schedule, "HOPPER_MARGIN", 1 - 0.99 * time / tuned)
     assert split_of(CHUNK) is None
 
 
@@ -249,14 +250,14 @@ def test_splitting_by_the_warp_specialised_kernel_has_to_be_worth_its_margin(mon
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Mask("band", 300, 2), Mask("chunked", 512)], ids=str)
 def test_configs_of_the_warp_specialised_kernel_are_of_its_space(dim, mask):
     asked = replace(CHUNK, head_dim=dim, head_dim_v=dim, mask=mask)
-    _, config = split_schedule.hopper_best(asked, H200)
+    _, config = key_splits_schedule.hopper_best(asked, H200)
     for variant, its_config, posed in key_splits.kernels(asked, config, 90):
         dimensions = variant.space.dimensions
         assert set(its_config) == set(dimensions)
         assert all(its_config[name] in values for name, values in dimensions.items())
         assert limits.before_compile(variant, posed.specialization, its_config, H200) is None
-    assert not list(split_schedule.hopper_candidates(asked, 80)) and not list(
-        split_schedule.hopper_candidates(asked, 100)
+    assert not list(key_splits_schedule.hopper_candidates(asked, 80)) and not list(
+        key_splits_schedule.hopper_candidates(asked, 100)
     )
 
 
@@ -288,7 +289,7 @@ def drawn():
 def of_estimates(calls):
     """Of the calls that the portable kernel for few queries served: the estimate over the time."""
     return [
-        split_schedule.split_us(problem, served["config"], H200) / us
+        key_splits_schedule.split_us(problem, served["config"], H200) / us
         for problem, served, us, _ in calls if served["kernel"] == "portable/fwd_split" and "filled in" not in served
     ]  # fmt: skip
 
@@ -319,7 +320,7 @@ def test_short_prompts_keep_the_tuned_kernel():
         sizes = {name: value for name, value in case["shape"].items() if name not in ("space", "causal")}
         problem = Problem("bf16", head_dim_v=64, mask=CAUSAL, **sizes)
         choice = choosing.choose(problem, "fwd", H200, True)
-        shares.append(split_schedule.ordinary_us(problem, choice.config, H200, choice.row) / case["chosen_us"])
+        shares.append(key_splits_schedule.ordinary_us(problem, choice.config, H200, choice.row) / case["chosen_us"])
         assert split_of(problem) is None
     assert min(shares) > 0.85 and max(shares) < 1.26
 
@@ -327,4 +328,4 @@ def test_short_prompts_keep_the_tuned_kernel():
 def test_the_least_tile_is_for_few_rows():
     for queries, least in ((32, 16), (33, 32)):
         asked = replace(DECODING, seqlen_q=queries)
-        assert min(config["BLOCK_M"] for config in split_schedule.candidates(asked, 90)) == least
+        assert min(config["BLOCK_M"] for config in key_splits_schedule.candidates(asked, 90)) == least

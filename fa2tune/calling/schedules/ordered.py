@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from fa2tune.calling import group_schedule
-from fa2tune.calling.empty import is_empty
+from fa2tune.calling.schedules import group_parts_schedule
 from fa2tune.compiling import limits, registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import Binary
@@ -64,7 +63,7 @@ def _memory_us(problem: Problem, walked: float, programs: int, buffers: int, gpu
     """Microseconds for what goes to and from memory: zeros and sums, and where L2 does not hold the sums of all ``programs``
     that run at once, what a program adds to, there and back, and Q and dO, once for the programs of a head. ``walked``: query
     rows of all programs."""
-    rate, one = gpu.hbm_gbs * 1e3 * group_schedule.COPY_RATE, buffer_bytes(problem)
+    rate, one = gpu.hbm_gbs * 1e3 * group_parts_schedule.COPY_RATE, buffer_bytes(problem)
     held_rows = programs * one // (problem.batch * problem.heads_q)
     read = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v) / buffers
     row = 2 * 4 * padded_head_dim(problem.head_dim) + read if held_rows > gpu.l2_bytes else 0.0
@@ -77,8 +76,8 @@ def _buffers(problem: Problem, keys: int, programs: int, gpu: Gpu) -> tuple[int,
     columns = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
     peak = gpu.peak(problem.dtype, problem.precision) * 1e6 * RATE  # operations a microsecond
     rate = peak / programs / (5 * keys * columns)  # query rows a microsecond of a program
-    rows = group_schedule.rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
-    costs = [problem.group * own + float(group_schedule.START_ROWS) for own in rows]
+    rows = group_parts_schedule.rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
+    costs = [problem.group * own + float(group_parts_schedule.START_ROWS) for own in rows]
     heads, walked = problem.batch * problem.heads_kv, problem.batch * problem.heads_q * sum(rows)
     least, times = max(max(costs), heads * sum(costs) / programs) / rate, {}
     most = max(1, int(gpu.hbm_bytes * MOST_MEMORY) // buffer_bytes(problem))
@@ -102,9 +101,9 @@ def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: that has
     no such form, or the split kernels are expected to be faster."""
     name = registry.IN_ORDER.get(free.variant.name)
-    if name is None or is_empty(problem) or problem.extent.ragged:
+    if name is None or problem.is_empty or problem.extent.ragged:
         return None
-    parts = group_schedule.parts_of(problem, KERNEL, free, gpu)
+    parts = group_parts_schedule.parts_of(problem, KERNEL, free, gpu)
     buffers, speed = buffers_of(group_parts.split(problem, parts), free.config, gpu)
     if speed < LEAST_SPEED:
         return None

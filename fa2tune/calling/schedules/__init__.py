@@ -1,0 +1,23 @@
+"""What runs for a call's own batch, heads and lengths: arithmetic on the host, without a GPU or the rest of ``calling``.
+
+Each file estimates microseconds of one kind of kernel, from the times of rows or by constants fitted to records, and says what
+serves. Where ``best``, ``config_of`` or ``of_dense`` gives something else than the row's config, it was expected to be faster
+by the file's margin; ``fa2tune explain`` says so.
+
+==========================  ========  ==================================================================================
+file                        pass      says
+==========================  ========  ==================================================================================
+forward_schedule            forward   which row's config, in which tile order
+few_tiles                   forward   which other tiles, where calls have few
+window_schedule             forward   which row's config in a window bounded on both sides
+packed_schedule             both      which row's config, tiles and bands of heads for packed sequences
+key_splits_schedule         forward   whether keys are split among programs
+grouped_schedule            forward   whether tiles have several query heads; what of both runs (``instead_of``)
+fused_schedule              backward  the fused Hopper kernel: alone or overlapped, half blocks, early start
+split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
+group_parts_schedule        backward  into how many parts query groups are split
+one_tile_schedule           backward  whether one kernel makes all of it
+ordered                     backward  whether the fused kernel serves deterministic calls without wgmma
+tile_order, packed_lengths            what several of these share: a static order of tiles; lengths that are not known
+==========================  ========  ==================================================================================
+"""
