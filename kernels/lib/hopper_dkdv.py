@@ -1,5 +1,5 @@
-"""What the forms of kernels/sm90/bwd_dkdv.py share, and kernels/sm90/bwd_dkdv_ds.py: what travels together, the warp that loads,
-lse and delta of a block, and the group that makes dV. Device side.
+"""What the forms of kernels/sm90/bwd_dkdv.py share, and kernels/sm90/bwd_dkdv_ds.py: what travels together, the warp that
+loads, lse and delta of a block, and the group that makes dV. Device side.
 
 Device functions keep the underscores they had in one file: rows are filed under the text of what they were measured with,
 wherever it stands (fa2tune/compiling/composition.py)."""

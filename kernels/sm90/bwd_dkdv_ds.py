@@ -51,8 +51,8 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _over_queries(acc, dp, delta_words, h, done, total, delta, ds, ds_smem, smem, barriers, tile, call, form):
-    """Query blocks at places [first, end) of head h into dK, and their dS into memory. dp and delta_words: dP^T and delta of the
-    first. done: turns of the ring before place 0."""
+    """Query blocks at places [first, end) of head h into dK, and their dS into memory. dp and delta_words: dP^T and delta of
+    the first. done: turns of the ring before place 0."""
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)

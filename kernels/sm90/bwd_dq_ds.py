@@ -1,5 +1,5 @@
-"""After kernels/sm90/bwd_dkdv_ds.py: dQ = dS K, for Hopper. One warp feeds K and dS by TMA, each group of four warps owns 64 query
-rows. A program sums up all of its rows' keys, so results have the same bits on every run."""
+"""After kernels/sm90/bwd_dkdv_ds.py: dQ = dS K, for Hopper. One warp feeds K and dS by TMA, each group of four warps owns 64
+query rows. A program sums up all of its rows' keys, so results have the same bits on every run."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from fa2tune.kernels.lib.hopper import fence_async_shared, load_block, mbarrier, opaque, tma_store_wait, warpgroup_mma
 from fa2tune.kernels.lib.hopper_parts import (
     descriptors_of,
-    expect_both,
     load_parts,
     products_done,
     put_parts,

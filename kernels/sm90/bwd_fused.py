@@ -269,14 +269,15 @@ def bwd_fused_hopper_kernel(
     q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
-    PART_DV: gl.constexpr, REST_DV: gl.constexpr, STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
+    PART_DV: gl.constexpr, REST_DV: gl.constexpr,
+    STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, do [B, Hq, Sq, D / DV], k, v [B, Hkv, Sk, D / DV] by descriptors, D <= BLOCK_D; columns behind PART_D or PART_DV, where
-    REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
-    one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
+    """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or PART_DV,
+    where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS]
+    bfloat16 by one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
     workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
@@ -342,7 +343,9 @@ def bwd_fused_hopper_kernel(
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if CONCATENATED:  # in one part
-        whole = Shared(q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0], ())
+        whole = Shared(
+            q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0], ()
+        )
         gl.warp_specialize([
             (consume_concatenated, (words, dk[0], dv[0], whole, barriers, channel, tiles_done, call, form)),
             (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),

@@ -19,9 +19,9 @@ def stages(spec: Specialization, config: Config) -> int:
 
 SPACE = SearchSpace(
     name="bwd_dq_ds_hopper",
-    dimensions={"GROUPS": (3, 2), "BLOCK_N": (BLOCK,), "IN_PARTS": (False, True), "num_warps": (4,)},
+    dimensions={"GROUPS": (2, 3), "BLOCK_N": (BLOCK,), "IN_PARTS": (False, True), "num_warps": (4,)},
     constraints=(),
-    default=lambda spec, arch: {"GROUPS": 3, "BLOCK_N": BLOCK, "IN_PARTS": parts_pay(spec), "num_warps": 4},
+    default=lambda spec, arch: {"GROUPS": 2, "BLOCK_N": BLOCK, "IN_PARTS": parts_pay(spec), "num_warps": 4},
 )
 
 

@@ -269,8 +269,8 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "v_apart_is_in_parts",
-            "tiles of V and dO of other columns are those of a head dim in parts, one of 65 to 128 columns; and the kernels that "
-            "overlap know one width",
+            "tiles of V and dO have other columns only in parts, where one of the head dims has 65 to 128 columns; and the "
+            "kernels that overlap know one width",
             lambda config, spec, arch: (
                 not config["V_APART"] or (config["IN_PARTS"] and not config["BESIDE"] and can_be_apart(spec))
             ),
