@@ -446,8 +446,8 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 @marked.page_option
-def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...], seconds: float,
-         out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
+def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...],
+         seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None and keys:
         marked.publish(
             page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
