@@ -294,8 +294,9 @@ def small_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     one = {"PERSISTENT": False, "DYNAMIC": False, "PAIRS": False}
     joined = {**fused_schedule.halves(own.config), "EARLY_START": own.config.get("EARLY_START", False)}
     forms: dict[str, dict[str, Any]] = {
-        "one tile": one, "joined": joined, "joined, one tile": {**joined, **one}, "behind": {"ORDER": "behind"},
-        "together": {"ORDER": "together", "num_warps": 4}, "ahead": {"ORDER": "ahead", "EXPONENTIALS_FIRST": False},
+        "one tile": one, "joined": joined, "joined, one tile": {**joined, **one}, "behind": {"ORDER": "behind", "num_warps": 4},
+        "together": {"ORDER": "together", "num_warps": 4},
+        "ahead": {"ORDER": "ahead", "EXPONENTIALS_FIRST": False, "num_warps": 4},
     }  # fmt: skip
     made = {name: _fused_form(problem, own, gpu, **changes) for name, changes in forms.items()}
     return found | {name: one for name, one in made.items() if one is not None}
