@@ -7,12 +7,15 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or small: forms not served yet
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
 columns; also with rows prepared and dQ finished beside), each in the number of parts that is chosen for it, and the choice in
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
+--forms, each next to what serves: apart (V_APART of the fused kernel), stored (dS in memory, sm90/bwd_dkdv_ds.py), small (calls
+of few microseconds: programs of one tile, both groups in one partition, other orders).
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -41,8 +44,10 @@ from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
+from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import beside, group_parts, passes
+from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Problem
 
@@ -63,6 +68,44 @@ KEY_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "grouped heads": (Problem("bf16", 1, 16, 2, 256, 16384, 192, 192, CAUSAL), {}),
     "64 queries": (Problem("bf16", 1, 1, 1, 64, 1024, 256, 256, FULL), {}),
     "one query tile a head": (Problem("bf16", 1, 38, 38, 84, 18106, 200, 200, FULL), {}),
+}
+#: The same of V apart; of head dims above 128; and of calls of few tiles.
+APART_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    "96 / 64": (Problem("bf16", 3, 7, 7, 2887, 2887, 96, 64, CAUSAL), {"fa2tune": 263.9, "fa4": 205.2, "cudnn": 313.4}),
+    "88 / 72": (Problem("bf16", 3, 3, 3, 7627, 7627, 88, 72, CAUSAL), {"fa2tune": 699.5, "cudnn": 793.8}),
+    "48 / 88": (Problem("bf16", 10, 3, 3, 6364, 6364, 48, 88, FULL), {"fa2tune": 2364.9, "cudnn": 2837.9}),
+    "120 / 72": (Problem("bf16", 9, 9, 9, 557, 557, 120, 72, FULL), {"fa2tune": 100.9, "cudnn": 130.2}),
+    "128 / 64": (Problem("bf16", 2, 16, 16, 4096, 4096, 128, 64, CAUSAL), {}),
+    "64 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 64, 128, FULL), {}),
+    "96 / 64, grouped": (Problem("bf16", 2, 32, 4, 2048, 2048, 96, 64, CAUSAL), {}),
+    "96 / 64, short": (Problem("bf16", 4, 6, 6, 300, 300, 96, 64, CAUSAL), {}),
+    "120 / 16, short": (Problem("bf16", 13, 6, 6, 200, 200, 120, 16, FULL), {}),
+}
+STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    "176": (Problem("bf16", 2, 3, 3, 3821, 3821, 176, 176, FULL), {"fa2tune": 416.1, "fa4": 348.0}),
+    "168": (Problem("bf16", 8, 3, 3, 3124, 3124, 168, 168, FULL), {"fa2tune": 954.3, "fa4": 916.1}),
+    "152": (Problem("bf16", 1, 2, 2, 12653, 12653, 152, 152, FULL), {"fa2tune": 1215.1, "fa4": 1117.9}),
+    "192": (Problem("bf16", 9, 87, 87, 554, 554, 192, 192, FULL), {"fa2tune": 1452.8, "fa4": 1380.2}),
+    "152, 127 queries": (Problem("bf16", 2, 60, 60, 127, 11423, 152, 152, FULL), {"fa2tune": 1403.6, "fa4": 1257.3}),
+    "184, 132 queries": (Problem("bf16", 39, 1, 1, 132, 19083, 184, 184, FULL), {"fa2tune": 1015.5, "fa4": 858.5}),
+    "176, 141 queries": (Problem("bf16", 2, 10, 10, 141, 14964, 176, 176, FULL), {"fa2tune": 401.3, "fa4": 352.7}),
+    "160, causal": (Problem("bf16", 7, 25, 25, 2977, 2977, 160, 160, CAUSAL), {"fa2tune": 3036.8, "fa4": 3310.1}),
+    "192, causal": (Problem("bf16", 23, 3, 3, 1104, 1104, 192, 192, CAUSAL), {"fa2tune": 281.1, "fa4": 281.1}),
+    "176, grouped": (Problem("bf16", 2, 26, 2, 1863, 1863, 176, 176, CAUSAL), {"fa2tune": 518.1, "fa4": 523.3}),
+    "136, 328": (Problem("bf16", 8, 5, 5, 328, 328, 136, 136, FULL), {}),
+    "200, 92": (Problem("bf16", 10, 12, 12, 300, 300, 200, 200, FULL), {}),
+    "256, 2048": (Problem("bf16", 8, 8, 8, 2048, 2048, 256, 256, FULL), {}),
+    "256, 8192, causal": (Problem("bf16", 2, 8, 8, 8192, 8192, 256, 256, CAUSAL), {}),
+    "192 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 192, 128, CAUSAL), {}),
+}
+SMALL_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    "186 x 359": (Problem("bf16", 2, 12, 12, 186, 359, 96, 96, CAUSAL), {"fa2tune": 14.7, "fa4": 11.9}),
+    "158 x 802": (Problem("bf16", 2, 3, 3, 158, 802, 96, 96, FULL), {"fa2tune": 14.7, "fa4": 11.3}),
+    "220": (Problem("bf16", 8, 2, 2, 220, 220, 96, 96, CAUSAL), {"fa2tune": 16.8, "fa4": 13.0}),
+    "572": (Problem("bf16", 1, 4, 4, 572, 572, 88, 88, CAUSAL), {"fa2tune": 25.6}),
+    "647": (Problem("bf16", 5, 3, 3, 647, 647, 128, 128, CAUSAL), {}),
+    "300 of 128": (Problem("bf16", 4, 6, 6, 300, 300, 128, 128, FULL), {}),
+    "341": (Problem("bf16", 10, 1, 1, 341, 341, 56, 56, CAUSAL), {"fa2tune": 15.5, "fa4": 13.9}),
 }
 BURST_MS = 4.0
 
@@ -190,6 +233,80 @@ def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         for order in dict.fromkeys((order_of(problem, split, gpu), "")):
             found[f"{name}, {order or 'one after the other'}"] = split, order
     return found
+
+
+# ---- forms that nothing is served by yet
+
+
+def served(problem: Problem, gpu: Gpu) -> Ordered:
+    """What serves: with keys of dQ in parts, in its order, and started early, where that is chosen."""
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
+    now = {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
+    if FUSED_KERNEL in now:
+        return now, ""
+    now = {**now, "bwd_dq": (now["bwd_dq"][0], key_parts(problem, now, gpu))}
+    return now, order_of(problem, now, gpu)
+
+
+def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> Ordered | None:
+    """A choice's config with changes; None: the search space has no such config."""
+    found = replace(choice, config={**choice.config, **changes}, otherwise=choice.config)
+    if found.variant.space.broken(found.config, problem.specialization, gpu.arch) is not None:
+        return None
+    return {FUSED_KERNEL: (found, group_schedule.parts_of(problem, FUSED_KERNEL, found, gpu))}, ""
+
+
+def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """V and dO in parts of their own."""
+    found = {"served": served(problem, gpu)}
+    own = found["served"][0][FUSED_KERNEL][0].of_row
+    apart = replace(own, config=bwd_fused.with_v_apart(own.config))
+    forms: dict[str, dict[str, Any]] = {
+        "V apart": {}, "behind": {"ORDER": "behind"}, "ahead": {"ORDER": "ahead"}, "heads 1": {"HEADS_PER_WAVE": 1},
+        "heads 4": {"HEADS_PER_WAVE": 4}, "early": {"EARLY_START": True},
+    }  # fmt: skip
+    made = {name: _fused_form(problem, apart, gpu, **changes) for name, changes in forms.items()}
+    made["padded, alone"] = _fused_form(problem, own, gpu, BESIDE=False, FINISH_BESIDE=False)
+    return found | {name: one for name, one in made.items() if one is not None}
+
+
+def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """dS in memory. Each also with two stages of Q and dO, and with the other number of groups behind it."""
+    found, kernel = {"served": served(problem, gpu)}, variant_named("sm90/bwd_dkdv_ds")
+    row = chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config
+    config = bwd_dkdv_ds.of_row(problem, row)
+    changes: dict[str, dict[str, Any]] = {
+        "dS in memory": {}, "two stages": {"STAGES": 2}, "other groups": {"DQ_GROUPS": 5 - config["DQ_GROUPS"]},
+        "heads 4": {"HEADS_PER_WAVE": 4},
+    }  # fmt: skip
+    for name, change in changes.items():
+        changed = {**config, **change}
+        repeated = any(name in found and changed == {**config, **changes[name]} for name in changes)
+        if not repeated and kernel.space.broken(changed, problem.specialization, gpu.arch) is None:
+            found[name] = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
+    return found
+
+
+def small_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Programs of one tile each, both groups in one partition (padded where head dims are in parts), other orders."""
+    found = {"served": served(problem, gpu)}
+    own = found["served"][0][FUSED_KERNEL][0]
+    one = {"PERSISTENT": False, "DYNAMIC": False, "PAIRS": False}
+    joined = {**fused_schedule.halves(own.config), "EARLY_START": own.config.get("EARLY_START", False)}
+    forms: dict[str, dict[str, Any]] = {
+        "one tile": one, "joined": joined, "joined, one tile": {**joined, **one}, "behind": {"ORDER": "behind", "num_warps": 4},
+        "together": {"ORDER": "together", "num_warps": 4},
+        "ahead": {"ORDER": "ahead", "EXPONENTIALS_FIRST": False, "num_warps": 4},
+    }  # fmt: skip
+    made = {name: _fused_form(problem, own, gpu, **changes) for name, changes in forms.items()}
+    return found | {name: one for name, one in made.items() if one is not None}
+
+
+Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
+FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
+    "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
+    "small": (SMALL_CALLS, small_candidates),
+}  # fmt: skip
 
 
 def _alike(one: Candidate, other: Candidate) -> bool:
@@ -320,6 +437,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--split", "predicted", is_flag=True, help="Print what an H200 would save with both split kernels at a time."
 )
 @click.option("--keys", is_flag=True, help="Keys of dQ in parts, of calls of few queries, instead.")
+@click.option("--forms", type=click.Choice(list(FORMS)), help="Forms that nothing is served by yet, instead.")
 @click.option(
     "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
 )
@@ -328,8 +446,8 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 @marked.page_option
-def main(listed: bool, predicted: bool, keys: bool, drawing: Path | None, only: tuple[str, ...], seconds: float,
-         out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
+def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...],
+         seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None and keys:
         marked.publish(
             page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
@@ -338,17 +456,18 @@ def main(listed: bool, predicted: bool, keys: bool, drawing: Path | None, only: 
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    h200, raced = gpus.named("h200"), key_candidates if keys else candidates
+    h200 = gpus.named("h200")
+    given, raced = FORMS[forms] if forms else (KEY_CALLS, key_candidates) if keys else (None, candidates)
     if listed:
-        for name, (problem, _) in (KEY_CALLS if keys else todo(h200, drawing)).items():
+        for name, (problem, _) in (todo(h200, drawing) if given is None else given).items():
             click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(raced(problem, h200))}")
         return
     if predicted:
         click.echo("\n".join(predictions(h200)))
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
-    asked = {name: (problem, {"us": us}) for name, (problem, us) in KEY_CALLS.items()}
-    asked = asked if keys else todo(dispatch.gpu_of(0), drawing)
+    asked = {name: (problem, {"us": us}) for name, (problem, us) in (given or {}).items()}
+    asked = asked or todo(dispatch.gpu_of(0), drawing)
     asked = {name: one for name, one in asked.items() if not only or " ".join(name.split()[:2]) in only}
 
     def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,31 @@
-"""What both forms of kernels/sm90/bwd_dkdv.py share: what travels together, the warp that loads, lse and delta of a block."""
+"""What the forms of kernels/sm90/bwd_dkdv.py share, and kernels/sm90/bwd_dkdv_ds.py: what travels together, the warp that
+loads, lse and delta of a block, and the group that makes dV. Device side.
+
+Device functions keep the underscores they had in one file: rows are filed under the text of what they were measured with,
+wherever it stands (fa2tune/compiling/composition.py)."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import mbarrier
+from fa2tune.kernels.lib.hopper import mbarrier, opaque, thread_barrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_blocks import block_at
-from fa2tune.kernels.lib.hopper_parts import expect_tiles, load_parts
+from fa2tune.kernels.lib.hopper_parts import (
+    add_products,
+    alike,
+    expect_tiles,
+    load_parts,
+    product_layout,
+    product_of_rows,
+    products_done_with,
+    put_parts,
+    tiles_in,
+    zeros_for,
+)
 from fa2tune.kernels.lib.hopper_split import of_keys, of_queries, rows_of_head
+
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 class Form(NamedTuple):
@@ -129,3 +146,87 @@ def row_words(words, j, tile, alive, seqlen_q, other: gl.constexpr, form):
     rows = block * form.BLOCK_M + gl.arange(0, form.BLOCK_M, layout=layout)
     words += gl.where(wraps, rows_of_head(seqlen_q, tile), 0)
     return gl.load(words + rows, mask=(rows < seqlen_q) & alive, other=other)
+
+
+@gluon.jit
+def _dv_over_queries(
+    acc, s, lse_words, begin, end, done, total, lse, offset, smem, barriers, tile, call, form, MASK: gl.constexpr
+):
+    """Query blocks at places [begin, end) of one head into dV. s and lse_words: S^T and lse of the first; lse is +inf past the
+    end, so that p = exp2(s - inf) = 0. done: turns of the ring before place 0."""
+    dtype: gl.constexpr = smem.q[0].dtype
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.do[0].shape[-1]), 2)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    for j in range(begin, end):
+        turn = done + j
+        later = turn + 1
+        k_tile = tiles_in(smem.k, opaque(j * 0))
+        shift = gl.convert_layout(lse_words * -LOG2E, gl.SliceLayout(0, s_layout))
+        lse_words = row_words(lse, j + 1, tile, later < total, call.seqlen_q, float("inf"), form)
+        p = gl.exp2(gl.fma(s, call.qk_scale, shift[None, :]))
+        if MASK:
+            row = block_of(j, tile, form) * form.BLOCK_M
+            keys = tile.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(1, s_layout))
+            p = form.HIDE_QUERIES(p, keys, row, offset, call.seqlen_k, call.window, s_layout)
+        buffer = turn % form.P_STAGES
+        mbarrier.wait(barriers.p_empty.index(buffer), ((turn // form.P_STAGES) & 1) ^ 1)
+        smem.p.index(buffer).store(p.to(dtype))
+        thread_barrier()
+        mbarrier.arrive(barriers.p_ready.index(buffer), count=1)
+        operand = gl.convert_layout(p.to(dtype), a_layout)
+        stage = turn % form.STAGES
+        mbarrier.wait(barriers.do_ready.index(stage), (turn // form.STAGES) & 1)
+        acc_next = add_products(operand, tiles_in(smem.do, stage), acc)
+        # S^T of the next block; the last one multiplies whatever lies in the ring, a product that is not read
+        ahead = later % form.STAGES
+        q_tile = tiles_in(smem.q, ahead)
+        mbarrier.wait(barriers.q_ready.index(ahead), (later // form.STAGES) & 1, pred=later < total)
+        s_next = product_of_rows(k_tile, q_tile, zero)
+        acc, operand = products_done_with(acc_next, operand, len(smem.k))
+        mbarrier.arrive(barriers.do_empty.index(stage), count=1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        mbarrier.arrive(barriers.q_empty.index(ahead), count=1)
+    return acc, s, lse_words
+
+
+@gluon.jit
+def _consume_dv(memory, smem, barriers, tile, call, form):
+    """Four warps: S^T = K Q^T, P^T, and dV += P^T dO."""
+    lse = memory.lse  # first: a loop carries variables in the order of their first assignments
+    s_layout: gl.constexpr = product_layout(form.BLOCK_M)
+    seqlen_q = call.seqlen_q
+    offset = call.seqlen_k - seqlen_q
+    of_head = rows_of_head(seqlen_q, tile)
+    n_blocks = tile.end - tile.first
+    total = tile.group * n_blocks
+    acc = zeros_for(smem.v, form.BLOCK_N)
+    zero = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, s_layout)
+    lse += (tile.b.to(gl.int64) * tile.heads_q + tile.h_kv * tile.group) * of_head
+    lse_words = row_words(lse, tile.first, tile, total > 0, seqlen_q, float("inf"), form)
+    mbarrier.wait(barriers.k_ready, 0, pred=total > 0)
+    k_tile = tiles_in(smem.k, 0)
+    # the first S^T; with no block at all, of whatever lies there, and not read
+    q_tile = tiles_in(smem.q, 0)
+    mbarrier.wait(barriers.q_ready.index(0), 0, pred=total > 0)
+    s_next = product_of_rows(k_tile, q_tile, zero)
+    s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.arrive(barriers.q_empty.index(0), count=1)
+    for g in range(tile.group):  # every query head that reads this key head
+        turns = g * n_blocks - tile.first
+        acc, s, lse_words = _dv_over_queries(
+            acc, s, lse_words, tile.first, tile.full, turns, total, lse, offset, smem, barriers, tile, call, form, True
+        )
+        acc, s, lse_words = _dv_over_queries(
+            acc, s, lse_words, tile.full, tile.end, turns, total, lse, offset, smem, barriers, tile, call, form, False
+        )
+        lse += of_head
+    # K's shared memory is read by this group alone; where dV is not as wide, V's, once the other group is done with it
+    slot = smem.k
+    if not alike(smem.k, smem.v):
+        mbarrier.arrive(barriers.read, count=1)
+        mbarrier.wait(barriers.read, 0)
+        slot = smem.v
+    b, row = of_keys(tile.b, tile.start_n, tile)
+    put_parts(acc, memory.dv, b, tile.h_kv, row, slot, 0)
+    tma_store_wait(0)

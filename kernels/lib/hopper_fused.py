@@ -104,6 +104,7 @@ class Shared(NamedTuple):
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     out: tuple
+    out_v: tuple  #: of V's shape; (): dV leaves through out, too
 
 
 class Barriers(NamedTuple):

@@ -45,6 +45,7 @@ from fa2tune.kernels.lib.hopper_fused import (
 )
 from fa2tune.kernels.lib.hopper_parts import (
     add_products,
+    alike,
     descriptors_of,
     product_layout,
     product_of_rows,
@@ -79,8 +80,9 @@ def _over_queries(
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_M)
     DQ_COLUMNS: gl.constexpr = form.BLOCK_M * form.BLOCK_D // 128
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
-    OF_ROWS: gl.constexpr = len(smem.q)  # products that make S^T, dP^T or dK
+    k_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.q[0].shape[-1]), 2)
+    v_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.do[0].shape[-1]), 2)
+    OF_ROWS: gl.constexpr = len(smem.q)  # products that make S^T or dK
     zero_s = gl.zeros([KEYS, form.BLOCK_M], gl.float32, s_layout)
     zero_dq = zero_pieces(smem.k, CONSUMER, form)
     for j in range(begin, end):
@@ -103,9 +105,9 @@ def _over_queries(
         dp_next = product_of_rows(v_tile, do_tile, zero_s)
         dp_next = add_terms(dp_next, smem.delta, stage, KEYS, form.BLOCK_M, s_layout)
         if not form.SCORES_AHEAD:
-            s = warpgroup_mma_wait(OF_ROWS + 1, deps=[s_next])  # dP and its terms
+            s = warpgroup_mma_wait(len(smem.do) + 1, deps=[s_next])  # dP and its terms
         p = probabilities(s, block * form.BLOCK_M, key, offset, seqlen_k, call, KEYS, MASK, s_layout, form)
-        p_operand = gl.convert_layout(p.to(dtype), a_layout)
+        p_operand = gl.convert_layout(p.to(dtype), v_layout)
         if form.EXPONENTIALS_FIRST:
             # long since over: a branch that keeps ptxas from waiting for dP before the exponentials are computed
             mbarrier.wait(barriers.do_ready.index(stage), phase)
@@ -113,7 +115,7 @@ def _over_queries(
         if form.DQ_BEHIND:
             dv_next = add_products(p_operand, do_tile, dv_acc)
         ds = (p * dp).to(dtype)
-        ds_operand = gl.convert_layout(ds, a_layout)
+        ds_operand = gl.convert_layout(ds, k_layout)
         if form.SCORES_AHEAD:
             dk_next = add_products(ds_operand, q_tile, dk_acc)
         if form.DQ_BEHIND:
@@ -243,6 +245,9 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
                 put_in(dv_acc, dv, entry, tile.h_kv, key, stage)
                 tma_store_wait(0)
                 put_in(scaled(dk_acc, call.softmax_scale), dk, entry, tile.h_kv, key, stage)
+            elif not alike(smem.k, smem.v):
+                put_parts(dv_acc, dv, entry, tile.h_kv, key, smem.out_v, CONSUMER)
+                put_parts(scaled(dk_acc, call.softmax_scale), dk, entry, tile.h_kv, key, smem.out, CONSUMER)
             else:
                 put_parts(dv_acc, dv, entry, tile.h_kv, key, smem.out, CONSUMER * form.OUT_STAGES)
                 if form.OUT_STAGES == 1:
@@ -264,14 +269,15 @@ def bwd_fused_hopper_kernel(
     q_rest, k_rest, v_rest, do_rest, dk_rest, dv_rest,
     QUERY_BLOCKS: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr,
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, PART_D: gl.constexpr, REST_D: gl.constexpr,
+    PART_DV: gl.constexpr, REST_DV: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
     FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, do [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] by descriptors, D <= BLOCK_D; columns behind PART_D, where REST_D is not 0, by
-    descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS] bfloat16 by
-    one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
+    """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or PART_DV,
+    where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS]
+    bfloat16 by one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
     workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
     both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
     first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
@@ -291,9 +297,9 @@ def bwd_fused_hopper_kernel(
     k, v = descriptors_of(k, k_rest), descriptors_of(v, v_rest)
     dk, dv = descriptors_of(dk, dk_rest), descriptors_of(dv, dv_rest)
     q_smem = shared_for(q, STAGES, BLOCK_M, PART_D, REST_D)
-    do_smem = shared_for(do, STAGES, BLOCK_M, PART_D, REST_D)
+    do_smem = shared_for(do, STAGES, BLOCK_M, PART_DV, REST_DV)
     k_smem = shared_for(k, K_STAGES * PARTS, TILE_ROWS, PART_D, REST_D)
-    v_smem = shared_for(v, PARTS, TILE_ROWS, PART_D, REST_D)
+    v_smem = shared_for(v, PARTS, TILE_ROWS, PART_DV, REST_DV)
     # the columns that memory lacks TMA fills with zeros
     lse_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
     delta_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 1, BLOCK_M, TERM_COLUMNS], terms.layout)
@@ -303,7 +309,9 @@ def bwd_fused_hopper_kernel(
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES, BLOCK_M, BLOCK_N], ds_layout)
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [DS_STAGES * GROUPS, KEYS, BLOCK_M], ds_layout)
-    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or CONCATENATED else 2
+    V_APART: gl.constexpr = PART_DV != PART_D or REST_DV != REST_D
+    OUT_STAGES: gl.constexpr = 1 if REDUCE == "tma" or DQ_BEHIND or CONCATENATED or V_APART else 2
+    out_v = ()
     if REDUCE == "tma":
         piece: gl.constexpr = [PARTS, 1, 1, sums.block_shape[2], sums.block_shape[3]]
         dq_smem = gl.allocate_shared_memory(gl.float32, piece, sums.layout)
@@ -311,6 +319,8 @@ def bwd_fused_hopper_kernel(
     else:
         dq_smem = lse_smem  # there is none
         out_smem = shared_for(k, PARTS * OUT_STAGES, TILE_ROWS, PART_D, REST_D)
+        if V_APART:
+            out_v = shared_for(v, PARTS, TILE_ROWS, PART_DV, REST_DV)
     ADDS: gl.constexpr = REDUCE == "tma" and not DQ_BEHIND
     barriers = make_barriers(STAGES, DS_STAGES, PARTS, K_STAGES, DQ_BEHIND)
     channel = make_tile_channel(PARTS + 1 if ADDS or FINISH_BESIDE else PARTS, DYNAMIC)
@@ -319,7 +329,7 @@ def bwd_fused_hopper_kernel(
     heads = heads_q if RAGGED else batch * heads_q
     counts = flags + heads * (rows_padded // CHUNK)
     fence_async_shared()
-    smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem, out_v)
     call = Call(
         batch, heads_q, heads_kv, group, seqlen_q, seqlen_k, rows_padded, HEADS_PER_WAVE, window, qk_scale, softmax_scale,
     )  # fmt: skip
@@ -333,7 +343,9 @@ def bwd_fused_hopper_kernel(
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if CONCATENATED:  # in one part
-        whole = Shared(q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0])
+        whole = Shared(
+            q_smem[0], k_smem[0], v_smem[0], do_smem[0], lse_smem, delta_smem, ds_smem, dq_smem, out_smem[0], ()
+        )
         gl.warp_specialize([
             (consume_concatenated, (words, dk[0], dv[0], whole, barriers, channel, tiles_done, call, form)),
             (produce, (q, k, v, do, terms, flags, counter, smem, barriers, channel, call, offsets, form)),
@@ -386,11 +398,11 @@ VARIANT = Variant(
     tensors={"q": "", "k": "", "v": "", "do": "", "terms": "bf16", "sums": "fp32", "words": "fp32", "dk": "", "dv": "",
              "counter": "i32", "flags": "i32", "cu_seqlens_q": "i32", "cu_seqlens_k": "i32",
              "q_rest": "", "k_rest": "", "v_rest": "", "do_rest": "", "dk_rest": "", "dv_rest": ""},
-    descriptors={"q": ("BLOCK_M", "PART_D"), "do": ("BLOCK_M", "PART_D"), "k": ("TILE_ROWS", "PART_D"),
-                 "v": ("TILE_ROWS", "PART_D"), "dk": ("TILE_ROWS", "PART_D"), "dv": ("TILE_ROWS", "PART_D"),
+    descriptors={"q": ("BLOCK_M", "PART_D"), "do": ("BLOCK_M", "PART_DV"), "k": ("TILE_ROWS", "PART_D"),
+                 "v": ("TILE_ROWS", "PART_DV"), "dk": ("TILE_ROWS", "PART_D"), "dv": ("TILE_ROWS", "PART_DV"),
                  "terms": ("BLOCK_M", space.TERM_COLUMNS), "sums": ("PIECE_ROWS", "BLOCK_D"),
-                 "q_rest": ("BLOCK_M", "REST_D"), "do_rest": ("BLOCK_M", "REST_D"), "k_rest": ("TILE_ROWS", "REST_D"),
-                 "v_rest": ("TILE_ROWS", "REST_D"), "dk_rest": ("TILE_ROWS", "REST_D"), "dv_rest": ("TILE_ROWS", "REST_D")},
+                 "q_rest": ("BLOCK_M", "REST_D"), "do_rest": ("BLOCK_M", "REST_DV"), "k_rest": ("TILE_ROWS", "REST_D"),
+                 "v_rest": ("TILE_ROWS", "REST_DV"), "dk_rest": ("TILE_ROWS", "REST_D"), "dv_rest": ("TILE_ROWS", "REST_DV")},
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
     grid=_grid,
     grid_dimensions=("PERSISTENT",),

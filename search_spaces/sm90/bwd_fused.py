@@ -10,7 +10,7 @@ from fa2tune.search_spaces.lib.hopper import (
     TMA_ADDRESSES_TENSORS,
     block_dims,
 )
-from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts
+from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
@@ -44,7 +44,9 @@ BEST = {
 
 def columns(spec: Specialization, config: Config) -> int:
     """Of every tile, and of a row of sums: K, Q, V and dO share one width, what lacks is zeros. In parts, only of the sums.
-    Configs of older rows name no NARROW."""
+    Configs of older rows name no NARROW, and no V_APART."""
+    if config.get("V_APART"):
+        return max(NARROW_COLUMNS, padded_head_dim(spec.head_dim))
     return NARROW_COLUMNS if config.get("NARROW") else max(block_dims(spec))
 
 
@@ -59,8 +61,33 @@ def has_parts(spec: Specialization) -> bool:
 
 
 def parts(spec: Specialization, config: Config) -> tuple[int, int]:
-    """Columns of the parts of every tile; the second is 0 where there is one part. Configs of older rows name no IN_PARTS."""
-    return head_dim_parts(spec.head_dim) if config.get("IN_PARTS") else (columns(spec, config), 0)
+    """Columns of the parts of the tiles of Q and K; the second is 0 where there is one part. Configs of older rows name no
+    IN_PARTS."""
+    return _parts_of(spec.head_dim) if config.get("IN_PARTS") else (columns(spec, config), 0)
+
+
+def parts_v(spec: Specialization, config: Config) -> tuple[int, int]:
+    """The same of the tiles of V and dO."""
+    return _parts_of(spec.head_dim_v) if config.get("V_APART") else parts(spec, config)
+
+
+def _parts_of(head_dim: int) -> tuple[int, int]:
+    first, rest = head_dim_parts(head_dim)
+    return max(NARROW_COLUMNS, first), rest
+
+
+def can_be_apart(spec: Specialization) -> bool:
+    """Whether V and dO may have tiles of other columns than Q and K. Where 64 columns hold both, parts cost what they save."""
+    wide = max(block_dims(spec)) == 128
+    return wide and _parts_of(spec.head_dim) != _parts_of(spec.head_dim_v)
+
+
+def with_v_apart(config: Config) -> Config:
+    """A row's config with V_APART, for head dims that ``can_be_apart``, the kernel alone on the GPU. Nothing serves with it: it
+    has not been timed."""
+    heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
+    apart = {"IN_PARTS": True, "V_APART": True, "NARROW": False, "BESIDE": False, "FINISH_BESIDE": False}
+    return {**config, **PARTS_LOOP, **apart, "HEADS_PER_WAVE": heads, "num_warps": 4}
 
 
 def padded_rows(problem: Problem) -> int:
@@ -81,6 +108,7 @@ def derived(spec: Specialization, config: Config) -> dict[str, Any]:
     return {
         "BLOCK_D": d,
         **dict(zip(("PART_D", "REST_D"), parts(spec, config), strict=True)),
+        **dict(zip(("PART_DV", "REST_DV"), parts_v(spec, config), strict=True)),
         "TILE_ROWS": GROUPS * KEYS if one else KEYS,  # of K, V, dK and dV that one TMA moves
         "PIECE_ROWS": block_m if one else block_m // 2,  # of the sums, in all columns, that one TMA adds to
         "DQ_BEHIND": config["ORDER"] != "together", "SCORES_AHEAD": config["ORDER"] == "ahead",
@@ -170,13 +198,15 @@ def fitted(spec: Specialization, config: Config) -> Config:
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes."""
-    d, m, keys = sum(parts(spec, config)), config["BLOCK_M"], GROUPS * KEYS
+    d, dv, m, keys = sum(parts(spec, config)), sum(parts_v(spec, config)), config["BLOCK_M"], GROUPS * KEYS
     together = config["ORDER"] == "together"
-    rings = config["STAGES"] * 2 * m * 2 * (d + TERM_COLUMNS)  # Q and dO, each with its terms
+    rings = config["STAGES"] * 2 * m * (d + dv + 2 * TERM_COLUMNS)  # Q and dO, each with its terms
     ds = (2 if together else 3) * 2 * keys * m
-    out = 4 * m * d if config["REDUCE"] == "tma" else (2 if together and not joined(config) else 1) * 2 * keys * d
+    out = 4 * m * d if config["REDUCE"] == "tma" else 2 * keys * d
+    if config.get("V_APART") or (config["REDUCE"] != "tma" and together and not joined(config)):
+        out += 2 * keys * dv
     more = ARGUMENT_BYTES if config.get("IN_PARTS") else 0
-    return int((derived(spec, config)["K_STAGES"] + 1) * 2 * keys * d + rings + ds + out) + BARRIER_BYTES + more
+    return int(2 * keys * (derived(spec, config)["K_STAGES"] * d + dv) + rings + ds + out) + BARRIER_BYTES + more
 
 
 SPACE = SearchSpace(
@@ -205,6 +235,8 @@ SPACE = SearchSpace(
         "IN_PARTS": added(
             False, True, older=False
         ),  # head dims as sums of two powers of two, 96 as 64 + 32, not padded
+        # V and dO in parts of their own, which need not be those of Q and K; not searched: not timed
+        "V_APART": added(False, older=False),
         "NARROW": added(False, True, older=False),  # head dims up to 32 in tiles of 32 columns, not padded to 64
         "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },
@@ -226,12 +258,22 @@ SPACE = SearchSpace(
             "registers_hold_accumulators",
             "dK and dV of 64 keys, the scores and dP are in a group's registers at the same time; beyond 192 of 240 ptxas "
             "serialises the products, and with 256 columns dK and dV alone need all (the split kernels serve there)",
-            lambda config, spec, arch: sum(parts(spec, config)) + config["BLOCK_M"] <= 192,
+            lambda config, spec, arch: (
+                (sum(parts(spec, config)) + sum(parts_v(spec, config))) // 2 + config["BLOCK_M"] <= 192
+            ),
         ),
         Constraint(
             "parts_are_of_both_head_dims",
             "tiles of Q, K, V and dO share one shape, so both head dims need the same two parts, and have to have two",
-            lambda config, spec, arch: not config["IN_PARTS"] or has_parts(spec),
+            lambda config, spec, arch: not config["IN_PARTS"] or config["V_APART"] or has_parts(spec),
+        ),
+        Constraint(
+            "v_apart_is_in_parts",
+            "tiles of V and dO have other columns only in parts, where one of the head dims has 65 to 128 columns; and the "
+            "kernels that overlap know one width",
+            lambda config, spec, arch: (
+                not config["V_APART"] or (config["IN_PARTS"] and not config["BESIDE"] and can_be_apart(spec))
+            ),
         ),
         Constraint(
             "parts_are_added_apart",
@@ -243,7 +285,7 @@ SPACE = SearchSpace(
             "at 64 columns a block of 64 queries has the barriers of a whole block for half the work; it is faster only at "
             "lengths up to 2048, with joined groups (their keys concatenated) and vector reductions",
             lambda config, spec, arch: (
-                columns(spec, config) > 64
+                max(columns(spec, config), sum(parts_v(spec, config))) > 64
                 or config["BLOCK_M"] == 128
                 or (config["REDUCE"] == "vector" and joined(config))
             ),

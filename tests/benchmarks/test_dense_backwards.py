@@ -45,6 +45,7 @@ def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         (TODO[name][0], backwards.candidates) for name in ("a 88 grouped", "a 82 V apart", "b 0 unequal", "b 9 grouped")
     ]
     raced += [(problem, backwards.key_candidates) for problem, _ in backwards.KEY_CALLS.values()]
+    raced += [(problem, made) for calls, made in backwards.FORMS.values() for problem, _ in calls.values()]
     for problem, candidates in raced:
         queries, keys = ((problem.batch, heads, rows) for heads, rows in
                          ((problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)))  # fmt: skip
@@ -66,6 +67,19 @@ def test_it_lists_what_it_would_time() -> None:
     done = CliRunner().invoke(backwards.main, ["--list"], catch_exceptions=False)
     assert len(done.output.splitlines()) == len(TODO)
     assert "half blocks, chosen" in done.output and "at a time, dQ first" in done.output
+
+
+@pytest.mark.parametrize(("forms", "name"), [("apart", "V apart"), ("stored", "dS in memory"), ("small", "one tile")])
+def test_forms_that_nothing_is_served_by_are_timed_next_to_what_serves(forms: str, name: str) -> None:
+    calls, made = backwards.FORMS[forms]
+    for problem, _ in calls.values():
+        found = made(problem, H200)
+        assert next(iter(found)) == "served" and name in found
+        for candidate, _ in list(found.values())[1:]:
+            ((choice, _),) = candidate.values()
+            assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None
+    done = CliRunner().invoke(backwards.main, ["--forms", forms, "--list"], catch_exceptions=False)
+    assert len(done.output.splitlines()) == len(calls)
 
 
 def test_keys_of_dq_in_parts_are_timed_next_to_whole_ones() -> None:

@@ -101,6 +101,34 @@ def test_the_fused_kernel_gives_each_group_a_part_of_dq(dim: int, causal: bool, 
     assert binary.shared_bytes <= bwd_fused.shared_bytes(config, spec) and operandcheck.unsound(code) == ()
 
 
+@pytest.mark.parametrize("dims", [(96, 64), (64, 96), (88, 72), (120, 16)], ids=str)
+def test_v_apart_multiplies_the_columns_of_its_own_parts(dims: tuple[int, int]) -> None:
+    """Where Q has one part each group multiplies for half of dQ's columns."""
+    spec = specified(*dims, "causal")
+    config = bwd_fused.with_v_apart(FUSED.space.default(spec, 90))
+    config, binary, code = built(FUSED, spec, **config)
+    d, dv = bwd_fused.parts(spec, config), bwd_fused.parts_v(spec, config)
+    expected = Counter({64: 4 * (sum(d) // 16 + sum(dv) // 16 + 2)})  # S and dP with their terms
+    for part in filter(None, (*d, *dv)):
+        expected[part] += 4 * 64 // 16  # dK and dV
+    for part in d if d[1] else (d[0] // 2, d[0] // 2):
+        expected[part] += 2 * 128 // 16  # dQ
+    assert products(code) == expected
+    assert all(loop.local_bytes == 0 for loop in sass.loops(code) if loop.products > 8)
+    reckoned = bwd_fused.shared_bytes(config, spec)
+    assert reckoned - 1024 <= binary.shared_bytes <= reckoned and operandcheck.unsound(code) == ()
+
+
+def test_v_apart_serves_nothing_and_is_not_searched() -> None:
+    for dims in ((96, 64), (64, 96), (96, 96), (64, 32), (128, 128)):
+        spec = specified(*dims)
+        default = FUSED.space.default(spec, 90)
+        assert not default["V_APART"] and not FUSED.fitted(spec, default)["V_APART"]
+        broken = FUSED.space.broken(bwd_fused.with_v_apart(default), spec, 90)
+        assert (broken is None) == bwd_fused.can_be_apart(spec) == (dims in ((96, 64), (64, 96)))
+    assert FUSED.space.dimensions["V_APART"] == (False,)
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("dims", [*((dim, dim) for dim in (40, 48, 72, 80, 96, 144, 160, 192)), (192, 128)], ids=str)
 @KERNELS

@@ -28,6 +28,7 @@ import fa2tune
 from fa2tune.calling import dispatch
 from fa2tune.compiling import compiler
 from fa2tune.measuring import reference
+from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 from fa2tune.spec.variant import Variant
@@ -40,6 +41,8 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason="no warp-specialised backwa
 
 FUSED_DIMS = ((72, 72), (80, 80), (96, 96), (40, 40), (48, 48))
 SPLIT_DIMS = ((160, 160), (192, 192), (192, 128), (144, 144), (96, 96), (40, 40), (96, 64), (64, 160))
+#: With V and dO in parts of their own.
+APART_DIMS = ((96, 64), (64, 96), (88, 72), (120, 16))
 #: The orders of the fused kernel, and its rows prepared and finished beside its tiles.
 BESIDE = {"BESIDE": True, "DYNAMIC": True, "PERSISTENT": True, "PAIRS": False}
 FUSED_FORMS = (
@@ -81,6 +84,10 @@ def cases() -> list[Case]:
         Case("bwd_fused", dims, mask, "bf16", tuple(form.items()))
         for dims, form in product(((96, 96), (48, 48)), FUSED_FORMS) for mask in (FULL, CAUSAL)
         if form and not (form.get("PAIRS") and mask == FULL)
+    ]  # fmt: skip
+    found += [
+        Case("bwd_fused", dims, mask, "bf16", tuple({**bwd_fused.PARTS_LOOP, "V_APART": True, "ORDER": order}.items()))
+        for dims, order in product(APART_DIMS, ("together", "behind", "ahead")) for mask in (FULL, CAUSAL)
     ]  # fmt: skip
     more = {"GROUPS": 2, "BLOCK_N": 64, "K_STAGES": 2, "V_STAGES": 1}, {"STAGES": 2, "P_STAGES": 1}
     return found + [

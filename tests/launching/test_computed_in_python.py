@@ -308,6 +308,25 @@ def test_packed_backward_in_parts(gpu: PythonGpu, form: str, dim: int, rows: int
     check_backward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
 
 
+#: V and dO in parts of their own: form, head dims.
+V_APART = [
+    ("from registers", (96, 64), CAUSAL), ("a block behind", (96, 64), FULL), ("scores ahead", (64, 96), band(40, 10)),
+    ("from registers", (120, 16), CAUSAL), ("scores ahead", (16, 128), FULL), ("from registers", (40, 72), CAUSAL),
+    ("a block behind", (88, 72), Mask("chunked", 64)), ("from registers", (32, 96), band(-1, 20)),
+    ("scores ahead", (72, 40), CAUSAL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("form", "dims", "mask"), V_APART, ids=str)
+def test_fused_backward_with_v_apart(
+    gpu: PythonGpu, form: str, dims: tuple[int, int], mask: Mask, packed: bool
+) -> None:
+    settings = {**BACKWARDS[form], "REDUCE": "vector", "BLOCK_M": 64, "IN_PARTS": True, "V_APART": True, "num_warps": 4}
+    lengths = PACKING if packed else ((150, 200),)
+    check_backward(gpu, Call(lengths, (2, 1), dims, mask, packed=packed), settings)
+
+
 NARROW_CALLS = [
     (Call(((140, 140),), (2, 1), (32, 32), CAUSAL), "a block behind"),
     (Call(((150, 130),), (4, 2), (24, 24), FULL, batch=2), "a block behind"),

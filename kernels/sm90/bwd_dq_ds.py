@@ -1,0 +1,180 @@
+"""After kernels/sm90/bwd_dkdv_ds.py: dQ = dS K, for Hopper. One warp feeds K and dS by TMA, each group of four warps owns 64
+query rows. A program sums up all of its rows' keys, so results have the same bits on every run."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fa2tune.kernels.lib.hopper import fence_async_shared, load_block, mbarrier, opaque, tma_store_wait, warpgroup_mma
+from fa2tune.kernels.lib.hopper_parts import (
+    descriptors_of,
+    load_parts,
+    products_done,
+    put_parts,
+    scaled,
+    shared_for,
+    tiles_in,
+    zeros_for,
+)
+from fa2tune.search_spaces.lib.hopper import part_dims
+from fa2tune.search_spaces.sm90 import bwd_dq_ds as space
+from fa2tune.spec.variant import Variant
+
+ROWS = gl.constexpr(space.BLOCK)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class Form(NamedTuple):
+    """What is compiled in."""
+
+    GROUPS: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+
+
+class Shared(NamedTuple):
+    """Shared memory: of k and dq the parts, [slots, 1, 1, rows, columns]; ds [STAGES * GROUPS, 1, 1, BLOCK_N, ROWS]."""
+
+    k: tuple
+    ds: gl.shared_memory_descriptor
+    dq: tuple
+
+
+class Tile(NamedTuple):
+    """Query rows of a program."""
+
+    b: gl.tensor
+    h: gl.tensor
+    h_kv: gl.tensor
+    start_m: gl.tensor  #: first row
+    n_all: gl.tensor  #: key blocks that any of them sees
+
+
+@gluon.jit
+def _blocks(rows_end, seqlen_q, seqlen_k, form):
+    """How many key blocks the rows below rows_end see."""
+    end = seqlen_k
+    if form.IS_CAUSAL:
+        end = gl.maximum(gl.minimum(gl.minimum(rows_end, seqlen_q) + (seqlen_k - seqlen_q), seqlen_k), 0)
+    return gl.cdiv(end, form.BLOCK_N)
+
+
+@gluon.constexpr_function
+def _bytes_of(descriptors):
+    """Of a block of all parts."""
+    return sum([one.block_type.nbytes for one in descriptors])
+
+
+@gluon.jit
+def _produce(k, ds, smem, ready, empty, tile, form):
+    """One warp: blocks of K and of dS through a ring, the last key block first."""
+    for j in range(tile.n_all):
+        row = (tile.n_all - 1 - j) * form.BLOCK_N
+        stage = j % form.STAGES
+        barrier = ready.index(stage)
+        mbarrier.wait(empty.index(stage), ((j // form.STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, form.GROUPS * ds.block_type.nbytes + _bytes_of(k))
+        load_parts(k, tile.b, tile.h_kv, row, barrier, smem.k, stage)
+        for c in gl.static_range(form.GROUPS):
+            place = smem.ds.index(stage * form.GROUPS + c)
+            load_block(ds, tile.b, tile.h, row, tile.start_m + c * ROWS, barrier, place)
+
+
+@gluon.jit
+def _add(ds, k, acc):
+    """acc + dS K in each part, asynchronously. ds: [keys, rows] in shared memory."""
+    left = ds.permute((1, 0))
+    found = (warpgroup_mma(left, k[0], acc[0], is_async=True),)
+    if len(acc) > 1:
+        found = (found[0], warpgroup_mma(left, k[1], acc[1], is_async=True))
+    return found
+
+
+@gluon.jit
+def _consume(dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, CONSUMER: gl.constexpr, form):
+    """One group: rows [start_m + CONSUMER * ROWS, + ROWS) of one head."""
+    first = tile.start_m + CONSUMER * ROWS
+    n_blocks = tile.n_all
+    if form.IS_CAUSAL:
+        n_blocks = gl.minimum(_blocks(first + ROWS, seqlen_q, seqlen_k, form), tile.n_all)
+        for j in range(tile.n_all - n_blocks):  # blocks that only later groups see; dS of these is not there
+            stage = j % form.STAGES
+            mbarrier.wait(ready.index(stage), (j // form.STAGES) & 1)
+            mbarrier.arrive(empty.index(stage), count=1)
+    acc = zeros_for(smem.k, ROWS)
+    for j in range(tile.n_all - n_blocks, tile.n_all):
+        stage = j % form.STAGES
+        mbarrier.wait(ready.index(stage), (j // form.STAGES) & 1)
+        place = opaque(stage * form.GROUPS + CONSUMER)
+        ds = smem.ds.index(place).reshape([form.BLOCK_N, ROWS])
+        acc = products_done(_add(ds, tiles_in(smem.k, stage), acc))
+        mbarrier.arrive(empty.index(stage), count=1)
+    put_parts(scaled(acc, softmax_scale), dq, tile.b, tile.h, first, smem.dq, CONSUMER)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def bwd_dq_ds_hopper_kernel(
+    k, ds, dq, softmax_scale, batch, heads_q, group, seqlen_q, seqlen_k, k_rest, dq_rest,
+    BLOCK_D: gl.constexpr, REST_D: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """k [B, Hkv, Sk, D], ds [B, Hq, keys, rows] (dS transposed, in whole blocks; those that the mask hides hold anything) by
+    descriptors -> dq [B, Hq, Sq, D]. The heads whose dS was written last are the first, as the L2 still holds it; causal: of a
+    head the longest tiles."""
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    tiles = gl.cdiv(seqlen_q, BLOCK_M)
+    head = gl.program_id(0) // tiles
+    number = gl.program_id(0) - head * tiles
+    if IS_CAUSAL:
+        number = tiles - 1 - number
+    head = batch * heads_q - 1 - head
+    b = head // heads_q
+    h = head - b * heads_q
+    start_m = number * BLOCK_M
+    form: gl.constexpr = Form(GROUPS=GROUPS, BLOCK_N=BLOCK_N, STAGES=STAGES, IS_CAUSAL=IS_CAUSAL)
+    tile = Tile(b, h, h // group, start_m, _blocks(start_m + BLOCK_M, seqlen_q, seqlen_k, form))
+    k, dq = descriptors_of(k, k_rest), descriptors_of(dq, dq_rest)
+    k_smem = shared_for(k, STAGES, BLOCK_N, BLOCK_D, REST_D)
+    ds_smem = gl.allocate_shared_memory(ds.dtype, [STAGES * GROUPS, 1, 1, BLOCK_N, ROWS], ds.layout)
+    dq_smem = shared_for(dq, GROUPS, ROWS, BLOCK_D, REST_D)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    smem = Shared(k_smem, ds_smem, dq_smem)
+    # constants stay constants only in a literal tuple, so each group's is written out
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (_consume, (dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, 0, form)),
+            (_consume, (dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, 1, form)),
+            (_produce, (k, ds, smem, ready, empty, tile, form)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, 0, form)),
+            (_consume, (dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, 1, form)),
+            (_consume, (dq, smem, ready, empty, tile, softmax_scale, seqlen_q, seqlen_k, 2, form)),
+            (_produce, (k, ds, smem, ready, empty, tile, form)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+VARIANT = Variant(
+    kernel=bwd_dq_ds_hopper_kernel,
+    space=space.SPACE,
+    tensors={"k": "", "ds": "", "dq": "", "k_rest": "", "dq_rest": ""},
+    descriptors={"k": ("BLOCK_N", "BLOCK_D"), "ds": ("BLOCK_N", space.BLOCK), "dq": (space.BLOCK, "BLOCK_D"),
+                 "k_rest": ("BLOCK_N", "REST_D"), "dq_rest": (space.BLOCK, "REST_D")},
+    rest_of={"k_rest": "k", "dq_rest": "dq"},
+    grid=lambda problem, config, _sm_count, _early: problem.query_tiles(space.BLOCK * config["GROUPS"]) * problem.heads_q,
+    constants=lambda spec, config: {
+        **{name: wide for name, wide in part_dims(spec, config).items() if name in ("BLOCK_D", "REST_D")},
+        "STAGES": space.stages(spec, config), "CONSUMER_REGISTERS": space.REGISTERS[config["GROUPS"]],
+    },
+    min_arch=90,
+    max_arch=90,
+)  # fmt: skip
