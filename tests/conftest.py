@@ -27,6 +27,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -345,30 +346,44 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
 
 
 @pytest.fixture(scope="session")
-def shipped_once() -> Callable[[Path], object]:
-    """``reader._read``, but of a shipped file only once while it does not change: a tenth of a second of a core for all,
-    which every test with a choice of its own would spend. The records are never changed; rows are made of them anew."""
+def shipped_once() -> tuple[Callable[[Path], Any], Callable[[Any, int], Any]]:
+    """``reader._read`` and ``_Held.row``, but of a shipped file only once while it does not change: a tenth of a second of a core
+    for all records, half a second for all rows, which every test with a choice of its own would spend. Each asker has rows of
+    its own."""
     from fa2tune.rows import reader
 
-    shipped, read = frozenset(reader.shipped_paths()), reader._read
-    held: dict[tuple[Path, object], object] = {}
+    shipped, read, decoded = frozenset(reader.shipped_paths()), reader._read, reader._Held.row
+    held: dict[tuple[Path, object], Any] = {}
+    rows: dict[int, dict[int, Any]] = {}  # by the identity of what is held
 
-    def once(path: Path) -> object:
+    def once(path: Path) -> Any:
         if path not in shipped:
             return read(path)
         asked = path, reader._state(path)
         if asked not in held:
             held[asked] = read(path)
+            rows[id(held[asked])] = {}
         return held[asked]
 
-    return once
+    def row(self: Any, number: int) -> Any:
+        if (known := rows.get(id(self))) is None:
+            return decoded(self, number)
+        if number not in known:
+            known[number] = decoded(self, number)
+        found = known[number]
+        return replace(found, config=dict(found.config), errors=dict(found.errors), pruned=dict(found.pruned))
+
+    return once, row
 
 
 @pytest.fixture(autouse=True)
-def _shipped_files_are_read_once(monkeypatch: pytest.MonkeyPatch, shipped_once: Callable[[Path], object]) -> None:
+def _shipped_files_are_read_once(
+    monkeypatch: pytest.MonkeyPatch, shipped_once: tuple[Callable[[Path], Any], Callable[[Any, int], Any]]
+) -> None:
     from fa2tune.rows import reader
 
-    monkeypatch.setattr(reader, "_read", shipped_once)
+    monkeypatch.setattr(reader, "_read", shipped_once[0])
+    monkeypatch.setattr(reader._Held, "row", shipped_once[1])
 
 
 @pytest.fixture
