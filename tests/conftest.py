@@ -8,8 +8,8 @@ tests/interpreter therefore have a child of their own with ``TRITON_INTERPRET=1`
 they run in this process.
 
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and have the other child. One that
-the command line names runs in this process; with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=3`` a third of the cases
-run of which machine code is read.
+the command line names runs in this process; with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases
+run of which machine code is read, and of each test of ``VALUES`` a third, one at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -25,8 +25,9 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ COMPILING = tuple(
     )
 )
 READING = COMPILING[3:]  #: machine code
+#: Tests with many cases: forms, masks and lengths of kernels that are computed by Python or Triton's interpreter, whole
+#: models, and what every kernel compiles to.
+VALUES = frozenset(
+    TESTS / f"{name}.py"
+    for name in (
+        *(f"compiling/test_{name}" for name in ("compile", "operandcheck", "mask_hooks")),
+        *(f"interpreter/test_{name}" for name in (
+            "combinations", "compat_bands", "compat_chunks", "compat_transformers", "distributed_tensors", "few_queries",
+            "group_parts", "bench",
+        )),
+        *(f"launching/test_{name}_in_python" for name in (
+            "computed", "dq_parts", "early_start", "grouped", "key_parts", "one_tile", "public_calls",
+        )),
+        "launching/test_cuda", "launching/test_packed_addresses",
+    )
+)  # fmt: skip
 
 
 # --- the parent: one stand-in per test of a child
@@ -316,13 +333,32 @@ def limited(item: pytest.Item) -> Iterator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(wrapper=True)(limited)
 
 
-def of_the_share(name: str) -> bool:
-    """Whether a test of machine code runs, by its case, so that tests of one case run or do not run together."""
-    return zlib.crc32(name.partition("[")[2].encode()) % EVERY == 0
+def of_the_share(case: str, every: int) -> bool:
+    """By the name of the case, so that tests of one case run or do not run together."""
+    return zlib.crc32(case.encode()) % every == 0
+
+
+def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those that run with ``FA2TUNE_TESTS_EVERY``. Of machine code the share as it falls, as all tests of a case take one
+    compilation; of values, which every case computes anew, twice as large a share, and one case of each test where none falls
+    into it."""
+    values = max(EVERY // 2, 1)
+    tests = {item: (item.path, item.nodeid.partition("[")[0]) for item in items}
+    chosen = {item for item in items if of_the_share(item.name.partition("[")[2], values)}
+    had = {tests[item] for item in chosen}
+    for item in items:
+        if item.path in READING:
+            if of_the_share(item.name.partition("[")[2], EVERY):
+                yield item
+        elif item.path not in VALUES or item in chosen:
+            yield item
+        elif tests[item] not in had:
+            had.add(tests[item])
+            yield item
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = [item for item in items if item.path not in READING or of_the_share(item.name)]
+    items[:] = shared_out(items)
     # last, so that this process does not wait for a child, and what takes longest at the very end
     turns = {path: turn for turn, path in enumerate(COMPILING, 2)}
     items.sort(key=lambda item: turns.get(item.path, 1) if isinstance(item, ChildsItem) else 0)
@@ -344,31 +380,38 @@ def _no_caches_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: py
     monkeypatch.setenv("FA2TUNE_KERNELS", "off")
 
 
-@pytest.fixture(scope="session")
-def shipped_once() -> Callable[[Path], object]:
-    """``reader._read``, but of a shipped file only once while it does not change: a tenth of a second of a core for all,
-    which every test with a choice of its own would spend. The records are never changed; rows are made of them anew."""
+@pytest.fixture(scope="session", autouse=True)
+def _shipped_files_are_read_once() -> Iterator[None]:
+    """``reader._read`` and ``_Held.row``, but of a shipped file only once while it does not change: a tenth of a second of a
+    core for all records and half a second for all rows, which every test with a choice of its own would spend. Each asker has
+    rows of its own."""
     from fa2tune.rows import reader
 
-    shipped, read = frozenset(reader.shipped_paths()), reader._read
-    held: dict[tuple[Path, object], object] = {}
+    shipped, read, decoded = frozenset(reader.shipped_paths()), reader._read, reader._Held.row
+    held: dict[tuple[Path, object], Any] = {}
+    rows: dict[int, dict[int, Any]] = {}  # by the identity of what is held
 
-    def once(path: Path) -> object:
+    def once(path: Path) -> Any:
         if path not in shipped:
             return read(path)
         asked = path, reader._state(path)
         if asked not in held:
             held[asked] = read(path)
+            rows[id(held[asked])] = {}
         return held[asked]
 
-    return once
+    def row(self: Any, number: int) -> Any:
+        if (known := rows.get(id(self))) is None:
+            return decoded(self, number)
+        if number not in known:
+            known[number] = decoded(self, number)
+        found = known[number]
+        return replace(found, config=dict(found.config), errors=dict(found.errors), pruned=dict(found.pruned))
 
-
-@pytest.fixture(autouse=True)
-def _shipped_files_are_read_once(monkeypatch: pytest.MonkeyPatch, shipped_once: Callable[[Path], object]) -> None:
-    from fa2tune.rows import reader
-
-    monkeypatch.setattr(reader, "_read", shipped_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_read", once)
+        patch.setattr(reader._Held, "row", row)
+        yield
 
 
 @pytest.fixture

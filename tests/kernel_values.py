@@ -58,21 +58,62 @@ def array(x: Any) -> Any:
 
 def quotient(a: Any, b: Any) -> Any:
     """As C has it; of a division by 0, which is no fault on a GPU, anything."""
+    if isinstance(a, int) and isinstance(b, int):
+        found = abs(a) // (abs(b) or 1)
+        return found if (a < 0) == (b < 0) else -found
     safe = np.where(b == 0, 1, b)
     return np.abs(a) // np.abs(safe) * np.sign(a) * np.sign(safe)
 
 
+def plain(x: Any) -> int | bool | None:
+    """One number as Python's own, which most are and which is ten times as fast; None: several."""
+    if isinstance(x, int):
+        return x
+    if isinstance(x, Int):
+        return x.one
+    return x.item() if isinstance(x, np.integer | np.bool_) else None
+
+
 class Int:
-    """Integers or booleans of any shape. ``wide``: of 64 bits."""
+    """Integers or booleans of any shape. ``wide``: of 64 bits. ``one``: the number, if it is one alone."""
 
     def __init__(self, a: Any, wide: bool = False) -> None:
-        self.a, self.wide = np.asarray(a), wide
-        if self.a.dtype != bool:
-            self.a = self.a.astype(np.int64)
-            if not wide and self.a.size and not (self.a.min() >= -(1 << 31) and self.a.max() < 1 << 31):
-                raise Fault(f"more than 32 bits: {self.a.min()} to {self.a.max()}")
+        self.wide, self.held, self.one = wide, None, plain(a)
+        if self.one is None:
+            self.held = np.asarray(a)
+            if self.held.dtype != bool:
+                self.held = self.held.astype(np.int64, copy=False)
+            if not self.held.ndim:
+                self.one = self.held.item()
+        if self.one is not None:
+            low = high = self.one
+            if wide and not -(1 << 63) <= low < 1 << 63:  # modulo 2^64
+                self.one = (low + (1 << 63)) % (1 << 64) - (1 << 63)
+        elif wide or self.held.dtype == bool or not self.held.size:
+            return
+        else:
+            low, high = np.minimum.reduce(self.held, None), np.maximum.reduce(self.held, None)
+        if not wide and not (low >= -(1 << 31) and high < 1 << 31):
+            raise Fault(f"more than 32 bits: {low} to {high}")
+
+    @property
+    def a(self) -> Any:
+        if self.held is None:
+            self.held = np.asarray(self.one, bool if isinstance(self.one, bool) else np.int64)
+        return self.held
+
+    def _seen(self, a: Any) -> Int:
+        """Of these numbers, so none is out of range."""
+        found = Int.__new__(Int)
+        found.wide, found.held, found.one = self.wide, a, None if a.ndim else a.item()
+        return found
 
     def _with(self, how: Callable[[Any, Any], Any], other: Any, turned: bool = False) -> Any:
+        if self.one is not None and (number := plain(other)) is not None:
+            both: tuple[Any, Any] = (number, self.one) if turned else (self.one, number)
+            if how not in (operator.and_, operator.or_):
+                both = int(both[0]), int(both[1])
+            return Int(how(*both), self.wide or getattr(other, "wide", False))
         if isinstance(other, Unknown):
             return UNKNOWN
         if isinstance(other, float):
@@ -81,17 +122,17 @@ class Int:
             return NotImplemented
         both = (array(other), self.a) if turned else (self.a, array(other))
         if how not in (operator.and_, operator.or_):
-            both = both[0].astype(np.int64), both[1].astype(np.int64)
+            both = both[0].astype(np.int64, copy=False), both[1].astype(np.int64, copy=False)
         return Int(how(*both), self.wide or getattr(other, "wide", False))
 
     def __bool__(self) -> bool:
-        return bool(self.a.item())
+        return bool(self.a.item() if self.one is None else self.one)
 
     def __index__(self) -> int:
-        return int(self.a.item())
+        return int(self.a.item() if self.one is None else self.one)
 
     def __getitem__(self, key: Any) -> Int:
-        return Int(self.a[key], self.wide)
+        return self._seen(np.asarray(self.a[key]))
 
     def __invert__(self) -> Int:
         return Int(~self.a)
@@ -113,14 +154,14 @@ class Int:
 
     def to(self, dtype: Any, **_: Any) -> Any:
         if dtype in (tl.int32, tl.int64):
-            return Int(self.a + 0, dtype == tl.int64)
+            return Int(self.a + 0 if self.one is None else int(self.one), dtype == tl.int64)
         return Real(tile_values.rounded(self.a, dtype), dtype) if dtype in ARRAYS else UNKNOWN
 
     def reshape(self, shape: Sequence[int]) -> Int:
-        return Int(self.a.reshape([int(n) for n in shape]), self.wide)
+        return self._seen(self.a.reshape([int(n) for n in shape]))
 
     def permute(self, order: Sequence[int]) -> Int:
-        return Int(self.a.transpose(order), self.wide)
+        return self._seen(self.a.transpose(order))
 
     __hash__ = object.__hash__
 
@@ -162,12 +203,15 @@ class Pointer:
         self.dtype = SimpleNamespace(element_ty=buffer.dtype or UNKNOWN)
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.buffer, Int(self.index.a, True) + other)
+        return Pointer(self.buffer, self._wide() + other)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Pointer:
-        return Pointer(self.buffer, Int(self.index.a, True) - other)
+        return Pointer(self.buffer, self._wide() - other)
+
+    def _wide(self) -> Int:
+        return self.index if self.index.wide else Int(self.index.a, True)
 
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.buffer, self.index[key])
@@ -331,7 +375,7 @@ class Descriptor:
         if kind == "load" and place.words is not None:
             place.words[...] = 0
         for one, size, stride, length in zip(at, self.sizes, self.strides, self.block_shape, strict=True):
-            there = np.array([n for n in range(one, one + length) if 0 <= n < size], np.uint64)
+            there = np.arange(max(one, 0), max(min(one + length, size), 0)).astype(np.uint64)
             inside.append(there.astype(np.int64) - one)
             with np.errstate(over="ignore"):  # modulo 2^64
                 addresses = (addresses[:, None] + there[None, :] * np.uint64(stride)).reshape(-1)

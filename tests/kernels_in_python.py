@@ -33,6 +33,7 @@ from kernel_values import (
     array,
     atomic_add,
     load_words,
+    plain,
     quotient,
     store_words,
 )  # fmt: skip
@@ -190,8 +191,11 @@ def _atomic_add(pointer: Any, value: Any, mask: Any = None, sem: str = "acq_rel"
     return atomic_add(pointer, value, mask)
 
 
-def _elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
+def _elementwise(how: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any, **_: Any) -> Any:
+        numbers = [plain(one) for one in given]
+        if None not in numbers:
+            return Int(of_numbers(*map(int, numbers)), any(getattr(one, "wide", False) for one in given))
         if any(isinstance(one, Unknown) for one in given):
             return UNKNOWN
         if any(isinstance(one, Real | float) for one in given):
@@ -199,6 +203,10 @@ def _elementwise(how: Callable[..., Any]) -> Callable[..., Any]:
         return Int(how(*map(array, given)), any(getattr(one, "wide", False) for one in given))
 
     return call
+
+
+def _ceiling(a: Any, b: Any) -> Any:
+    return quotient(a + b - 1, b)
 
 
 def _reduced(how: Callable[..., Any]) -> Callable[..., Any]:
@@ -355,8 +363,8 @@ _FLOATING: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 _LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, arange=_arange, range=_range, static_range=range, static_assert=lambda *_: None, cast=_cast,
-    minimum=_elementwise(np.fmin), maximum=_elementwise(np.fmax), where=_where,
-    cdiv=_elementwise(lambda a, b: quotient(a + b - 1, b)), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
+    minimum=_elementwise(np.fmin, min), maximum=_elementwise(np.fmax, max), where=_where,
+    cdiv=_elementwise(_ceiling, _ceiling), sum=_reduced(np.sum), max=_reduced(np.max), min=_reduced(np.min),
     convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, max_contiguous=lambda x, _: x,
     load=load_words, store=store_words, atomic_add=_atomic_add, inline_asm_elementwise=_assembly,
     program_id=lambda _: Int(_HERE.program.number), num_programs=lambda _: Int(_HERE.program.programs),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from fa2tune.spec import maskfile
 Edit = Callable[[str, str, str], dict[tuple[str, str], str]]
 
 
-def hashes() -> dict[tuple[str, str], str]:
+def hashes_now() -> dict[tuple[str, str], str]:
     """(kernel, mask) -> hash, of the sources as they are now."""
     return {
         (name, mask): fingerprint._hashed(variant, mask)
@@ -23,25 +24,30 @@ def hashes() -> dict[tuple[str, str], str]:
     }
 
 
+@functools.cache
+def hashes() -> dict[tuple[str, str], str]:
+    """Those of the sources as they stand."""
+    return hashes_now()
+
+
 @pytest.fixture
-def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Edit:
     """(module, text in it, what replaces it) -> hashes after that edit alone."""
-    real = composition.file_of
+    real, others = composition.file_of, composition._module  # what is not edited is not read again
 
     def edited(module: str, old: str, new: str) -> dict[tuple[str, str], str]:
-        text = real(f"fa2tune.{module}").read_text(encoding="utf-8")
+        name = f"fa2tune.{module}"
+        text = real(name).read_text(encoding="utf-8")
         assert text.count(old) >= 1, old
         copy = tmp_path / f"{module}.py"
         copy.write_text(text.replace(old, new), encoding="utf-8")
-        monkeypatch.setattr(composition, "file_of", lambda name: copy if name == f"fa2tune.{module}" else real(name))
-        composition._module.cache_clear()
-        try:
-            return hashes()
-        finally:
-            monkeypatch.setattr(composition, "file_of", real)
-            composition._module.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(composition, "file_of", lambda asked: copy if asked == name else real(asked))
+            one = composition._Module(name)
+            patch.setattr(composition, "_module", lambda asked: one if asked == name else others(asked))
+            return hashes_now()
 
-    yield edited
+    return edited
 
 
 PORTABLE = {"portable/fwd", "portable/fwd_split", "portable/bwd_dq", "portable/bwd_dkdv", "portable/bwd_fused"}
@@ -105,7 +111,7 @@ def test_an_edit_changes_the_hashes_of_what_is_composed_of_it(
 def test_the_one_config_of_a_kernel_that_is_not_searched_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before, space = hashes(), registry.variant_named("portable/fwd_norms").space
     monkeypatch.setitem(space.dimensions, "BLOCK_R", (32,))  # type: ignore[arg-type]
-    after = hashes()
+    after = hashes_now()
     assert {name for name, mask in before if after[name, mask] != before[name, mask]} == {
         "portable/fwd_norms",
         "sm90/fwd",

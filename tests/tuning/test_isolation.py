@@ -63,9 +63,14 @@ def outcome(crew, function, *arguments, seconds=20.0):
     raise AssertionError(f"{function} never ended")
 
 
-@cache
 def resident():
-    """Bytes that a child holds which has imported isolation_fakes and done nothing yet: it depends on the libraries."""
+    """Bytes that a child holds which has imported isolation_fakes and done nothing yet: it depends on the libraries, and on
+    how it is started."""
+    return resident_of(subprocess.Popen)
+
+
+@cache
+def resident_of(_start):
     with Crew(1) as crew:
         return worker._held_bytes(outcome(crew, "pid").result)
 
@@ -464,7 +469,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch, portable_kernels):
+def bench(tmp_path, monkeypatch, portable_kernels, quick_starts):
+    """How a child starts is tested above."""
     bench = Bench(tmp_path, monkeypatch)
     yield bench
     bench.close()
