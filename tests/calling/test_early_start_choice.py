@@ -12,7 +12,7 @@ from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, one_
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.compiler import NoTritonError
 from fa2tune.fleet import precompile
-from fa2tune.launching import group_parts
+from fa2tune.launching import beside, group_parts
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -96,6 +96,16 @@ def test_not_where_copies_come_between_both_kernels() -> None:
         assert group_parts_schedule.parts_of(problem, "bwd_dkdv", found["bwd_dkdv"], H200) > 1
         assert group_parts.copies(problem) is not starts
         assert all(choice.config["EARLY_START"] is starts for choice in found.values())
+
+
+@pytest.mark.usefixtures("early")
+def test_not_alone_on_a_side_stream() -> None:
+    """Where dQ begins, dK/dV's kernel waits for events."""
+    for problem in (posed(4, 6, 400, 400, 192, FULL), posed(2, 6, 721, 721, 256, FULL)):
+        found = choices(problem)
+        order = split_backward_schedule.order_of(problem, found, group_schedule.parts(problem, found, H200), H200)
+        assert order == beside.DQ_FIRST
+        assert not any(choice.config["EARLY_START"] for choice in found.values())
 
 
 @pytest.mark.usefixtures("early")

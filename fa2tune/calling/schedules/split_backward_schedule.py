@@ -79,12 +79,16 @@ def covers(problem: Problem, choices: Mapping[str, Choice]) -> bool:
 
 def with_early_start(problem: Problem, choices: dict[str, Choice], gpu: Gpu) -> dict[str, Choice]:
     """Those of a backward, of a short dense one with dK/dV's kernel started before dQ's ends. Not where copies of K and V for
-    parts of groups come between both, which it would read too early. Of head dims up to 128 the time is a rough one."""
+    parts of groups come between both, which it would read too early; nor where it is alone on a side stream, whose events it
+    waits for in any case. Of head dims up to 128 the time is a rough one."""
     if not fused_schedule.EARLY_START or problem.extent.ragged or not _of_hopper(problem, choices):
         return choices
     parts = group_parts_schedule.parts_of(problem, DKDV, choices[DKDV], gpu)
     copied = parts > 1 and group_parts.copies(problem)
     if copied or predicted_us(problem, choices, parts, gpu) > fused_schedule.EARLY_START_US:
+        return choices
+    in_parts = {DKDV: parts, DQ: key_parts(problem, choices, {DKDV: parts}, gpu)}
+    if order_of(problem, choices, in_parts, gpu) == DQ_FIRST:
         return choices
     return {
         kernel: replace(one, config=fused_schedule.started_early(one.config), otherwise=one.otherwise or one.config)
