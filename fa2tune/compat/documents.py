@@ -19,6 +19,9 @@ from fa2tune.calling.packing import cu_seqlens
 from fa2tune.compat import terms
 from fa2tune.spec.combinations import why
 
+#: Type of a mask of a cache of fixed size: one of 4 dimensions that a user makes has another.
+OF_FIXED_CACHE = torch.uint8
+
 #: By the tensor of numbers, which all layers of a model share.
 _KNOWN: Any = WeakIdKeyDictionary()
 
@@ -150,7 +153,8 @@ def by_numbers(
     NotImplementedError: padding between the tokens of a row, with a window or chunks.
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
-    anything, and all of them attend. Integers: as many queries as keys."""
+    anything, and all of them attend. uint8, 1 for a token: the same of several queries; one query is that of the last token.
+    Other integers: as many queries as keys."""
     arguments.check_dense(f"{call}: attention_mask", numbers)
     if given(q, k, v):
 
@@ -166,6 +170,9 @@ def by_numbers(
     _check(call, k, v, numbers, batch)
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     length = k.shape[1]
+    at_last_token = numbers.dtype is OF_FIXED_CACHE and rows == 1
+    if numbers.dtype is OF_FIXED_CACHE:
+        numbers = _remembered(numbers, "tokens", numbers.bool)
     if numbers.dtype != torch.bool:
         if rows != length:
             raise ValueError(
@@ -176,7 +183,8 @@ def by_numbers(
     _refuse_holes(call, numbers, options)
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
-    if not options["causal"] and options["window"] is None and options.get("mask") is None:
+    plain = not options["causal"] and options["window"] is None and options.get("mask") is None
+    if plain or at_last_token:
         starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
         out, _ = terms.packed(
             call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options

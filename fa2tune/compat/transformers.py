@@ -146,16 +146,22 @@ def mask(
 ) -> torch.Tensor | None:  # fmt: skip
     """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the
     documents of packed tokens; the last key is that of the last query. For a model that keeps a mask's last queries by itself,
-    (batch, 1, 1, length). ``attention_mask``: (batch, length) bool, True is a token.
+    (batch, 1, 1, length). With a cache of fixed size (batch, 1, 1, length) uint8, of one query all keys of the cache: the last
+    that is not 0 is its own. ``attention_mask``: (batch, length) bool, True is a token.
 
     Raises:
-        NotImplementedError: mask_function says more than causal, a window, and packed sequences; a cache of fixed size without
-            an attention_mask, or with one as long as the cache, while a graph is made; a model that attends by itself.
+        NotImplementedError: mask_function says more than causal, a window, and packed sequences; several queries of a cache of
+            fixed size without an attention_mask, or with one as long as the cache, while a graph is made; a model that
+            attends by itself.
     """
     found = _numbers(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device, **rest
     )
-    return found[:, None, None] if found is not None and _slices(rest.get("config")) else found
+    if found is None:
+        return None
+    if not isinstance(q_offset, int):  # a model makes no mask of one with 4 dimensions, which ``generate`` made before
+        return found[:, None, None].to(documents.OF_FIXED_CACHE)
+    return found[:, None, None] if _slices(rest.get("config")) else found
 
 
 def _slices(config: Any) -> bool:
@@ -169,6 +175,8 @@ def _flat(attention_mask: Any, module: torch.nn.Module) -> Any:
     four = (
         isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1:3] == (1, 1)
     )
+    if four and attention_mask.dtype is documents.OF_FIXED_CACHE:
+        return documents.flat(attention_mask)
     if four and attention_mask.dtype in (torch.bool, torch.int32) and _slices(getattr(module, "config", None)):
         return documents.flat(attention_mask)
     return attention_mask
@@ -210,6 +218,8 @@ def _numbers(
     if _BIDIRECTIONAL in rest:  # every key is there: those of an encoder may be more than the queries
         return None if tokens is None else _seen(tokens[:, kv_offset : kv_offset + kv_length], kv_length, blind)
     if not isinstance(q_offset, int):  # of a cache of a fixed size
+        if q_length == 1:
+            return _so_far(q_offset, batch_size, kv_length, kv_offset, tokens, device)
         if not blind:
             q_offset = int(q_offset)
         elif tokens is None or tokens.shape[-1] >= kv_offset + kv_length:
@@ -223,6 +233,19 @@ def _numbers(
         return None if seen >= kv_length else torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     seen = q_offset + q_length if isinstance(q_offset, int) else tokens.shape[-1]
     return _seen(tokens[:, kv_offset : min(seen, kv_offset + kv_length)], kv_length, blind)
+
+
+def _so_far(
+    position: torch.Tensor, batch_size: int, kv_length: int, kv_offset: int, tokens: torch.Tensor | None, device: Any
+) -> torch.Tensor:
+    """Which of ``kv_length`` keys from ``kv_offset`` on one query at ``position`` may see, (batch, kv_length) bool. Nothing
+    waits for the GPU."""
+    keys = torch.arange(kv_length, device=device) + kv_offset
+    found = (keys <= position)[None].expand(batch_size, kv_length)
+    if tokens is None:
+        return found
+    tokens = tokens[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return found & torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
 
 
 def _seen(tokens: torch.Tensor, kv_length: int, blind: bool) -> torch.Tensor | None:

@@ -128,6 +128,46 @@ def test_generate_from_padded_prompts(cache):
         assert torch.equal(model("llama", "fa2tune").eval().generate(ids(), **options), right)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_generate_compiles_the_steps_of_a_static_cache(name, padded):
+    """As it does on a GPU, unasked: one graph for all steps, also for the one that fills the cache."""
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["attention_mask"] = padding("left") if padded else torch.ones(2, TOKENS, dtype=torch.long)
+    right = model(name, "eager").eval().generate(ids(), **options)
+    torch._dynamo.reset()
+    graphs = []
+    compiling = transformers.CompileConfig(
+        fullgraph=True, mode=None, backend=lambda graph, inputs: graphs.append(graph) or graph
+    )
+    compiling._compile_all_devices = True
+    one = model(name, "fa2tune").eval()
+    found = one.generate(ids(), **options, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(found, right)
+    assert name != "llama" or len(graphs) == 1
+
+
+def test_the_mask_of_one_query_of_a_static_cache_is_as_long_as_the_cache():
+    """Nothing waits for the number of tokens so far, and no graph depends on it."""
+    seen = torch.ones(2, 20, dtype=torch.bool)
+    seen[0, :3] = False
+    for tokens in (seen[:, :9], seen, None):
+        found = compat.mask(2, 1, 16, q_offset=torch.tensor(8), attention_mask=tokens)
+        assert found.shape == (2, 1, 1, 16) and found.dtype is torch.uint8
+        assert found[1, 0, 0].tolist() == [1] * 9 + [0] * 7
+        assert found[0, 0, 0].tolist() == [1 if tokens is None else 0] * 3 + [1] * 6 + [0] * 7
+    found = compat.mask(2, 1, 4, q_offset=torch.tensor(8), kv_offset=5, attention_mask=seen[:, :9])
+    assert found.flatten(1).tolist() == [[1] * 4] * 2
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 16, 16), torch.randn(2, 2, 16, 16)
+    mask = compat.mask(2, 1, 16, q_offset=torch.tensor(8), attention_mask=seen)
+    for window, first in ((None, 0), (4, 5)):
+        out, _ = compat.forward(torch.nn.Module(), q, k, v, mask, sliding_window=window)
+        visible = mask.bool() & (torch.arange(16) >= first)
+        right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        torch.testing.assert_close(out, right.transpose(1, 2))
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_a_model_that_keeps_the_last_query_of_its_masks(cache):
     """Gemma 4, whose last layers take keys of layers before them."""
@@ -178,8 +218,8 @@ def test_a_mask_as_long_as_a_static_cache_is_refused_while_a_graph_is_made(monke
     monkeypatch.setattr(compat.documents, "capturing", lambda: True)
     tokens = None if length is None else torch.ones(1, length, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match=r"fa2tune: attention_mask: got (None|a mask of (16|20) tokens)"):
-        compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=tokens)
-    assert compat.mask(1, 1, 16, q_offset=torch.tensor(4), attention_mask=torch.ones(1, 5)).shape == (1, 5)
+        compat.mask(1, 2, 16, q_offset=torch.tensor(4), attention_mask=tokens)
+    assert compat.mask(1, 2, 16, q_offset=torch.tensor(4), attention_mask=torch.ones(1, 6)).shape == (1, 1, 1, 6)
 
 
 @pytest.mark.parametrize("inputs", [{"attention_mask": padding("right")[:1]}, {"position_ids": restarts()}], ids=str)
