@@ -241,7 +241,7 @@ def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 def served(problem: Problem, gpu: Gpu) -> Ordered:
     """What serves: with keys of dQ in parts, in its order, and started early, where that is chosen."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
-    now = {name: (one, group_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
+    now = {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
     if FUSED_KERNEL in now:
         return now, ""
     now = {**now, "bwd_dq": (now["bwd_dq"][0], key_parts(problem, now, gpu))}
@@ -253,7 +253,7 @@ def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> O
     found = replace(choice, config={**choice.config, **changes}, otherwise=choice.config)
     if found.variant.space.broken(found.config, problem.specialization, gpu.arch) is not None:
         return None
-    return {FUSED_KERNEL: (found, group_schedule.parts_of(problem, FUSED_KERNEL, found, gpu))}, ""
+    return {FUSED_KERNEL: (found, group_parts_schedule.parts_of(problem, FUSED_KERNEL, found, gpu))}, ""
 
 
 def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:

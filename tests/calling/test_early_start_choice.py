@@ -103,7 +103,7 @@ def test_not_alone_on_a_side_stream() -> None:
     """Where dQ begins, dK/dV's kernel waits for events."""
     for problem in (posed(4, 6, 400, 400, 192, FULL), posed(2, 6, 721, 721, 256, FULL)):
         found = choices(problem)
-        order = split_backward_schedule.order_of(problem, found, group_schedule.parts(problem, found, H200), H200)
+        order = split_backward_schedule.order_of(problem, found, group_parts_schedule.parts(problem, found, H200), H200)
         assert order == beside.DQ_FIRST
         assert not any(choice.config["EARLY_START"] for choice in found.values())
 
