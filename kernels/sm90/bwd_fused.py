@@ -275,16 +275,17 @@ def bwd_fused_hopper_kernel(
     FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or PART_DV,
-    where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq, rows_padded, TERMS]
-    bfloat16 by one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv, and dS K added to a float32
-    workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or by the pointer words ("vector"),
-    both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles were taken after each program's
-    first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros of these rows are there
-    (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0. Behind them, only if
-    FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head (sm90/bwd_finish.py). EARLY_START: it
-    may start once all programs of the kernel before have, and so may the kernel behind it; before a thread reads terms or the
-    counter, or adds to the workspace, it waits for the end of the kernel before.
+    """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or
+    PART_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq,
+    rows_padded, TERMS] bfloat16 by one: of lse, and B entries later of delta, as sm90/bwd_prepare.py leaves them -> dk, dv,
+    and dS K added to a float32 workspace [B, Hq, rows_padded, BLOCK_D] of zeros: by the descriptor sums (REDUCE "tma"), or
+    by the pointer words ("vector"), both in register order. counter [1] int32, only if DYNAMIC: 0, and then how many tiles
+    were taken after each program's first. flags [B, Hq, rows_padded / CHUNK] int32, only if BESIDE: 1 once terms and zeros
+    of these rows are there (sm90/bwd_beside.py); it may then start as soon as the kernel before it has set them to 0.
+    Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
+    (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
+    behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
+    before.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""

@@ -62,6 +62,7 @@ HOPPER = {
     "sm90/bwd_dq",
     "sm90/bwd_dq_split",
     "sm90/bwd_dkdv",
+    "sm90/bwd_dkdv_ds",
     "sm90/bwd_one_tile",
 }
 
@@ -79,7 +80,7 @@ HOPPER = {
          {"sm90/fwd", "sm90/fwd_split", "sm90/fwd_grouped", "sm90/bwd_dq", "sm90/bwd_dq_split", "sm80/fwd",
           *FUSED_AMPERE}, {"causal"}),
         ("kernels.masks.causal", "keys - offset - row", "keys - offset",
-         {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm90/bwd_one_tile", *FUSED_AMPERE}, {"causal"}),
+         {"sm90/bwd_fused", "sm90/bwd_dkdv", "sm90/bwd_dkdv_ds", "sm90/bwd_one_tile", *FUSED_AMPERE}, {"causal"}),
         # the hooks of no score term, and of one that rows are not measured with
         ("kernels.scores.none", "return ds", "return 2 * ds", PORTABLE - {"portable/fwd", "portable/fwd_split"}, None),
         ("kernels.scores.none", "    return scores\n\n\n@", "    return 2 * scores\n\n\n@", PORTABLE, None),
