@@ -20,11 +20,15 @@ from typing import Any
 import pytest
 import triton
 
-from fa2tune.compiling import compiler, registry, sass
+from fa2tune import gpus
+from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
 from fa2tune.compiling.compiler import Binary
-from fa2tune.spec.problem import Specialization
+from fa2tune.spec.problem import Config, Specialization
+from fa2tune.spec.variant import Variant
 
 TESTED = triton.__version__.startswith("3.6.")  #: whether the compiler is that of constraints.txt
+#: Words of a thread of a forward that may be spilled outside of its loops.
+MOST_SPILLS = 14
 WORKERS = len(os.sched_getaffinity(0))
 #: Variant's name, specialization, settings of a config.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
@@ -69,6 +73,30 @@ def chosen(request: pytest.FixtureRequest, parameter: str = "case") -> list[Any]
         if item.path == request.path and parameter in values and values[parameter] not in found:
             found.append(values[parameter])
     return found
+
+
+def of_keys(listing: str, config: Config) -> list[Any]:
+    """The loops over key blocks of a forward."""
+    return [loop for loop in sass.loops(listing) if loop.mufu >= config["BLOCK_N"] // 2]
+
+
+def check_limits(found: Built, variant: Variant, spec: Specialization, config: Config, held: int) -> None:
+    """A forward's binary fits an H200, whose multiprocessors hold so many programs at least."""
+    h200 = gpus.named("h200")
+    assert limits.before_compile(variant, spec, config, h200) is None
+    assert limits.after_compile(found.binary, h200) is None
+    assert limits.blocks_per_sm(found.binary, h200) >= held
+    assert not operandcheck.unsound(found.listing)
+    if TESTED:
+        assert not re.findall(r"C75\d\d", found.said), "products one after the other"
+
+
+def check_loops_do_not_spill(found: Built, config: Config) -> None:
+    """Over keys: a loop for each warpgroup at least."""
+    spilled = sorted(loop.local_bytes for loop in of_keys(found.listing, config))
+    assert len(spilled) >= config["BLOCK_M"] // 64 and spilled[0] == 0
+    if TESTED:
+        assert spilled[-1] == 0 and found.binary.spills <= MOST_SPILLS
 
 
 @contextmanager

@@ -4,7 +4,6 @@ one kernel for all of it, where that is expected to be faster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from fa2tune.calling.refusals import cannot_be_had
@@ -69,9 +68,12 @@ def backward_plan(
 ) -> BackwardPlan | OneTilePlan:
     """``given``: what else a ``BackwardPlan`` takes. Where the kernel that makes all of a backward does not compile or load, or
     there is nothing to compile it with, those of ``choices`` serve, and the log says so."""
-    planned = partial(BackwardPlan, problem, **given, strategy=strategy, configs=choices)
+
+    def planned(parts: Mapping[str, int], order: str) -> BackwardPlan:
+        return BackwardPlan(problem, **given, strategy=strategy, configs=choices, parts=parts, order=order)
+
     if not may_split:
-        return planned(parts={}, order="")
+        return planned({}, "")
     divided = division(problem, choices, gpu)
     config, refused = one_tile(problem, choices, divided, gpu)
     if config is not None and not refused:
@@ -83,15 +85,15 @@ def backward_plan(
             _REFUSED[_one_tile(problem, gpu)] = str(error)
             warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {', '.join(choices)}")
     if divided.parts == divided.groups:
-        return planned(parts=divided.groups, order=divided.order)
+        return planned(divided.groups, divided.order)
     try:
-        return planned(parts=divided.parts, order=divided.order)
+        return planned(divided.parts, divided.order)
     except Exception as error:
         if not cannot_be_had(error):
             raise
         why = str(error)
     order = split_backward_schedule.order_of(problem, choices, divided.groups, gpu)
-    plan = planned(parts=divided.groups, order=order)  # fails, too, where another kernel was the reason
+    plan = planned(divided.groups, order)  # fails, too, where another kernel was the reason
     _REFUSED[problem.specialization, gpu.name] = why
     warn_once(f"the first choice for {DQ} failed on {gpu.name} ({why}); next: keys are not split")
     return plan

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-from hopper_builds import TESTED, Asked, Built, builder, chosen
+from hopper_builds import Asked, Built, builder, check_limits, check_loops_do_not_spill, chosen
 
-from fa2tune import gpus
-from fa2tune.compiling import compiler, limits, operandcheck, registry, sass
+from fa2tune.compiling import compiler, registry
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.problem import Config, Specialization
 
-H200 = gpus.named("h200")
 GROUPED = registry.variant_named("sm90/fwd_grouped")
-#: Words of a thread that may be spilled outside of the loops.
-MOST_SPILLS = 14
 
 
 class Case(NamedTuple):
@@ -53,29 +49,14 @@ def built(request: pytest.FixtureRequest) -> Iterator[Callable[[Asked], Built]]:
         yield build
 
 
-def of_keys(listing: str, config: Config) -> list[Any]:
-    """The loops over key blocks."""
-    return [loop for loop in sass.loops(listing) if loop.mufu >= config["BLOCK_N"] // 2]
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_compiles_within_the_limits(case: Case, built: Callable[[Asked], Built]) -> None:
-    assert limits.before_compile(GROUPED, case.spec, case.config, H200) is None
-    found = built(case.asked)
-    assert limits.after_compile(found.binary, H200) is None
-    assert limits.blocks_per_sm(found.binary, H200) >= fwd_grouped.HELD[case.rows][0]
-    assert not operandcheck.unsound(found.listing)
-    if TESTED:
-        assert not re.findall(r"C75\d\d", found.said), "products one after the other"
+    check_limits(built(case.asked), GROUPED, case.spec, case.config, fwd_grouped.HELD[case.rows][0])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_loop_over_keys_spills(case: Case, built: Callable[[Asked], Built]) -> None:
-    found = built(case.asked)
-    spilled = sorted(loop.local_bytes for loop in of_keys(found.listing, case.config))
-    assert len(spilled) >= case.rows // 64 and spilled[0] == 0
-    if TESTED:
-        assert spilled[-1] == 0 and found.binary.spills <= MOST_SPILLS
+    check_loops_do_not_spill(built(case.asked), case.config)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

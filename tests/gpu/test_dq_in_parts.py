@@ -3,10 +3,9 @@ graphs, memory that is given out again, and the public call."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from launches_on_gpu import check_memory_given_out_again, check_stream_and_graph, poison_fresh_memory, same
 
 import fa2tune
 from fa2tune.calling import dispatch
@@ -64,21 +63,9 @@ class Posed:
         verify.compare(dict(zip(("dq", "dk", "dv"), found, strict=True)), self.oracle, self.same)
 
 
-def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Memory that is not written holds NaN."""
-    monkeypatch.setattr(passes, "ALLOCATE", None)
-    made = torch.empty_strided
-
-    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
-        found = made(*sizes, **named)
-        return found.fill_(0xFF if found.dtype is torch.uint8 else torch.nan) if found.is_cuda else found
-
-    monkeypatch.setattr(torch, "empty_strided", poisoned)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_fresh_memory(monkeypatch)
 
 
 @pytest.mark.parametrize(("heads", "lengths", "mask"), CASES, ids=str)
@@ -110,34 +97,13 @@ def test_bits_are_those_of_every_run_and_order(order: str) -> None:
     posed.check(after)
     for _ in range(20):
         assert same(posed.run(plan), after)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = posed.run(plan)
-    stream.synchronize()
-    assert same(found, after)
-    with torch.cuda.graph(graph):
-        found = posed.run(plan)
-    for _ in range(10):
-        for one in found:
-            one.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(found, after)
+    check_stream_and_graph(lambda: posed.run(plan), after)
 
 
 def test_memory_that_is_given_out_again_at_once() -> None:
     posed = Posed(Problem("bf16", 3, 1, 1, 296, 5000, 256, 256, CAUSAL))
     after, plan = posed.run(posed.plan(11)), posed.plan(11, beside.DQ_AT_ONCE)
-    for _ in range(20):
-        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
-        do, q, k, v, o = copies
-        found = plan(do, None, q, k, v, o, posed.lse)
-        sizes = [one.numel() for one in copies]
-        del copies, do, q, k, v, o
-        for size in (*sizes, plan.kernels.size // 2):
-            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
-        assert same(found, after)
+    check_memory_given_out_again(posed, plan, after, plan.kernels.size // 2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

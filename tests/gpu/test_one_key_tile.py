@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches_on_gpu import check_memory_given_out_again, check_stream_and_graph, poison_fresh_memory, same
 
 import fa2tune
 from fa2tune.calling import dispatch
@@ -58,21 +59,9 @@ class Posed:
         verify.compare(got, {name: self.oracle[name] for name in got}, {name: self.same[name] for name in got})
 
 
-def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Memory that is not written holds NaN."""
-    monkeypatch.setattr(passes, "ALLOCATE", None)
-    made = torch.empty_strided
-
-    def poisoned(*sizes: Any, **named: Any) -> torch.Tensor:
-        found = made(*sizes, **named)
-        return found.fill_(0xFF if found.dtype is torch.uint8 else torch.nan) if found.is_cuda else found
-
-    monkeypatch.setattr(torch, "empty_strided", poisoned)
+def nothing_is_zero_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_fresh_memory(monkeypatch)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -135,34 +124,13 @@ def test_the_same_bits_on_every_run_stream_and_replay(parts: int) -> None:
     posed.check(first)
     for _ in range(30):
         assert same(posed.run(plan), first)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = posed.run(plan)
-    stream.synchronize()
-    assert same(found, first)
-    with torch.cuda.graph(graph):
-        found = posed.run(plan)
-    for _ in range(10):
-        for one in found:
-            one.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(found, first)
+    check_stream_and_graph(lambda: posed.run(plan), first)
 
 
 def test_memory_that_is_given_out_again_at_once() -> None:
     posed = Posed(Problem("bf16", 3, 4, 4, 296, 100, 256, 256, CAUSAL))
     first, plan = posed.run(posed.plan(2)), posed.plan(2)
-    for _ in range(20):
-        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
-        do, q, k, v, o = copies
-        found = plan(do, None, q, k, v, o, posed.lse)
-        sizes = [one.numel() for one in copies]
-        del copies, do, q, k, v, o
-        for size in sizes:
-            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
-        assert same(found, first)
+    check_memory_given_out_again(posed, plan, first)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches_on_gpu import check_memory_given_out_again, check_stream_and_graph, same
 
 import fa2tune
 from fa2tune.calling import choosing, dispatch
@@ -65,10 +66,6 @@ class Posed:
         return plan(self.do, self.dlse, self.q, self.k, self.v, self.o, self.lse)
 
 
-def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("order", beside.ORDERS)
 @pytest.mark.parametrize(("dim", "mask"), [(256, CAUSAL), (192, FULL)], ids=str)
 def test_bits_of_packed_sequences_are_those_of_one_kernel_after_the_other(order: str, dim: int, mask: Mask) -> None:
@@ -108,21 +105,7 @@ def test_bits_are_those_of_one_kernel_after_the_other(call: tuple[Any, ...], wit
 def test_on_another_stream_and_in_a_graph(order: str) -> None:
     posed = Posed(CALLS[0])
     after, plan = posed.run(posed.plan("")), posed.plan(order)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = posed.run(plan)
-    stream.synchronize()
-    assert same(found, after)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # on a stream of its own, without a side yet
-        found = posed.run(plan)
-    for _ in range(10):
-        for one in found:
-            one.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(found, after)
+    check_stream_and_graph(lambda: posed.run(plan), after)  # the graph's stream has no side yet
     assert same(posed.run(plan), after), "the side is free again"
 
 
@@ -180,18 +163,9 @@ def test_two_threads(shared: bool) -> None:
 
 @pytest.mark.parametrize("order", beside.ORDERS)
 def test_memory_that_is_given_out_again_at_once(order: str) -> None:
-    """Inputs and workspaces are freed right after the call, and their memory is overwritten on the same stream."""
     posed = Posed(CALLS[3])
     after, plan = posed.run(posed.plan("")), posed.plan(order)
-    for _ in range(20):
-        copies = [one.clone() for one in (posed.do, posed.q, posed.k, posed.v, posed.o)]
-        do, q, k, v, o = copies
-        found = plan(do, None, q, k, v, o, posed.lse)
-        sizes = [one.numel() for one in copies]
-        del copies, do, q, k, v, o
-        for size in (*sizes, plan.kernels.size // 2):
-            torch.full((size,), torch.nan, device="cuda", dtype=torch.bfloat16)
-        assert same(found, after)
+    check_memory_given_out_again(posed, plan, after, plan.kernels.size // 2)
 
 
 @every

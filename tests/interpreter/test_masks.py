@@ -18,7 +18,7 @@ from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
 from fa2tune.measuring import reference, verify
 from fa2tune.spec import maskfile
-from fa2tune.spec.mask import ABSENT, Mask
+from fa2tune.spec.mask import ABSENT, Mask, band
 from fa2tune.spec.problem import STRATEGIES
 from fa2tune.spec.variant import DESCRIPTOR, POINTER
 
@@ -71,11 +71,14 @@ def configs(kernel, spec):
         yield {name: value for name, value in config.items() if name in space}
 
 
-@pytest.mark.parametrize("chunk", [24, 64, 150, None])
-def test_every_place_of_the_masked_tiles(chunk):
+@pytest.mark.parametrize(
+    "mask",
+    [*(Mask("chunked", chunk) for chunk in (24, 64, 150)), Mask("causal_top_left"), band(40, 0), band(10, 20)],
+    ids=str,
+)
+def test_every_place_of_the_masked_tiles(mask):
     asked = problem("fp16", 150, 190, 32)
     inputs = reference.make_inputs(asked, "cpu")
-    mask = Mask("chunked", chunk) if chunk else Mask("causal_top_left")
     options = {"mask": mask, "softmax_scale": 32**-0.5}
     oracle, same = reference.oracle_and_reference(inputs, **options)
     spec = replace(asked.specialization, mask=mask.name)

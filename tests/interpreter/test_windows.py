@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +10,9 @@ import torch
 from test_kernels import check_options, problem
 
 import fa2tune
-from fa2tune.compiling.registry import portable_of
 from fa2tune.launching import passes
-from fa2tune.measuring import reference, verify
+from fa2tune.measuring import reference
 from fa2tune.spec.mask import CAUSAL, FULL, band, mask_of
-from fa2tune.spec.problem import STRATEGIES
-from fa2tune.spec.variant import DESCRIPTOR, POINTER
 
 #: With one query tile and several, one key tile and several, and rows that see no key.
 CASES = (
@@ -35,35 +30,6 @@ def test_windows(seqlen_q, seqlen_k, window):
 def test_a_causal_window(dtype):
     """With causal=True the right side is 0, whatever the window says, as in flash-attn."""
     check_options(problem(dtype, 100, 130, 64), band(24, 0), causal=True, window=(24, 50))
-
-
-def configs(kernel, spec):
-    """One config of each load variant and place of the masked tiles."""
-    base = portable_of(kernel).space.default(spec, 80)
-    space = portable_of(kernel).space.dimensions
-    for loads, masked in itertools.product((POINTER, DESCRIPTOR), space["MASKED"]):
-        config = {**base, "LOADS": loads, "MASKED": masked, "BLOCK_M": 32, "BLOCK_N": 32}
-        yield {name: value for name, value in config.items() if name in space}
-
-
-@pytest.mark.parametrize("window", [(40, 0), (10, 20)])
-def test_every_place_of_the_masked_tiles(window):
-    asked = problem("fp16", 150, 190, 32)
-    inputs = reference.make_inputs(asked, "cpu")
-    options = {"mask": band(*window), "softmax_scale": 32**-0.5}
-    oracle, same = reference.oracle_and_reference(inputs, **options)
-    spec = replace(asked.specialization, mask="band")
-    for config in configs("fwd", spec):
-        o, lse = passes.forward(inputs.q, inputs.k, inputs.v, **options, config=config)
-        verify.compare({"o": o, "lse": passes.lse_of(lse)}, oracle, same)
-    for strategy, kernels in STRATEGIES.items():
-        first = {kernel: list(configs(kernel, spec)) for kernel in kernels}
-        for choice in zip(*first.values(), strict=True):
-            chosen = dict(zip(kernels, choice, strict=True))
-            found = passes.backward(
-                inputs.do, None, inputs.q, inputs.k, inputs.v, o, lse, **options, strategy=strategy, configs=chosen
-            )
-            verify.compare(dict(zip(("dq", "dk", "dv"), found, strict=True)), oracle, same)
 
 
 def test_a_remembered_window_does_not_let_a_wrong_one_pass():
