@@ -9,8 +9,8 @@ they run in this process.
 
 The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and those of ``COMPUTING`` compute
 by themselves: both have a child as well, so that all cores have work. A file that the command line names runs in this process;
-with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases run of which machine code is read, and of each
-test of ``VALUES`` a third, one at least.
+with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases run of which machine code is read, and of
+each test of ``VALUES`` a third, one at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
