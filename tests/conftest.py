@@ -7,9 +7,10 @@ other (selectable, counted, reported); its reports come from the child.
 tests/interpreter therefore have a child of their own with ``TRITON_INTERPRET=1``. With that already set (say, for ``--pdb``),
 they run in this process.
 
-The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and have the other child. One that
-the command line names runs in this process; with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases
-run of which machine code is read, and of each test of ``VALUES`` a third, one at least.
+The files of ``COMPILING`` do little but compile, half of all that the suite has to compute, and those of ``COMPUTING`` compute
+by themselves: both have a child as well, so that all cores have work. A file that the command line names runs in this process;
+with ``--pdb`` all of them do. With ``FA2TUNE_TESTS_EVERY=6`` a sixth of the cases run of which machine code is read, and of
+each test of ``VALUES`` a third, one at least.
 
 Tests under tests/gpu are skipped where there is no CUDA device.
 """
@@ -69,6 +70,13 @@ COMPILING = tuple(
     )
 )
 READING = COMPILING[3:]  #: machine code
+#: No test of these has a deadline.
+COMPUTING = tuple(
+    path
+    for folder in ("launching", "calling", "predicting", "compiling")
+    for path in sorted((TESTS / folder).glob("test_*.py"))
+    if path not in COMPILING
+)
 #: Tests with many cases: forms, masks and lengths of kernels that are computed by Python or Triton's interpreter, whole
 #: models, and what every kernel compiles to.
 VALUES = frozenset(
@@ -189,18 +197,25 @@ def compiling_child(config: pytest.Config) -> Child:
 
 
 @functools.cache
+def computing_child(config: pytest.Config) -> Child:
+    return Child(config, COMPUTING, {})
+
+
+@functools.cache
 def interpreting_child(config: pytest.Config) -> Child:
     return Child(config, [TESTS / "interpreter"], {"TRITON_INTERPRET": "1"})
 
 
 def child_for(config: pytest.Config, path: Path) -> Child:
-    return compiling_child(config) if path in COMPILING else interpreting_child(config)
+    if path in COMPILING:
+        return compiling_child(config)
+    return computing_child(config) if path in COMPUTING else interpreting_child(config)
 
 
 def stays_here(config: pytest.Config, path: Path) -> bool:
     if CHILD:
         return True
-    if path not in COMPILING:
+    if path not in COMPILING + COMPUTING:
         return INTERPRETED or TESTS / "interpreter" not in path.parents
     named = {(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args}
     # a worker of pytest-xdist would start a child of its own
@@ -214,7 +229,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if getattr(config.option, "dist", "no") != "no":  # pytest-xdist: it is its workers that collect
         return
     folders = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
-    for path in (COMPILING[0], TESTS / "interpreter" / "any"):
+    for path in (COMPILING[0], COMPUTING[0], TESTS / "interpreter" / "any"):
         if any(folder in path.parents for folder in folders) and not stays_here(config, path):
             child_for(config, path)
 

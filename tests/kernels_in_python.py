@@ -40,7 +40,7 @@ from kernel_values import (
 from tile_values import ARRAYS, Products, Real, computed
 from triton.runtime import jit
 
-PATIENCE = 20  #: seconds until a wait is a deadlock
+PATIENCE = 120  #: seconds until a wait is a deadlock; where cores are few, a wait is long
 _HERE = threading.local()
 
 

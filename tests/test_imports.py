@@ -48,6 +48,11 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+def called(node: ast.Call) -> str:
+    """The last name of what is called."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
 def imports(module: str) -> Iterator[str]:
     """The modules of fa2tune that one module imports, ``import_module("fa2tune...")`` included."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
@@ -57,7 +62,7 @@ def imports(module: str) -> Iterator[str]:
             assert node.level == 0, f"{module} line {node.lineno}: relative import"
             below = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES or name in PACKAGES else str(node.module) for name in below]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called(node).endswith("import_module"):
             names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
         else:
             continue

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import kernels_in_python
 import pytest
 import torch
 from public_gpu import PublicGpu, public_gpu
@@ -50,9 +49,8 @@ class Road(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.empty fills with NaN; where cores are few, a wait is long."""
-    monkeypatch.setattr(kernels_in_python, "PATIENCE", 120)
+def poison() -> Iterator[None]:
+    """torch.empty fills with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
