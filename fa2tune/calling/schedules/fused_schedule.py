@@ -106,9 +106,12 @@ def _blocks_of(problem: Problem, rows: int) -> tuple[int, ...]:
     """The same of a problem; of packed sequences one after the other."""
     if not problem.extent.ragged:
         return _blocks(problem.seqlen_q, problem.seqlen_k, problem.mask, rows)
-    return tuple([n for lengths in packed_lengths.each(problem) for n in _blocks(*lengths, problem.mask, rows)])
+    every = packed_lengths.each(problem)
+    found = {lengths: _blocks(*lengths, problem.mask, rows) for lengths in set(every)}
+    return tuple([n for lengths in every for n in found[lengths]])
 
 
+@lru_cache(maxsize=256)
 def _chunks(problem: Problem) -> int:
     """Of a head's query rows, of CHUNK each."""
     lengths = packed_lengths.each(problem) if problem.extent.ragged else ((problem.seqlen_q, 0),)

@@ -48,13 +48,15 @@ def rows_of_tiles(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[
     return (seen,) * tiles
 
 
+@lru_cache(maxsize=256)  # asked for each number of parts
 def rows_of_call(problem: Problem, keys: int) -> tuple[int, ...]:
     """The same of a problem, for tiles of so many keys. Of packed sequences one head has the tiles of all, one sequence after
     the other, and the lengths are those of ``packed_lengths``."""
     if not problem.extent.ragged:
         return rows_of_tiles(problem.seqlen_q, problem.seqlen_k, keys, problem.mask)
     every = packed_lengths.each(problem)
-    return tuple([rows for lengths in every for rows in rows_of_tiles(*lengths, keys, problem.mask)])
+    found = {lengths: rows_of_tiles(*lengths, keys, problem.mask) for lengths in set(every)}
+    return tuple([rows for lengths in every for rows in found[lengths]])
 
 
 @lru_cache(maxsize=4096)

@@ -114,17 +114,31 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
     return packed_lengths.each(problem) if problem.extent.ragged else ((problem.seqlen_q, problem.seqlen_k),)
 
 
+@lru_cache(maxsize=4096)  # lengths of packed sequences repeat
+def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, causal: bool) -> tuple[int, ...]:
+    """Keys that each tile of so many queries of a sequence sees; causal: the last ones, which are given out first, first."""
+    tiles = -(-seqlen_q // rows)
+    if not causal:
+        return (seqlen_k,) * tiles
+    behind = seqlen_k - seqlen_q
+    ends = [min((nth + 1) * rows, seqlen_q) + behind for nth in range(tiles)]
+    return tuple([min(seqlen_k, max(0, end)) for end in reversed(ends)])
+
+
+@lru_cache(maxsize=4096)
+def _blocks_met(seqlen_q: int, seqlen_k: int, keys: int, causal: bool) -> tuple[int, ...]:
+    """Query blocks that each tile of so many keys of a sequence meets."""
+    blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
+    if not causal:
+        return (blocks,) * tiles
+    return tuple([blocks - min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(tiles)])
+
+
 def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
     """``splits``: parts of the keys, each a program's."""
-    rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
-    seen: list[int] = []
-    for seqlen_q, seqlen_k in sorted(_lengths(problem), key=lambda one: -one[1]):  # sequences of more keys first
-        of_tiles = [seqlen_k] * -(-seqlen_q // rows)
-        if problem.mask == CAUSAL:  # the last ones are given out first
-            behind = seqlen_k - seqlen_q
-            ends = [min((nth + 1) * rows, seqlen_q) + behind for nth in range(len(of_tiles))]
-            of_tiles = [min(seqlen_k, max(0, end)) for end in reversed(ends)]
-        seen += of_tiles
+    rows, keys, causal = bwd_dq.rows(choice.config), choice.config["BLOCK_N"], problem.mask == CAUSAL
+    lengths = sorted(_lengths(problem), key=lambda one: -one[1])  # sequences of more keys first
+    seen = [count for one in lengths for count in _keys_seen(*one, rows, causal)]
     block, ends_share = _shares(problem, choice)
     block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
     costs = tuple([-(-count // (keys * splits)) * block + ENDS_US[DQ] * ends_share for count in seen])
@@ -133,17 +147,11 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
 
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
-    ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
-    met: list[int] = []  # query blocks of each tile
-    for seqlen_q, seqlen_k in _lengths(problem):
-        blocks, behind = -(-seqlen_q // BLOCK), seqlen_k - seqlen_q
-        first = [0] * -(-seqlen_k // keys)
-        if problem.mask == CAUSAL:
-            first = [min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(len(first))]
-        met += [blocks - one for one in first]
+    ours, keys, causal = group_parts.split(problem, parts), choice.config["BLOCK_N"], problem.mask == CAUSAL
+    met = [count for one in _lengths(problem) for count in _blocks_met(*one, keys, causal)]
     block, ends_share = _shares(problem, choice)
-    block *= BLOCK_US[DKDV] * keys / BLOCK
-    costs = tuple([ours.group * count * block + ENDS_US[DKDV] * ends_share for count in met])
+    block *= ours.group * BLOCK_US[DKDV] * keys / BLOCK
+    costs = tuple([count * block + ENDS_US[DKDV] * ends_share for count in met])
     return Tiles(costs, ours.batch * ours.heads_kv, choice.config["HEADS_PER_WAVE"])
 
 
@@ -176,7 +184,8 @@ def _last(tiles: Tiles, sm_count: int) -> float:
 
 def delta_us(problem: Problem, choice: Choice, gpu: Gpu) -> float:
     """Of dQ's kernel over no keys."""
-    tiles = _dq_tiles(problem, choice).number
+    rows_of_tile = bwd_dq.rows(choice.config)
+    tiles = problem.batch * problem.heads_q * sum(-(-queries // rows_of_tile) for queries, _ in _lengths(problem))
     ends = NO_KEYS * ENDS_US[DQ] * _shares(problem, choice)[1]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     moved = rows * (problem.head_dim + 2 * problem.head_dim_v) * 2 / BYTES_PER_US
