@@ -112,7 +112,7 @@ def toy(tree: Path) -> None:
 
 def test_a_kernel_is_two_files(tree: Path, run: Callable[..., str], tmp_path: Path) -> None:
     toy(tree)
-    rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100", "--trials", "4")
+    rows = tuned(run, tmp_path / "rows.sqlite", "--gpu", "a100", "--trials", "2")
     assert {"toy"} <= {row.implementation for row in rows} <= {"toy", "pointer", "descriptor", "sm80"}
     (row,) = (row for row in rows if row.implementation == "toy")
     assert row.config["IMPLEMENTATION"] == "toy" and "LOADS" not in row.config and row.time_us and row.errors
@@ -136,7 +136,7 @@ def test_a_dimension_is_one_line_and_older_rows_serve(tree: Path, run: Callable[
     edit(space, line, f'            "FLIP": added(0, 1, older=0),\n{line}')
     found = called(run, tmp_path / "before.sqlite")
     assert found["config"] == {**portable.config, "FLIP": 0} and found["error"] < 2e-3
-    after = tuned(run, tmp_path / "after.sqlite", "--gpu", "a100", "--trials", "4")
+    after = tuned(run, tmp_path / "after.sqlite", "--gpu", "a100", "--trials", "2")
     found = [row for row in after if row.implementation != "sm80"]
     assert found and all(row.config["FLIP"] in (0, 1) for row in found)
 
