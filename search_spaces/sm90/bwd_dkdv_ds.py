@@ -33,7 +33,7 @@ def of_row(problem: Problem, config: Config) -> Config:
     found = config_of(spec, stages, p_stages, config["HEADS_PER_WAVE"])
     while shared_bytes(found, spec) > SHARED_BYTES:
         stages, p_stages = (stages, p_stages - 1) if p_stages > 1 else (stages - 1, p_stages)
-        found |= {"STAGES": stages, "P_STAGES": p_stages}
+        found = {**found, "STAGES": stages, "P_STAGES": p_stages}
     return {**found, "DQ_GROUPS": 2} if problem.seqlen_q <= 2 * BLOCK else found
 
 
