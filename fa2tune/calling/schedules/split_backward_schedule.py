@@ -22,7 +22,7 @@ from fa2tune.launching import dq_parts, group_parts
 from fa2tune.launching.beside import DKDV, DKDV_FIRST, DQ, DQ_AT_ONCE, DQ_FIRST
 from fa2tune.search_spaces.lib.hopper import block_dims, columns
 from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dq, bwd_dq_split
-from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant
 
@@ -115,10 +115,10 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=4096)  # lengths of packed sequences repeat
-def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, causal: bool) -> tuple[int, ...]:
-    """Keys that each tile of so many queries of a sequence sees; causal: the last ones, which are given out first, first."""
+def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
+    """Keys that each tile of so many queries of a sequence sees; CAUSAL: the last ones, which are given out first, first."""
     tiles = -(-seqlen_q // rows)
-    if not causal:
+    if mask != CAUSAL:
         return (seqlen_k,) * tiles
     behind = seqlen_k - seqlen_q
     ends = [min((nth + 1) * rows, seqlen_q) + behind for nth in range(tiles)]
@@ -126,19 +126,19 @@ def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, causal: bool) -> tuple[i
 
 
 @lru_cache(maxsize=4096)
-def _blocks_met(seqlen_q: int, seqlen_k: int, keys: int, causal: bool) -> tuple[int, ...]:
+def _blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
     """Query blocks that each tile of so many keys of a sequence meets."""
     blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
-    if not causal:
+    if mask != CAUSAL:
         return (blocks,) * tiles
     return tuple([blocks - min(max((nth * keys - behind) // BLOCK, 0), blocks) for nth in range(tiles)])
 
 
 def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
     """``splits``: parts of the keys, each a program's."""
-    rows, keys, causal = bwd_dq.rows(choice.config), choice.config["BLOCK_N"], problem.mask == CAUSAL
+    rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
     lengths = sorted(_lengths(problem), key=lambda one: -one[1])  # sequences of more keys first
-    seen = [count for one in lengths for count in _keys_seen(*one, rows, causal)]
+    seen = [count for one in lengths for count in _keys_seen(*one, rows, problem.mask)]
     block, ends_share = _shares(problem, choice)
     block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
     costs = tuple([-(-count // (keys * splits)) * block + ENDS_US[DQ] * ends_share for count in seen])
@@ -147,8 +147,8 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
 
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
-    ours, keys, causal = group_parts.split(problem, parts), choice.config["BLOCK_N"], problem.mask == CAUSAL
-    met = [count for one in _lengths(problem) for count in _blocks_met(*one, keys, causal)]
+    ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
+    met = [count for one in _lengths(problem) for count in _blocks_met(*one, keys, problem.mask)]
     block, ends_share = _shares(problem, choice)
     block *= ours.group * BLOCK_US[DKDV] * keys / BLOCK
     costs = tuple([count * block + ENDS_US[DKDV] * ends_share for count in met])
