@@ -64,6 +64,7 @@ COMPILING = tuple(
         "one_tile_compiled",
         "backward_narrow",
         "early_start_compiled",
+        "stored_ds_compiled",
         "hostside",
         "sm80",
         "hopper",
@@ -77,8 +78,8 @@ COMPUTING = tuple(
     for path in sorted((TESTS / folder).glob("test_*.py"))
     if path not in COMPILING
 )
-#: Tests with many cases: forms, masks and lengths of kernels that are computed by Python or Triton's interpreter, whole
-#: models, and what every kernel compiles to.
+#: Tests with many cases: forms, masks and lengths of kernels that Triton's interpreter computes, whole models, and what every
+#: kernel compiles to. Of kernels that Python computes every case runs: nothing else tells without a GPU whether they are right.
 VALUES = frozenset(
     TESTS / f"{name}.py"
     for name in (
@@ -87,12 +88,9 @@ VALUES = frozenset(
             "combinations", "compat_bands", "compat_chunks", "compat_transformers", "distributed_tensors", "few_queries",
             "group_parts", "bench",
         )),
-        *(f"launching/test_{name}_in_python" for name in (
-            "computed", "dq_parts", "early_start", "grouped", "key_parts", "one_tile", "public_calls",
-        )),
-        "launching/test_cuda", "launching/test_packed_addresses",
     )
 )  # fmt: skip
+assert all(path.exists() for path in VALUES)
 
 
 # --- the parent: one stand-in per test of a child
@@ -348,27 +346,23 @@ def limited(item: pytest.Item) -> Iterator[None]:
 pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(wrapper=True)(limited)
 
 
-def of_the_share(case: str, every: int) -> bool:
-    """By the name of the case, so that tests of one case run or do not run together."""
-    return zlib.crc32(case.encode()) % every == 0
+def number_of(item: pytest.Item) -> int:
+    """By the name of its case, so that tests of one case, which take one compilation, run or do not run together."""
+    return zlib.crc32(item.name.partition("[")[2].encode())
 
 
 def shared_out(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Those that run with ``FA2TUNE_TESTS_EVERY``. Of machine code the share as it falls, as all tests of a case take one
-    compilation; of values, which every case computes anew, twice as large a share, and one case of each test where none falls
-    into it."""
-    values = max(EVERY // 2, 1)
-    tests = {item: (item.path, item.nodeid.partition("[")[0]) for item in items}
-    chosen = {item for item in items if of_the_share(item.name.partition("[")[2], values)}
-    had = {tests[item] for item in chosen}
+    """Those that run with ``FA2TUNE_TESTS_EVERY``: of machine code that share of the cases, of values twice as many, and one
+    case of each test where none falls into it."""
+    every = dict.fromkeys(READING, EVERY) | dict.fromkeys(VALUES, max(EVERY // 2, 1))
+    least: dict[str, int] = {}
     for item in items:
-        if item.path in READING:
-            if of_the_share(item.name.partition("[")[2], EVERY):
-                yield item
-        elif item.path not in VALUES or item in chosen:
-            yield item
-        elif tests[item] not in had:
-            had.add(tests[item])
+        test, number = item.nodeid.partition("[")[0], number_of(item)
+        in_the_share = number % every.get(item.path, 1) == 0
+        least[test] = min(least.get(test, number), -1 if in_the_share else number)
+    for item in items:
+        number = number_of(item)
+        if number % every.get(item.path, 1) == 0 or number == least[item.nodeid.partition("[")[0]]:
             yield item
 
 

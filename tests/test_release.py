@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,12 @@ def test_make_release_makes_the_machine_code_checks_it_and_holds_the_wheel_to_it
         recipe.find(one) for one in ("ship_binaries.py build", "--check", "pip wheel", "-size")
     )
     assert 0 < made < checked < built < measured and "git archive HEAD" in recipe
+
+
+def test_what_ci_leaves_out_with_the_newest_versions_is_there() -> None:
+    """pytest ignores a file that it is told to ignore and that does not exist."""
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    (listed,) = re.findall(r"^SAME_EVERYWHERE=\([^)]*\)$", script, re.M)
+    command = f'{listed}; printf "%s\\n" "${{SAME_EVERYWHERE[@]}}"'
+    paths = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(paths) > 20 and [path for path in paths if not (ROOT / path).exists()] == []

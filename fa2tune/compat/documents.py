@@ -93,9 +93,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-def flat(mask: torch.Tensor) -> torch.Tensor:
+def flat(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(batch, 1, 1, length) as (batch, length), one tensor for all layers of a model."""
-    found: torch.Tensor = _remembered(mask, "flat", lambda: mask[:, 0, 0].clone())  # a view would keep it alive
+    found: torch.Tensor = _remembered(
+        mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True)
+    )  # a view would keep it alive
     return found
 
 
@@ -145,22 +147,23 @@ def _rows(call: str, numbers: torch.Tensor, q: Any) -> Any:
 
 
 def by_numbers(
-    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, **options: Any
-) -> torch.Tensor:
+    call: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: torch.Tensor, at_last_token: bool = False,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
     """(batch, length, heads, dim) tensors and of the keys (batch, at most length) bool, True for a token, or integers, the
     documents of tokens -> out. Keys behind the last of ``numbers`` are not there.
 
     NotImplementedError: padding between the tokens of a row, with a window or chunks.
 
     bool: the queries are those of the last keys, and rows of padding give 0; without a causal mask and a window they may be of
-    anything, and all of them attend. uint8, 1 for a token: the same of several queries; one query is that of the last token.
-    Other integers: as many queries as keys."""
+    anything, and all of them attend. With ``at_last_token`` one query is that of a row's last token, and sees those before.
+    Integers: as many queries as keys."""
     arguments.check_dense(f"{call}: attention_mask", numbers)
     if given(q, k, v):
 
         def part(here_q: torch.Tensor, here_k: torch.Tensor, here_v: torch.Tensor) -> torch.Tensor:
             _check(call, k, v, numbers, q.shape[0])
-            return by_numbers(call, here_q, here_k, here_v, _rows(call, numbers, q), **options)
+            return by_numbers(call, here_q, here_k, here_v, _rows(call, numbers, q), at_last_token, **options)
 
         divided: Any = by_parts(part, q, k, v, "bshd", ())
         return divided
@@ -170,9 +173,6 @@ def by_numbers(
     _check(call, k, v, numbers, batch)
     k, v = k[:, : numbers.shape[1]], v[:, : numbers.shape[1]]
     length = k.shape[1]
-    at_last_token = numbers.dtype is OF_FIXED_CACHE and rows == 1
-    if numbers.dtype is OF_FIXED_CACHE:
-        numbers = _remembered(numbers, "tokens", numbers.bool)
     if numbers.dtype != torch.bool:
         if rows != length:
             raise ValueError(
@@ -184,7 +184,7 @@ def by_numbers(
     order, back, starts_k = _remembered(numbers, "keys", lambda: _compacted(numbers))
     keys, values = _permuted(_flat(k), order, back), _permuted(_flat(v), order, back)
     plain = not options["causal"] and options["window"] is None and options.get("mask") is None
-    if plain or at_last_token:
+    if plain or (at_last_token and rows == 1):
         starts_q = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
         out, _ = terms.packed(
             call, _flat(q), keys, values, starts_q, starts_k, rows, length, return_lse=False, **options

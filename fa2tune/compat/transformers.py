@@ -146,8 +146,8 @@ def mask(
 ) -> torch.Tensor | None:  # fmt: skip
     """What ``forward`` gets as attention_mask: None, or of the keys (batch, length) bool, False for padding, or int32, the
     documents of packed tokens; the last key is that of the last query. For a model that keeps a mask's last queries by itself,
-    (batch, 1, 1, length). With a cache of fixed size (batch, 1, 1, length) uint8, of one query all keys of the cache: the last
-    that is not 0 is its own. ``attention_mask``: (batch, length) bool, True is a token.
+    (batch, 1, 1, length). With a cache of fixed size, or where a window has left keys behind, (batch, 1, 1, length) uint8, of
+    one query all keys of the cache: it sees those that are not 0. ``attention_mask``: (batch, length) bool, True is a token.
 
     Raises:
         NotImplementedError: mask_function says more than causal, a window, and packed sequences; several queries of a cache of
@@ -159,7 +159,9 @@ def mask(
     )
     if found is None:
         return None
-    if not isinstance(q_offset, int):  # a model makes no mask of one with 4 dimensions, which ``generate`` made before
+    if found.dtype is torch.bool and (kv_offset or not isinstance(q_offset, int)):
+        # ``generate`` makes masks ahead. A model makes none anew of one with 4 dimensions; of one with 2 it would, and
+        # leave out kv_offset keys a second time
         return found[:, None, None].to(documents.OF_FIXED_CACHE)
     return found[:, None, None] if _slices(rest.get("config")) else found
 
@@ -170,16 +172,16 @@ def _slices(config: Any) -> bool:
     return bool(getattr(getattr(config, "text_config", config), "num_kv_shared_layers", 0))
 
 
-def _flat(attention_mask: Any, module: torch.nn.Module) -> Any:
-    """What ``mask`` gave, (batch, length)."""
+def _flat(attention_mask: Any, module: torch.nn.Module) -> tuple[Any, bool]:
+    """What ``mask`` gave, (batch, length), and whether one query is that of the last token."""
     four = (
         isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1:3] == (1, 1)
     )
     if four and attention_mask.dtype is documents.OF_FIXED_CACHE:
-        return documents.flat(attention_mask)
+        return documents.flat(attention_mask, torch.bool), True
     if four and attention_mask.dtype in (torch.bool, torch.int32) and _slices(getattr(module, "config", None)):
-        return documents.flat(attention_mask)
-    return attention_mask
+        return documents.flat(attention_mask, attention_mask.dtype), False
+    return attention_mask, False
 
 
 def _numbers(
@@ -322,7 +324,7 @@ def forward(
         terms.asked_for(NAME, "is_causal", causal)
         and getattr(getattr(module, "config", None), "is_causal", True) is not False
     )
-    attention_mask = _flat(attention_mask, module)
+    attention_mask, at_last_token = _flat(attention_mask, module)
     if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
@@ -348,7 +350,7 @@ def forward(
             out = documents.by_offsets(NAME, q, k, v, *offsets, max_length_q, max_length_k, **options)
         elif attention_mask is not None:
             q, k, v = _rows_first(query, key, value)
-            out = documents.by_numbers(NAME, q, k, v, attention_mask, **options)
+            out = documents.by_numbers(NAME, q, k, v, attention_mask, at_last_token, **options)
         else:
             heads_first, _ = terms.dense(NAME, query, key, value, layout="bhsd", return_lse=False, **options)
             out = heads_first.transpose(1, 2)

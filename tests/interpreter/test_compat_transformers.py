@@ -147,6 +147,31 @@ def test_generate_compiles_the_steps_of_a_static_cache(name, padded):
     assert name != "llama" or len(graphs) == 1
 
 
+@pytest.mark.parametrize("window", [13, 14])
+def test_padding_in_the_window_of_a_static_cache_once_it_has_moved(window):
+    """``generate`` makes a mask ahead, of which a model that makes it anew would leave out the same keys twice."""
+    wide = transformers.MistralConfig(**SMALL, num_key_value_heads=1, sliding_window=window)
+    options = {"attention_mask": padding("left"), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    found = []
+    for implementation, cache in (
+        ("eager", {}),
+        ("fa2tune", {"cache_implementation": "static", "disable_compile": True}),
+    ):
+        torch.manual_seed(0)
+        one = transformers.AutoModelForCausalLM.from_config(wide, attn_implementation=implementation).eval()
+        found.append(torch.stack(one.generate(ids(), **options, **cache).logits))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_documents_of_any_integer_are_documents():
+    numbers = torch.tensor([[0, 0, 1, 1, 2, 2]])
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 6, 16)
+    outs = [compat.forward(torch.nn.Module(), q, q, q, numbers.to(dtype))[0] for dtype in (torch.int32, torch.uint8)]
+    assert torch.equal(*outs)
+
+
 def test_the_mask_of_one_query_of_a_static_cache_is_as_long_as_the_cache():
     """Nothing waits for the number of tokens so far, and no graph depends on it."""
     seen = torch.ones(2, 20, dtype=torch.bool)
@@ -156,6 +181,7 @@ def test_the_mask_of_one_query_of_a_static_cache_is_as_long_as_the_cache():
         assert found.shape == (2, 1, 1, 16) and found.dtype is torch.uint8
         assert found[1, 0, 0].tolist() == [1] * 9 + [0] * 7
         assert found[0, 0, 0].tolist() == [1 if tokens is None else 0] * 3 + [1] * 6 + [0] * 7
+    assert compat.mask(2, 1, 4, 8, kv_offset=5, attention_mask=~seen[:, :9]).shape == (2, 1, 1, 4)
     found = compat.mask(2, 1, 4, q_offset=torch.tensor(8), kv_offset=5, attention_mask=seen[:, :9])
     assert found.flatten(1).tolist() == [[1] * 4] * 2
     torch.manual_seed(0)

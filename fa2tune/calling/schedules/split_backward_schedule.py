@@ -114,7 +114,7 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
     return packed_lengths.each(problem) if problem.extent.ragged else ((problem.seqlen_q, problem.seqlen_k),)
 
 
-@lru_cache(maxsize=4096)  # lengths of packed sequences repeat
+@lru_cache(maxsize=512)  # lengths of packed sequences repeat
 def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
     """Keys that each tile of so many queries of a sequence sees; CAUSAL: the last ones, which are given out first, first."""
     tiles = -(-seqlen_q // rows)
@@ -125,7 +125,7 @@ def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int
     return tuple([min(seqlen_k, max(0, end)) for end in reversed(ends)])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
     """Query blocks that each tile of so many keys of a sequence meets."""
     blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
