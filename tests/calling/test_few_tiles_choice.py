@@ -20,6 +20,7 @@ from fa2tune.calling import choosing
 from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.compiling.choice import Choice
 from fa2tune.rows import lookup
+from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem, Specialization
 
@@ -57,17 +58,21 @@ def recorded(name: str) -> list[tuple[Problem, dict[str, Any]]]:
     return found
 
 
+def text(config: Config) -> str:
+    return json.dumps(fwd.SPACE.completed(config), sort_keys=True)
+
+
 @cache
 def losses(name: str) -> tuple[list[float], list[float]]:
     """(of the config chosen when it was recorded, of the one chosen now), over the best candidate. A config that was not raced
     counts as one of the same form, else as the one that was chosen then."""
     then, now = [], []
     for asked, case in recorded(name):
-        exact = {json.dumps(one["configs"]["fwd"], sort_keys=True): one["us"] for one in case["candidates"]}
-        exact[json.dumps(case["chosen"]["fwd"], sort_keys=True)] = case["chosen_us"]
+        exact = {text(one["configs"]["fwd"]): one["us"] for one in case["candidates"]}
+        exact[text(case["chosen"]["fwd"])] = case["chosen_us"]
         like = {form(one["configs"]["fwd"]): one["us"] for one in reversed(case["candidates"])}
         config = chosen(asked).config
-        time = exact.get(json.dumps(dict(config), sort_keys=True), like.get(form(config), case["chosen_us"]))
+        time = exact.get(text(config), like.get(form(config), case["chosen_us"]))
         best = min(exact.values())
         then.append(case["chosen_us"] / best)
         now.append(time / best)

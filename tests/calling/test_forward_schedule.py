@@ -18,6 +18,7 @@ from fa2tune.calling import choosing
 from fa2tune.calling.schedules import forward_schedule
 from fa2tune.rows import lookup, reader
 from fa2tune.rows.row import Row
+from fa2tune.search_spaces.sm90.fwd import SPACE
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Problem
 
@@ -188,7 +189,7 @@ def test_a_row_of_128_serves_96_in_parts_and_a_row_of_96_as_it_was_tuned():
             asked = Problem("bf16", 4, 16, 16, 4096, 4096, dim, dim, CAUSAL)
             found = choosing.choose(asked, "fwd", gpus.named("h200"), None, [layer], everything)
             changed = {"HEADS_PER_WAVE": found.config["HEADS_PER_WAVE"]}
-            assert found.config == {**tuned.config, **changed, **config}
+            assert found.config == SPACE.completed({**tuned.config, **changed, **config})
 
 
 def test_a_window_takes_the_row_whose_queries_saw_as_many_keys() -> None:
