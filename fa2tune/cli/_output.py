@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,6 +32,11 @@ def echo(text: object = "") -> None:
     """Print one line that may quote something from elsewhere: a file's name, a value of a cache file, an error.
     What a terminal would act on is escaped."""
     click.echo(plain(text, None))
+
+
+def echo_all(lines: Iterable[str]) -> None:
+    """``echo`` of each, in one piece, as click takes long to begin one."""
+    click.echo("\n".join(plain(line, None) for line in lines))
 
 
 class OutputLost(KeyboardInterrupt):

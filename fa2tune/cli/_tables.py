@@ -124,13 +124,17 @@ def show(
         echo(line)
 
 
-def say(text: str, indent: int = 2) -> None:
-    """Print a line, folded at the width of the terminal; what follows its first part is indented."""
+def folded(text: str, indent: int = 2) -> list[str]:
+    """A line at the width of the terminal; what follows its first part is indented."""
     columns, text = width(), plain(text, None)
     if columns is None or len(text) <= columns:
-        echo(text)
-        return
-    for part in textwrap.wrap(
+        return [text]
+    return textwrap.wrap(
         text, max(columns, 40), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
-    ):
+    )
+
+
+def say(text: str, indent: int = 2) -> None:
+    """Print a line, ``folded``."""
+    for part in folded(text, indent):
         echo(part)

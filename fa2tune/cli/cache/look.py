@@ -10,7 +10,7 @@ import click
 
 from fa2tune.cli import _tables
 from fa2tune.cli._options import shown_errors
-from fa2tune.cli._output import echo
+from fa2tune.cli._output import echo, echo_all
 from fa2tune.cli.cache.common import EVIDENCE_INDENT, FILE, cells, describe_row, filters, layers_of, selector
 from fa2tune.rows import lookup, reader, record
 from fa2tune.rows.row import Row
@@ -83,7 +83,5 @@ def show(file: Path | None, as_json: bool, **wanted: Any) -> None:
     here = lookup.Toolchain(driver=fingerprint.driver_version())
     for layer in layers:
         for row in filter(chosen, layer.rows):
-            echo(f"{layer.name}: {layer.path}")
-            for line in describe_row(row, here):
-                _tables.say(f"  {line}", EVIDENCE_INDENT)
-            echo()
+            told = (part for line in describe_row(row, here) for part in _tables.folded(f"  {line}", EVIDENCE_INDENT))
+            echo_all([f"{layer.name}: {layer.path}", *told, ""])
