@@ -83,5 +83,5 @@ def show(file: Path | None, as_json: bool, **wanted: Any) -> None:
     here = lookup.Toolchain(driver=fingerprint.driver_version())
     for layer in layers:
         for row in filter(chosen, layer.rows):
-            told = (part for line in describe_row(row, here) for part in _tables.folded(f"  {line}", EVIDENCE_INDENT))
-            echo_all([f"{layer.name}: {layer.path}", *told, ""])
+            parts = (part for line in describe_row(row, here) for part in _tables.folded(f"  {line}", EVIDENCE_INDENT))
+            echo_all([f"{layer.name}: {layer.path}", *parts, ""])
