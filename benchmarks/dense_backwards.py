@@ -41,7 +41,7 @@ import workloads
 from launch_choices import race
 
 from fa2tune import gpus
-from fa2tune.calling import choosing, dispatch
+from fa2tune.calling import backward_plans, choosing, dispatch
 from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
@@ -241,11 +241,8 @@ def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 def served(problem: Problem, gpu: Gpu) -> Ordered:
     """What serves: with keys of dQ in parts, in its order, and started early, where that is chosen."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
-    now = {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()}
-    if FUSED_KERNEL in now:
-        return now, ""
-    now = {**now, "bwd_dq": (now["bwd_dq"][0], key_parts(problem, now, gpu))}
-    return now, order_of(problem, now, gpu)
+    divided = backward_plans.division(problem, choices, gpu)
+    return {name: (one, divided.parts.get(name, 1)) for name, one in choices.items()}, divided.order
 
 
 def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> Ordered | None:

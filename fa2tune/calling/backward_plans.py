@@ -33,9 +33,8 @@ class Division(NamedTuple):
     groups: dict[str, int]  #: parts of query groups, by kernel, where they are split
     keys: int  #: parts that keys of dQ are to be split into; 1: they are not
     refused: str  #: why the kernels for that could not be had before in this process; "": they were not refused
-    order: (
-        str  #: of ``beside.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other
-    )
+    #: Of ``beside.ORDERS``, in which both kernels of a split backward run at a time; "": one after the other.
+    order: str
 
     @property
     def parts(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 
-from fa2tune.cli._output import echo
+from fa2tune.cli._output import echo, echo_all
 from fa2tune.spec.problem import BUCKETS
 from fa2tune.text import plain
 
@@ -120,8 +120,7 @@ def show(
 ) -> None:  # fmt: skip
     """Print a table, see ``lines``, at the width of the terminal. Cells may hold text from elsewhere."""
     cells = [[plain(cell, None) for cell in row] for row in rows]
-    for line in lines(titles, cells, width(), right=right, below=below):
-        echo(line)
+    echo_all(lines(titles, cells, width(), right=right, below=below))
 
 
 def folded(text: str, indent: int = 2) -> list[str]:

@@ -95,9 +95,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(batch, 1, 1, length) as (batch, length), one tensor for all layers of a model."""
-    found: torch.Tensor = _remembered(
-        mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True)
-    )  # a view would keep it alive
+    # copied, as a view would keep the mask alive
+    found: torch.Tensor = _remembered(mask, "flat", lambda: mask[:, 0, 0].to(dtype, copy=True))
     return found
 
 

@@ -114,9 +114,8 @@ def of_tiles(spec: Specialization, rows: int, keys: int, maxnreg: int) -> Config
     wide = max(spec.head_dim, spec.head_dim_v) > 64
     config = {
         "BLOCK_M": rows, "BLOCK_N": keys, "Q_STAGES": 1, "Q_LATE": False, "PINGPONG": rows > ROWS, "RESCALE": "lazy",
-        "Q_IN_REGISTERS": True,
-        "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0, "IN_PARTS": in_parts(spec) if wide else "none",
-        "maxnreg": maxnreg, "num_warps": 4,
+        "Q_IN_REGISTERS": True, "O_THROUGH": "own", "NUMBERED": True, "HEADS_PER_WAVE": 0,
+        "IN_PARTS": in_parts(spec) if wide else "none", "maxnreg": maxnreg, "num_warps": 4,
     }  # fmt: skip
     if _live_registers(config, spec) > registers(config) - SPARE_REGISTERS:
         config["Q_IN_REGISTERS"] = False
