@@ -1,22 +1,25 @@
 """Times what may serve forwards of drawn calls that were behind a peer: tiles, RESCALE, tile orders, shared tiles, split keys.
 
-    python benchmarks/ahead.py benchmarks/dense_forwards.py RECORD...                       # first: every binary; no GPU
+    python benchmarks/dense_forwards.py RECORD... --compile                                  # first: every binary; no GPU
     python benchmarks/dense_forwards.py RECORD... --out dense_forwards.json [--seconds 300]  # resumes from the file
     python benchmarks/dense_forwards.py --table dense_forwards.json                         # a file, as text
 
 RECORD: drawings of benchmarks/random_calls.py (benchmarks/calls/random_calls_6.json.gz). Of their forwards, those below BEHIND
-of a peer. Candidates are what serves; the row's config, and it with other values of RESCALE and HEADS_PER_WAVE; one
-config for each tile, number of Q stages and programs a multiprocessor; the estimated best tiles of several heads, of each size;
-the estimated best split of keys, and the Hopper one. Each result is compared with float32 arithmetic; a wrong one is an error.
-Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what
-was recorded. Needs a GPU of compute capability 9.0.
+of a peer. Candidates are what serves; the row's config, and one config for each tile of few_tiles.PACES, "lazy" and, of LONG
+keys, "never"; the estimated best tiles of several heads, of each size; the estimated best split of keys where queries are few,
+and the Hopper one where tiles are. Each result is compared with float32 arithmetic; a wrong one is not timed, and said. Each
+candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call, and what was
+recorded. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-from collections.abc import Mapping
+import multiprocessing
+import os
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,35 +30,40 @@ import side_by_side
 import torch
 import workloads
 from dense_backwards import posed
-from launch_choices import FORM, forms_of, race
+from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
-from fa2tune.calling.schedules import key_splits_schedule
+from fa2tune.calling.schedules import few_tiles, key_splits_schedule
+from fa2tune.compiling import compiler, operandcheck
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
+from fa2tune.search_spaces.sm90.fwd import of_tiles
 from fa2tune.spec.problem import Config, Problem, Specialization
 from fa2tune.spec.score import NONE
+from fa2tune.spec.variant import Variant
 
 BEHIND = 1.0
-ORDERS = (0, 1, 4, 22)
 BURST_MS = 3.0
-SHOWN, MOST_FORMS = 5, 16
-LONG = 512  #: from so many queries on forms are tried with RESCALE "never", too
+SHOWN, MOST_SHARED, FEW_QUERIES = 5, 4, 128
+LONG = 512  #: from so many keys on forms are tried with RESCALE "never", too
 #: What is named of a config.
 NAMED = ("BLOCK_M", "BLOCK_N", "Q_STAGES", "STAGES", "RESCALE", "IN_PARTS", "HEADS_PER_WAVE", "maxnreg", "O_THROUGH")
 YES_NO = {"PINGPONG": "in turn", "Q_IN_REGISTERS": "Q kept", "NUMBERED": "numbered"}
 
 
-def calls(records: tuple[Path, ...]) -> dict[str, tuple[Problem, Mapping[str, float]]]:
-    """Name -> (call, recorded microseconds), of the forwards behind a peer."""
+def calls(records: tuple[Path, ...], every: int | None) -> dict[str, tuple[Problem, Mapping[str, float]]]:
+    """Name -> (call, recorded microseconds), of the forwards behind a peer, or of every so many-th."""
     found = {}
     for path in records:
-        for name, call in json.loads(gzip.decompress(path.read_bytes()))["calls"].items():
+        record = json.loads(gzip.decompress(path.read_bytes()))
+        runs = record.get("runs", [record])
+        for place, (name, call) in enumerate(pair for run in runs for pair in run["calls"].items()):
             run = call.get("fwd", {})
-            if run.get("ratio") and run["ratio"] < BEHIND:
-                found[f"{path.name.split('.')[0].removeprefix('random_calls')} {name}"] = posed(call), run["us"]
+            taken = run.get("ratio", 1.0) < BEHIND if every is None else place % every == 0
+            if "us" in run and taken:
+                found[f"{path.name.split('.')[0].removeprefix('random_calls')} {place} {name}"] = posed(call), run["us"]
     return found
 
 
@@ -66,38 +74,54 @@ def label(config: Config) -> str:
     return " ".join(said + [word for name, word in YES_NO.items() if config.get(name)])
 
 
-def forms(spec: Specialization) -> list[Config]:
-    """All of the space, "lazy", where they are few, else those of ``launch_choices.forms_of``."""
-    space, fixed = variant_named("sm90/fwd").space, {"HEADS_PER_WAVE": 0, "RESCALE": "lazy", "Q_LATE": False}
-    points = (point for point in space.points() if all(point[name] == value for name, value in fixed.items()))
-    found = [point for point in points if space.broken(point, spec, 90) is None]
-    if len(found) <= MOST_FORMS:
-        return found
-    if spec.head_dim == spec.head_dim_v:
-        return forms_of(spec.head_dim, spec.mask)
-    return list({tuple(config[name] for name in FORM): config for config in found}.values())
-
-
 def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     """Name -> config; the first is the row's."""
-    space = variant_named("sm90/fwd").space
+    spec, space = problem.specialization, variant_named("sm90/fwd").space
     row = choosing.choose(problem, "fwd", gpu, True)
-    made = [row.config]
-    for config in [row.config, *forms(problem.specialization)]:
-        if "RESCALE" in config:
-            large = config is row.config or (config["BLOCK_M"] >= 128 and problem.seqlen_q >= LONG)
-            made += [{**config, "RESCALE": value} for value in ("lazy", *["never"] * large)]
-    made += [{**row.config, "HEADS_PER_WAVE": order} for order in ORDERS]
-    made = [one for one in made if one is row.config or space.broken(one, problem.specialization, gpu.arch) is None]
-    made += few_queries.grouped_tiles(problem, gpu) if problem.group > 1 else []
-    made.append(key_splits_schedule.best(problem, gpu)[1])
-    if hopper := key_splits_schedule.hopper_best(problem, gpu):
-        made.append(hopper[1])
+    made = [row.config, *(of_tiles(spec, *form) for form in few_tiles.PACES)]
+    if problem.seqlen_k >= LONG:
+        made += [{**config, "RESCALE": "never"} for config in made if "RESCALE" in config]
+    if "RESCALE" in row.config:
+        made.append({**row.config, "RESCALE": "lazy"})
+    made = [one for one in made if one is row.config or space.broken(one, spec, gpu.arch) is None]
+    made += few_queries.grouped_tiles(problem, gpu)[:MOST_SHARED] if problem.group > 1 else []
+    if problem.seqlen_q <= FEW_QUERIES:
+        made.append(key_splits_schedule.best(problem, gpu)[1])
+    if problem.query_tiles(128) * problem.heads_q <= 2 * gpu.sm_count:
+        hopper = key_splits_schedule.hopper_best(problem, gpu)
+        made += [hopper[1]] if hopper else []
     return {label(one): one for one in made}
 
 
-def measured(problem: Problem, gpu: Gpu) -> dict[str, float]:
-    """Candidate -> microseconds; what serves is the first."""
+Job = tuple[Variant, Specialization, tuple[tuple[str, Any], ...]]
+
+
+def compile_one(job: Job) -> None:
+    """Into Triton's cache; what does not compile is refused again when it is made a plan."""
+    variant, spec, config = job
+    with contextlib.suppress(compiler.CompileError):
+        operandcheck.compile_kernel(variant, spec, dict(config), 90)
+
+
+def compile_all(problems: Iterable[Problem], gpu: Gpu) -> int:
+    """What the candidates launch, in processes on all cores."""
+    jobs: dict[Job, None] = {}
+    for problem in problems:
+        for config in candidates(problem, gpu).values():
+            if few_queries.in_place(config):
+                kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
+            else:
+                spec = problem.specialization
+                kernels = [(v, c, spec) for v, c in passes.runs("fwd", spec, config, gpu.arch)]
+            for variant, one, spec in kernels:
+                jobs[variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))] = None
+    with multiprocessing.get_context("spawn").Pool(min(len(os.sched_getaffinity(0)), len(jobs))) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
+    return len(jobs)
+
+
+def measured(problem: Problem, gpu: Gpu) -> tuple[dict[str, float], dict[str, str]]:
+    """Candidate -> microseconds, what serves is the first; and candidate -> what is wrong with it."""
     q, k, v = (
         torch.randn(problem.batch, length, heads, dim, device="cuda", dtype=torch.bfloat16)
         for length, heads, dim in (
@@ -116,16 +140,19 @@ def measured(problem: Problem, gpu: Gpu) -> dict[str, float]:
     plans: dict[str, Any] = {"served": partial(dispatch.forward, mask=problem.mask, softmax_scale=scale, score=NONE)}
     for name, config in candidates(ours, gpu).items():
         kind = key_splits.SplitPlan if few_queries.in_place(config) else passes.ForwardPlan
-        plans[name] = kind(ours, q, k, v, scale, config)
+        with contextlib.suppress(compiler.CompileError):
+            plans[name] = kind(ours, q, k, v, scale, config)
+    wrong = {}
     for name, plan in plans.items():
         torch.use_deterministic_algorithms(True)  # what is allocated is filled with NaN
         o = plan(q, k, v)[0].transpose(1, 2)
         torch.use_deterministic_algorithms(False)
         if (why := workloads.wrong({"o": o}, want, problem.group)) is not None:
-            raise click.ClickException(f"{workloads.described(problem)}, {name}: {why}")
-    calls = [lambda plan=plan: plan(q, k, v) for plan in plans.values()]
-    times = race(calls, torch.cuda.Stream(), BURST_MS)
-    return dict(zip(plans, (round(us, 2) for us in times), strict=True))
+            click.echo(f"WRONG: {workloads.described(problem)}, {name}: {why}")
+            wrong[name] = why
+    right = {name: partial(plan, q, k, v) for name, plan in plans.items() if name not in wrong}
+    times = race(list(right.values()), torch.cuda.Stream(), BURST_MS)
+    return dict(zip(right, (round(us, 2) for us in times), strict=True)), wrong
 
 
 def line(name: str, call: Mapping[str, Any]) -> str:
@@ -137,27 +164,33 @@ def line(name: str, call: Mapping[str, Any]) -> str:
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.argument("records", nargs=-1, type=click.Path(exists=True, path_type=Path))
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
+@click.option("--every", type=int, help="Every so many-th call, behind a peer or not.")
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Compile what would be timed on an H200, on all cores; no GPU."
+)
 @side_by_side.share_option
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
-def main(
-    records: tuple[Path, ...], listed: bool, share: slice, seconds: float, out: Path | None, shown: Path | None
-) -> None:
+def main(records: tuple[Path, ...], listed: bool, every: int | None, compiled: bool, share: slice, seconds: float,
+         out: Path | None, shown: Path | None) -> None:  # fmt: skip
     if shown is not None:
         click.echo("\n".join(line(*one) for one in json.loads(shown.read_text("utf-8"))["calls"].items()))
         return
-    wanted = dict(list(calls(records).items())[share])
+    wanted = dict(list(calls(records, every).items())[share])
     if listed:
         for name, (problem, _) in wanted.items():
             click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200')))}")
+        return
+    if compiled:
+        click.echo(f"{compile_all((problem for problem, _ in wanted.values()), gpus.named('h200'))} binaries")
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 
     def one(pair: tuple[Problem, Mapping[str, float]]) -> dict[str, Any]:
         problem, us = pair
-        times = measured(problem, dispatch.gpu_of(0))
-        return {"call": workloads.described(problem), "us": times, "when drawn": us}
+        times, wrong = measured(problem, dispatch.gpu_of(0))
+        return {"call": workloads.described(problem), "us": times, "wrong": wrong, "when drawn": us}
 
     side_by_side.fill(record, wanted, one, seconds, out, line)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_scripts import script
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
+from fa2tune.calling.schedules import few_tiles, forward_schedule, grouped_schedule, tile_order
 from fa2tune.compiling.choice import Choice
 from fa2tune.rows import lookup
+from fa2tune.rows.row import Row
 from fa2tune.search_spaces.sm90 import fwd
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import Config, Problem, Specialization
@@ -56,6 +59,10 @@ def recorded(name: str) -> list[tuple[Problem, dict[str, Any]]]:
         found.append((problem(case["shape"]["head_dim"], CAUSAL if case["shape"]["causal"] else FULL, **sizes), case))
     assert len(found) == RECORDS[name]
     return found
+
+
+def tiles(config: Config) -> few_tiles.TileForm:
+    return config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]
 
 
 def text(config: Config) -> str:
@@ -96,12 +103,50 @@ def test_what_is_expected_is_near_what_was_recorded() -> None:
         assert len(own) > 100 and np.sqrt(np.mean(own**2)) < 0.085, tiles
 
 
-@pytest.mark.parametrize(("name", "most", "worst", "level"), [("few", 1.02, 1.25, 79), ("small", 1.02, 1.07, 14),
-                                                              ("small_64", 1.02, 1.03, 5)])  # fmt: skip
+@pytest.mark.parametrize(("name", "most", "worst", "level"), [("few", 1.02, 1.25, 78), ("small", 1.02, 1.07, 14),
+                                                              ("small_64", 1.025, 1.04, 4)])  # fmt: skip
 def test_the_choice_is_near_the_best(name: str, most: float, worst: float, level: int) -> None:
     _, now = losses(name)
     assert geometric_mean(now) < most and max(now) < worst
     assert sum(lost <= 1.03 for lost in now) >= level
+
+
+@cache
+def drawn_losses(name: str) -> tuple[list[float], list[float]]:
+    """(of what served when it was recorded, of what is chosen now), over the best candidate, of drawn dense calls
+    (benchmarks/dense_forwards.py). What was not raced counts as one of the same form, else as what served."""
+    dense_forwards = script("dense_forwards")
+    record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
+    then, now = [], []
+    for call in record["calls"].values():
+        asked = described(call["call"])
+        choice = choosing.Chooser(asked, H200).choose("fwd")
+        instead = grouped_schedule.instead_of(asked, choice.config, H200, choice.row)
+        label = dense_forwards.label(instead or fwd.SPACE.completed(choice.config))
+        like = [us for other, us in call["us"].items() if other.split()[:5] == label.split()[:5]]
+        best = min(call["us"].values())
+        then.append(call["us"]["served"] / best)
+        now.append(call["us"].get(label, min(like, default=call["us"]["served"])) / best)
+    return then, now
+
+
+def described(call: str) -> Problem:
+    """What ``workloads.described`` said of a dense call."""
+    found = re.fullmatch(
+        r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)", call
+    )
+    assert found is not None, call
+    *sizes, dim, other, mask = found.groups()
+    return Problem("bf16", *map(int, sizes), int(dim), int(other or dim), CAUSAL if mask == "causal" else FULL)
+
+
+@pytest.mark.parametrize(("name", "before", "most", "worst"), [("dense_forwards_behind", 1.09, 1.06, 1.28),
+                                                               ("dense_forwards", 1.04, 1.03, 1.28)])  # fmt: skip
+def test_drawn_calls_are_nearer_to_the_best_than_when_they_were_raced(
+    name: str, before: float, most: float, worst: float
+) -> None:
+    then, now = drawn_losses(name)
+    assert geometric_mean(then) > before and geometric_mean(now) < most and max(now) < worst
 
 
 def test_calls_of_few_tiles_had_lost() -> None:
@@ -125,9 +170,20 @@ def test_many_tiles_and_windows_keep_the_configs_of_rows() -> None:
     assert not chosen(problem(128, batch=32, seqlen_q=4096, seqlen_k=4096)).few_tiles
     assert not choosing.choose(problem(128, Mask("band", 100, 0)), "fwd", H200).few_tiles
     assert chosen(problem(256)).config["BLOCK_M"] == 128
-    assert few_tiles.covers(problem(64, batch=64), 132) and few_tiles.margin(problem(64, batch=64), 132) == 0.1
-    assert not few_tiles.covers(problem(64, batch=64, seqlen_k=1025), 132)
-    assert few_tiles.covers(problem(64, seqlen_k=4096), 132) and not few_tiles.covers(problem(64, seqlen_k=4097), 132)
+
+
+def test_rows_of_the_grid_need_more_to_be_passed_over() -> None:
+    row = choosing.choose(problem(64), "fwd", H200).row
+    many, few = problem(64, batch=64), problem(64)
+    other = replace(row, key=row.key.with_(head_dim=128, head_dim_v=128))
+
+    def margin(asked: Problem, of: Row) -> float | None:
+        return few_tiles.margin(asked, of, 132)
+
+    assert (margin(few, row), margin(many, row), margin(many, other)) == (0.03, 0.1, 0.05)
+    assert margin(replace(many, seqlen_k=1025), row) is None and margin(replace(many, seqlen_k=1025), other) == 0.05
+    assert margin(replace(few, seqlen_k=4096), row) == 0.03 and margin(replace(few, seqlen_k=4097), row) is None
+    assert margin(replace(few, mask=Mask("band", 100, 0)), row) is None
 
 
 def test_a_pass_over_the_keys_counts_in_short_calls() -> None:
@@ -135,7 +191,7 @@ def test_a_pass_over_the_keys_counts_in_short_calls() -> None:
     never = {"BLOCK_M": 192, "BLOCK_N": 128, "Q_STAGES": 1, "maxnreg": 0, "RESCALE": "never", "HEADS_PER_WAVE": 0}
     lazy = few_tiles.expected_us(short, {**never, "RESCALE": "lazy"}, 132)
     assert lazy is not None
-    assert few_tiles.expected_us(short, never, 132) == pytest.approx(lazy + few_tiles.norms_us(short))
+    assert few_tiles.expected_us(short, never, 132) > lazy + few_tiles.NEVER_US
     assert chosen(short).config["BLOCK_M"] == 64
 
 
@@ -143,10 +199,12 @@ def test_forms_are_of_the_space_and_differ() -> None:
     for dims in ((16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (64, 256), (256, 256)):
         for mask in ("full", "causal"):
             found = few_tiles.configs(Specialization("bf16", *dims, mask), 90)
-            assert len({form(config) for config in found}) == len(found) <= len(few_tiles.OFFERED)
+            assert len({text(config) for config in found}) == len(found)
+            assert {tiles(config) for config in found} <= {*few_tiles.OFFERED}
             assert all(few_tiles.is_offered(Specialization("bf16", *dims, mask), config, 90) for config in found)
-    assert len(few_tiles.configs(Specialization("bf16", 64, 64, "full"), 90)) == 4
-    assert few_tiles.configs(Specialization("bf16", 256, 256, "full"), 90) == ()
+    assert len(few_tiles.configs(Specialization("bf16", 64, 64, "full"), 90)) == 9
+    wide = few_tiles.configs(Specialization("bf16", 256, 256, "full"), 90)
+    assert {tiles(config) for config in wide} == {(128, 64, 0)}
     assert few_tiles.configs(Specialization("fp32", 64, 64, "full"), 90) == ()
 
 

@@ -139,12 +139,12 @@ def best(problem: Problem, served: Row, others: Iterable[Row], sm_count: int) ->
             if time < most:
                 faster.append((time, row, ordered))
     least, row, config = _fastest(faster) if faster else (now * (1 - MARGIN), served, own)
-    if not few_tiles.covers(problem, sm_count):
+    if (margin := few_tiles.margin(problem, row, sm_count)) is None:
         return row, config
     if (now := few_tiles.expected_us(problem, config, sm_count)) is not None:
         least = now  # by the constants that the other forms have
     few = few_tiles.best(problem, row.key.arch, sm_count)
-    most = (1 - few_tiles.margin(problem, sm_count)) * least
+    most = (1 - margin) * least
     return row, few[1] if few is not None and few[0] < most else config
 
 
@@ -163,7 +163,8 @@ def expected_us(problem: Problem, row: Row, config: Config, sm_count: int) -> fl
     """Microseconds that a choice of ``best`` is expected to take; None: nothing is predicted of it."""
     if not problem.mask.measured:
         return None
-    if (few := few_tiles.expected_us(problem, config, sm_count)) is not None:
+    few = few_tiles.expected_us(problem, config, sm_count)
+    if few is not None and few_tiles.margin(problem, row, sm_count) is not None:
         return few
     fitted = {**config, "HEADS_PER_WAVE": row.config["HEADS_PER_WAVE"]}  # as ``block_us`` has to know it
     return predicted_us(problem, replace(row, config=fitted), config, sm_count)

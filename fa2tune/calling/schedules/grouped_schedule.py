@@ -30,7 +30,12 @@ LAUNCH_US, BLOCK_US, WAITS, START, COLUMN_SHARE = {64: 3.3, 128: 4.0}, {64: 0.50
 #: what those gain without sharing is for the tuned kernel to gain. The second one: where no such call was timed, with more
 #: columns, fewer queries, more keys, or in a window.
 MARGIN, UNTIMED_MARGIN = 0.08, 0.15
-TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 320, 64, 512
+TIMED_COLUMNS, TIMED_QUERIES, TIMED_KEYS = 448, 64, 2048
+#: Rows that begin inside a sector: rows of a tile -> head dim -> so many times as long a block took; 0: of others.
+SECTOR_COSTS: dict[int, dict[int, float]] = {
+    64: {24: 1.25, 40: 1.5, 56: 1.0, 72: 1.35, 0: 1.2},
+    128: {24: 1.0, 40: 1.2, 56: 1.0, 72: 1.13, 88: 1.1, 0: 1.05},
+}
 #: Calls of fewer queries are left to kernels that split keys, in whose estimate memory counts.
 LEAST_QUERIES = 32
 #: (rows, keys) of a tile, and heads, that serve: by this model 490 drawn calls lose 0.4 % to all tiles, which are twice as many
@@ -67,7 +72,7 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     wide = sum(fwd_grouped.columns(problem.specialization))
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
-    block *= few_tiles.sector_cost(problem, config)
+    block *= few_tiles.sector_cost(problem, config, SECTOR_COSTS)
     return LAUNCH_US[rows] + max(
         block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu)
     )
