@@ -1,7 +1,7 @@
 """Constraints that several kernels share. Each is stated once, with its reason."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
@@ -23,6 +23,12 @@ def least_stages(spec: Specialization) -> int:
     return 1 if len({min(width, SWIZZLED_BYTES) for width in widths}) == 1 else 2
 
 
+def is_narrow(spec: Specialization) -> bool:
+    """Whether rows of V are swizzled more narrowly than those of K. Loads by pointer, of single elements, are not pipelined: V
+    takes the place of K in any number of stages, and its addresses are wrong in tiles of 64 keys and more."""
+    return spec.head_dim_v < spec.head_dim and least_stages(spec) > 1
+
+
 @dataclass(frozen=True, eq=False)
 class Default:
     """The config that serves when no row does, from tables of tiles: called as ``SearchSpace.default`` is."""
@@ -32,6 +38,8 @@ class Default:
     older: Tiles  #: GPUs without TMA, and those with 99 KiB of shared memory a block
     fp32: Tiles
     masked: Callable[[int], str]  #: MASKED of the wider head dim
+    #: by pointer, where V ``is_narrow``
+    narrow_v: Tiles = field(default_factory=dict)
 
     def __call__(self, spec: Specialization, arch: int) -> Config:
         dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
@@ -39,6 +47,8 @@ class Default:
         tiles = self.older if not hopper else self.described if spec.aligned else self.by_pointer
         if spec.dtype == "fp32":
             tiles = self.fp32
+        if tiles is self.by_pointer and is_narrow(spec):
+            tiles = {**tiles, **self.narrow_v}
         block_m, block_n, warps, stages = tiles[dim]
         if tiles is self.described:
             stages = max(stages, least_stages(spec))
