@@ -1,7 +1,7 @@
 """Constraints that several kernels share. Each is stated once, with its reason."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fa2tune.spec.problem import ITEMSIZE, Config, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, Constraint, SearchSpace
@@ -38,8 +38,6 @@ class Default:
     older: Tiles  #: GPUs without TMA, and those with 99 KiB of shared memory a block
     fp32: Tiles
     masked: Callable[[int], str]  #: MASKED of the wider head dim
-    #: by pointer, where V ``is_narrow``
-    narrow_v: Tiles = field(default_factory=dict)
 
     def __call__(self, spec: Specialization, arch: int) -> Config:
         dim = max(64, padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
@@ -47,8 +45,6 @@ class Default:
         tiles = self.older if not hopper else self.described if spec.aligned else self.by_pointer
         if spec.dtype == "fp32":
             tiles = self.fp32
-        if tiles is self.by_pointer and is_narrow(spec):
-            tiles = {**tiles, **self.narrow_v}
         block_m, block_n, warps, stages = tiles[dim]
         if tiles is self.described:
             stages = max(stages, least_stages(spec))
