@@ -37,8 +37,8 @@ def flash_attn_func(
 ) -> Result:  # fmt: skip
     """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim) -> out, like q.
 
-    The mask is aligned at the bottom right. window_size: (left, right), both inclusive; a negative side, or one of seqlen_k or
-    more, is unbounded. softcap: 0 or less is none.
+    The mask is aligned at the bottom right. window_size: (left, right), both inclusive; a negative side is unbounded;
+    where the left one is, or is seqlen_k or more, so is a right one of seqlen_k or more. softcap: 0 or less is none.
 
     Raises:
         NotImplementedError: dropout_p > 0 or alibi_slopes.

@@ -51,8 +51,8 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
 
 
 def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None, int | None] | None:
-    """flash-attn's ``window_size`` as ``window``: a negative side, and one of ``seqlen_k`` keys or more, is unbounded. It may
-    be a tensor of two on the CPU. None: both are unbounded."""
+    """flash-attn's ``window_size`` as ``window``: a negative side is unbounded; where the left one is, or is ``seqlen_k``
+    or more, so is a right one of ``seqlen_k`` or more. It may be a tensor of two on the CPU. None: both are unbounded."""
     # types first: == of what may be a tensor reads it
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
@@ -68,14 +68,15 @@ def sides(call: str, window_size: Any, seqlen_k: int | None) -> tuple[int | None
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-    found: list[int | None] = []
     for side in window_size:
         if isinstance(side, bool) or not isinstance(side, (numbers.Integral, torch.SymInt, type(None))):
             raise TypeError(f"{call}: window_size: got {window_size!r:.80}, {allowed}")
-        number: Any = side
-        unbounded = number is None or number < 0 or (seqlen_k is not None and number >= seqlen_k)
-        found.append(None if unbounded else number)
-    return None if found[0] is None and found[1] is None else (found[0], found[1])
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    # whichever queries there are, a left side of all keys hides none; a right side of all keys does, where queries are more
+    if left is None or (seqlen_k is not None and left >= seqlen_k):
+        left = None
+        right = None if right is None or (seqlen_k is not None and right >= seqlen_k) else right
+    return None if left is None and right is None else (left, right)
 
 
 def fitting(tensor: torch.Tensor) -> torch.Tensor:

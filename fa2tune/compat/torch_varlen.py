@@ -64,10 +64,15 @@ def varlen_attn(
 
 
 def _check_heads(call: str, query: Any, key: Any, enable_gqa: Any) -> None:
-    """ValueError: another number of heads of the keys, which torch takes as a mistake without ``enable_gqa``."""
-    if terms.asked_for(call, "enable_gqa", enable_gqa) or not (_is_packed(query) and _is_packed(key)):
+    """ValueError, in torch's words: another number of heads of the keys, which it takes as a mistake without ``enable_gqa``."""
+    grouped = terms.asked_for(call, "enable_gqa", enable_gqa)
+    if not (_is_packed(query) and _is_packed(key)):
         return  # what is no packed tensor is refused by name later
-    if key.shape[1] != query.shape[1]:
+    if grouped and key.shape[1] and query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"{call}: query: got {query.shape[1]} heads, must be a multiple of kv heads: {key.shape[1]} of key"
+        )
+    if not grouped and key.shape[1] != query.shape[1]:
         raise ValueError(
             f"{call}: key: got {key.shape[1]} heads, must be the {query.shape[1]} of query, or fewer with enable_gqa=True"
         )

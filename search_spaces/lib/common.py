@@ -23,6 +23,12 @@ def least_stages(spec: Specialization) -> int:
     return 1 if len({min(width, SWIZZLED_BYTES) for width in widths}) == 1 else 2
 
 
+def is_narrow(spec: Specialization) -> bool:
+    """Whether rows of V are swizzled more narrowly than those of K. Loads by pointer, of single elements, are not pipelined: V
+    takes the place of K in any number of stages, and its addresses are wrong in tiles of 64 keys and more."""
+    return spec.head_dim_v < spec.head_dim and least_stages(spec) > 1
+
+
 @dataclass(frozen=True, eq=False)
 class Default:
     """The config that serves when no row does, from tables of tiles: called as ``SearchSpace.default`` is."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from fa2tune.search_spaces.lib.common import least_stages
+from fa2tune.search_spaces.lib.common import is_narrow, least_stages
 from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, padded_head_dim
 from fa2tune.spec.variant import DESCRIPTOR, POINTER, SearchSpace
 
@@ -47,6 +47,8 @@ def config_of(spec: Specialization, arch: int, tma: bool, rows: int, splits: int
     described = tma and 90 <= arch < 120 and spec.dtype != "fp32"
     if described:
         stages = max(stages, least_stages(spec))
+    elif 90 <= arch < 120 and spec.dtype != "fp32" and rows >= 64 and is_narrow(spec):
+        block_n = min(block_n, 32)
     return {
         "BLOCK_M": rows, "BLOCK_N": block_n, "LOADS": DESCRIPTOR if described else POINTER, "IN_PARTS": splits > 1,
         "EARLY": arch >= 90 and splits > 1, "SPLITS": splits, "num_warps": warps, "num_stages": stages, "maxnreg": 0,

@@ -178,6 +178,18 @@ def test_portable_forwards_whose_k_and_v_are_swizzled_differently(dims: tuple[in
         assert operandcheck.check(compiler.build(variant, spec, config, 90)) == (), config
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "band"])
+@pytest.mark.parametrize("dims", [(64, 16), (64, 32), (128, 16), (120, 24)], ids=str)
+def test_default_forwards_by_pointer_whose_v_is_narrow(dims: tuple[int, int], mask: str) -> None:
+    """Of tensors that TMA cannot address: nothing else would serve them."""
+    spec = Specialization("fp16", *dims, mask, aligned=False)
+    portable, split = registry.portable_of("fwd"), registry.variant_named("portable/fwd_split")
+    assert operandcheck.check(compiler.build(portable, spec, portable.space.default(spec, 90), 90)) == ()
+    for rows in fwd_split.tiles(spec, 90) if mask == "full" else ():
+        config = fwd_split.config_of(spec, 90, False, rows, 4)
+        assert operandcheck.check(compiler.build(split, spec, config, 90)) == (), config
+
+
 def test_the_packed_forward_that_showed_it() -> None:
     """Where the blocks of a tile were known to be 1 or more: two Q tiles of 128 rows, three loops."""
     variant = registry.variant_named("sm90/fwd")

@@ -166,6 +166,24 @@ def test_views_through_the_public_call(which, kind, dtype, deterministic):
         close(one, want)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [9, 200])
+@pytest.mark.parametrize("dims", [(64, 16), (64, 32), (96, 24), (128, 16), (128, 32), (32, 128)])
+def test_another_head_dim_of_v_where_tma_cannot_address(dims, keys, causal):
+    """The default by pointer serves: no row does, and the kernel with keys in parts has tiles of its own."""
+    q, k, v, do = (
+        torch.randn(2, 4, rows, dim + 1, device="cuda", dtype=torch.float16)[..., :dim]
+        for rows, dim in ((150, dims[0]), (keys, dims[0]), (keys, dims[1]), (150, dims[1]))
+    )
+    if causal:
+        q, do = q[:, :, -keys:], do[:, :, -keys:]  # each query sees a key
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o = fa2tune.attention(q, k, v, causal=causal)
+    got = (o, *torch.autograd.grad(o, (q, k, v), do))
+    for one, want in zip(got, exact(q, k, v, do, causal), strict=True):
+        close(one, want)
+
+
 @pytest.mark.parametrize("gradient", ["odd_base", "expanded", "strided"])
 def test_gradients_of_lse_through_the_public_call(gradient):
     q, k, v = qkv(*SHAPE, requires_grad=True)

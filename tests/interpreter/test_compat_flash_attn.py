@@ -56,8 +56,13 @@ def test_windows_as_flash_attn_writes_them():
     ):  # fmt: skip
         close(flash_attn.flash_attn_func(q, k, v, window_size=window), expected(q, k, v, window=same)[0])
     close(flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 5)), expected(q, k, v, True, (3, 5))[0])
-    q, k, v = tensors(9, 3)  # a right side of seqlen_k is unbounded there, though it would hide keys
-    close(flash_attn.flash_attn_func(q, k, v, window_size=(-1, 3)), expected(q, k, v)[0])
+    q, k, v = tensors(9, 3)  # a right side of seqlen_k is unbounded there where the left is, though it would hide keys
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (9, 3)]
+    for window, same in (((-1, 3), None), ((3, 4), None), ((1, 3), (1, 3)), ((2, 5), (2, 5)), ((2, -1), (2, None))):
+        right = expected(q, k, v, window=same)[0]
+        close(flash_attn.flash_attn_func(q, k, v, window_size=window), right)
+        packed = flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], *starts, 9, 3, window_size=window)
+        close(packed, right[0])
     for wrong in ((1,), 3, (1.0, 2), (True, 1), "ab"):
         with pytest.raises(TypeError, match="flash_attn_func: window_size: got"):
             flash_attn.flash_attn_func(q, k, v, window_size=wrong)

@@ -62,7 +62,9 @@ REFUSED = {
     "varlen_attn: key: got 1 heads, must be the 2 of query, or fewer with enable_gqa=True": lambda: varlen(
         key=torch.zeros(9, 1, 16)
     ),
-    "query: got 2 heads, must be a multiple of the 3 heads": lambda: varlen(key=torch.zeros(9, 3, 16), enable_gqa=True),
+    "varlen_attn: query: got 2 heads, must be a multiple of kv heads: 3 of key": lambda: varlen(
+        key=torch.zeros(9, 3, 16), enable_gqa=True
+    ),
     "varlen_attn: enable_gqa: got 'x', allowed": lambda: varlen(enable_gqa="x"),
     "flash_attn_varlen_func: cu_seqlens_k: got NoneType, must be": lambda: flash_attn.flash_attn_varlen_func(
         PACKED, PACKED, PACKED, OFFSETS, None, 5, 5
