@@ -254,16 +254,20 @@ def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> O
 
 
 def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """V and dO in parts of their own."""
+    """V and dO in parts of their own, and padded, as the row has it and alone on the GPU."""
     found = {"served": served(problem, gpu)}
     own = found["served"][0][FUSED_KERNEL][0].of_row
-    apart = replace(own, config=bwd_fused.with_v_apart(own.config))
-    forms: dict[str, dict[str, Any]] = {
-        "V apart": {}, "behind": {"ORDER": "behind"}, "ahead": {"ORDER": "ahead"}, "heads 1": {"HEADS_PER_WAVE": 1},
-        "heads 4": {"HEADS_PER_WAVE": 4}, "early": {"EARLY_START": True},
-    }  # fmt: skip
-    made = {name: _fused_form(problem, apart, gpu, **changes) for name, changes in forms.items()}
-    made["padded, alone"] = _fused_form(problem, own, gpu, BESIDE=False, FINISH_BESIDE=False)
+    assert own.row is not None
+    plain = {"IN_PARTS": False, "V_APART": False, "NARROW": False}
+    padded = replace(own, config={**bwd_fused.SPACE.completed(own.row.config), **plain})
+    apart = replace(own, config=bwd_fused.with_v_apart(padded.config))
+    made = {
+        "V apart": _fused_form(problem, apart, gpu),
+        "early": _fused_form(problem, apart, gpu, EARLY_START=True),
+        "heads 1": _fused_form(problem, apart, gpu, HEADS_PER_WAVE=1),
+        "padded": _fused_form(problem, padded, gpu),
+        "padded, alone": _fused_form(problem, padded, gpu, BESIDE=False, FINISH_BESIDE=False),
+    }
     return found | {name: one for name, one in made.items() if one is not None}
 
 
@@ -285,18 +289,11 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 
 
 def small_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Programs of one tile each, both groups in one partition (padded where head dims are in parts), other orders."""
+    """Programs of one tile each."""
     found = {"served": served(problem, gpu)}
     own = found["served"][0][FUSED_KERNEL][0]
-    one = {"PERSISTENT": False, "DYNAMIC": False, "PAIRS": False}
-    joined = {**fused_schedule.halves(own.config), "EARLY_START": own.config.get("EARLY_START", False)}
-    forms: dict[str, dict[str, Any]] = {
-        "one tile": one, "joined": joined, "joined, one tile": {**joined, **one}, "behind": {"ORDER": "behind", "num_warps": 4},
-        "together": {"ORDER": "together", "num_warps": 4},
-        "ahead": {"ORDER": "ahead", "EXPONENTIALS_FIRST": False, "num_warps": 4},
-    }  # fmt: skip
-    made = {name: _fused_form(problem, own, gpu, **changes) for name, changes in forms.items()}
-    return found | {name: one for name, one in made.items() if one is not None}
+    one = _fused_form(problem, own, gpu, PERSISTENT=False, DYNAMIC=False, PAIRS=False)
+    return found | ({} if one is None else {"one tile": one})
 
 
 Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]

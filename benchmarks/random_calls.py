@@ -30,7 +30,7 @@ from fa2tune.calling import backward_plans, unseen
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.schedules import grouped_schedule
 from fa2tune.gpus import Gpu
-from fa2tune.launching import key_splits, one_key_tile, passes
+from fa2tune.launching import key_splits, passes
 from fa2tune.spec.mask import CAUSAL, FULL
 from fa2tune.spec.problem import BACKWARD, ITEMSIZE, SPLIT, STRATEGIES, Config, Problem
 
@@ -166,9 +166,9 @@ def served(problem: Problem, gpu: Gpu) -> dict[str, dict[str, Any]]:
                 "parts": divided.parts.get(kernel, 1),
             }
         order = divided.order
-        one, refused = backward_plans.one_tile(chooser.problem, choices, divided, gpu)
+        one, refused = backward_plans.whole(chooser.problem, choices, divided, gpu)
         if one is not None and not refused:
-            kernels, order = {one_key_tile.KERNEL: {"config": dict(one), "parts": one["PARTS"]}}, ""
+            kernels, order = {one.kernel: {"config": dict(one.config), "parts": one.config.get("PARTS", 1)}}, ""
         found[pass_] = {"kernels": kernels, "filled in": rows} | ({"order": order} if order else {})
     return found
 

@@ -125,10 +125,19 @@ class PythonGpu:
             # one that starts early may let the next one start before the one before it has ended
             flight = after.with_those_of(before) if after is not None and before is not None else after
 
+    def _holding(self, address: int) -> Buffer:
+        """The memory that begins there, or that it lies in."""
+        if (found := self.buffers.get(address)) is not None:
+            return found
+        (found,) = (
+            one for one in self.buffers.values() if 0 < address - one.base < len(one.written) * one.itemsize
+        )  # fmt: skip
+        return found
+
     def _argument(self, kind: str, pointer: int) -> Any:
         if kind == "map":
             base, sizes, strides, block = self.maps[pointer]
-            buffer = self.buffers[base]
+            buffer = self._holding(base)
             dtype = buffer.dtype or ELEMENTS[buffer.itemsize]
             return Descriptor(buffer, base, sizes, [*strides, buffer.itemsize], block, dtype, seen=self.seen)
         if kind == "fp32":
@@ -136,5 +145,8 @@ class PythonGpu:
         if kind == "pointer":
             address = ctypes.c_uint64.from_address(pointer).value
             nothing = Buffer("nothing", 0, 0, 4, np.zeros(1, np.float32) if self.values else None, tl.float32)
-            return Pointer(self.buffers[address] if address else nothing)
+            if not address:
+                return Pointer(nothing)
+            buffer = self._holding(address)
+            return Pointer(buffer, (address - buffer.base) // buffer.itemsize)
         return Int({"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind].from_address(pointer).value, kind == "i64")

@@ -1,5 +1,5 @@
 """The plan of a backward by its choices: query groups in parts, keys of dQ in parts, both kernels of a split one at a time, or
-one kernel for all of it, where that is expected to be faster."""
+kernels of its own for all of it (one for few keys; those with dS in memory), where that is expected to be faster."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fa2tune.calling.refusals import cannot_be_had
-from fa2tune.calling.schedules import group_parts_schedule, one_tile_schedule, split_backward_schedule
+from fa2tune.calling.schedules import (
+    group_parts_schedule,
+    one_tile_schedule,
+    split_backward_schedule,
+    stored_ds_schedule,
+)
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
-from fa2tune.launching import one_key_tile
+from fa2tune.launching import one_key_tile, stored_ds
 from fa2tune.launching.beside import DQ
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan
+from fa2tune.launching.stored_ds import StoredDsPlan
+from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import BACKWARD, Config, Problem
+from fa2tune.spec.variant import Variant
 
-#: Where the kernels that split keys of dQ, or the one that makes all of a backward, did not compile or load, or there was
+#: Where the kernels that split keys of dQ, or those that make all of a backward, did not compile or load, or there was
 #: nothing to compile them with: not tried again for other lengths until ``dispatch.reload`` -> why.
 _REFUSED = dict[tuple[object, ...], str]()
 
@@ -51,22 +59,40 @@ def division(problem: Problem, choices: Mapping[str, Choice], gpu: Gpu) -> Divis
     return found._replace(order=split_backward_schedule.order_of(problem, choices, found.parts, gpu))
 
 
-def one_tile(problem: Problem, choices: Mapping[str, Choice], divided: Division, gpu: Gpu) -> tuple[Config | None, str]:
-    """The config of the kernel that is to make all of a backward in place of ``choices``, whose work is ``divided``, None: none
-    is; and why it could not be had before in this process, "": it was not refused."""
-    found = one_tile_schedule.config_of(problem, choices, divided.parts, divided.order, gpu)
-    return found, "" if found is None else _REFUSED.get(_one_tile(problem, gpu), "")
+class Whole(NamedTuple):
+    """What makes all of a backward in place of its choices."""
+
+    kernel: str  #: one_key_tile.KERNEL or stored_ds.KERNEL
+    config: Config
+
+    def kernels(self, problem: Problem, arch: int) -> list[tuple[Variant, Config, Problem]]:
+        """What runs, each once, in order, with its config and a problem whose specialization it is compiled for."""
+        of = one_key_tile if self.kernel == one_key_tile.KERNEL else stored_ds
+        return of.kernels(problem, self.config, arch)
+
+    def place(self, problem: Problem, gpu: Gpu) -> tuple[object, ...]:
+        """In _REFUSED."""
+        return problem.specialization, gpu.name, self.kernel
 
 
-def _one_tile(problem: Problem, gpu: Gpu) -> tuple[object, ...]:
-    return problem.specialization, gpu.name, one_key_tile.KERNEL
+def whole(
+    problem: Problem, choices: Mapping[str, Choice], divided: Division, gpu: Gpu
+) -> tuple[Whole | None, str]:  # fmt: skip
+    """What is to make all of a backward in place of ``choices``, whose work is ``divided``, None: nothing is; and why it could
+    not be had before in this process, "": it was not refused."""
+    for kernel, of in ((one_key_tile.KERNEL, one_tile_schedule), (stored_ds.KERNEL, stored_ds_schedule)):
+        config = of.config_of(problem, choices, divided.parts, divided.order, gpu)
+        if config is not None:
+            found = Whole(kernel, config)
+            return found, _REFUSED.get(found.place(problem, gpu), "")
+    return None, ""
 
 
 def backward_plan(
     problem: Problem, strategy: str, choices: Mapping[str, Choice], gpu: Gpu, given: Mapping[str, Any], may_split: bool
-) -> BackwardPlan | OneTilePlan:
-    """``given``: what else a ``BackwardPlan`` takes. Where the kernel that makes all of a backward does not compile or load, or
-    there is nothing to compile it with, those of ``choices`` serve, and the log says so."""
+) -> BackwardPlan | WholePlan:
+    """``given``: what else a ``BackwardPlan`` takes. Where the kernels that make all of a backward do not compile or load, or
+    there is nothing to compile them with, those of ``choices`` serve, and the log says so."""
 
     def planned(parts: Mapping[str, int], order: str) -> BackwardPlan:
         return BackwardPlan(problem, **given, strategy=strategy, configs=choices, parts=parts, order=order)
@@ -74,14 +100,15 @@ def backward_plan(
     if not may_split:
         return planned({}, "")
     divided = division(problem, choices, gpu)
-    config, refused = one_tile(problem, choices, divided, gpu)
-    if config is not None and not refused:
+    found, refused = whole(problem, choices, divided, gpu)
+    if found is not None and not refused:
+        make = OneTilePlan if found.kernel == one_key_tile.KERNEL else StoredDsPlan
         try:
-            return OneTilePlan(problem, **given, config=config)
+            return make(problem, **given, config=found.config)
         except Exception as error:
             if not cannot_be_had(error):
                 raise
-            _REFUSED[_one_tile(problem, gpu)] = str(error)
+            _REFUSED[found.place(problem, gpu)] = str(error)
             warn_once(f"the first choice for {BACKWARD} failed on {gpu.name} ({error}); next: {', '.join(choices)}")
     if divided.parts == divided.groups:
         return planned(divided.groups, divided.order)

@@ -9,7 +9,12 @@ from typing import Any
 
 from fa2tune.calling import defaults
 from fa2tune.calling.advice import NOTHING_TO_DO, install_command, refresh_command
-from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule, split_backward_schedule
+from fa2tune.calling.schedules import (
+    grouped_schedule,
+    one_tile_schedule,
+    split_backward_schedule,
+    stored_ds_schedule,
+)
 from fa2tune.compiling.measured_code import NO_TRITON
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import is_grouped
@@ -57,7 +62,11 @@ class Served:
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
     one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
-    unsplit_of: Config | None = None  #: of the kernel with tiles of several heads, if it is that one that does not
+    stored_ds: Config | None = (
+        None  #: of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd"
+    )
+    #: of the kernel with tiles of several heads, if it is that one that does not; of the one for all of "bwd"
+    unsplit_of: Config | None = None
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
     form: str = ""  #: of the row's kernel, where it is another than the row's: "alone on the GPU"
     otherwise: Config | None = None  #: that would run if none of the schedule model's did
@@ -69,7 +78,12 @@ class Served:
     @property
     def estimated(self) -> bool:
         """Whether a config runs that the schedule model has for the call's shape, and no row has."""
-        return self.split is not None or self.one_tile is not None or self.few_tiles or self.form != ""
+        return self._replaced or self.few_tiles or self.form != ""
+
+    @property
+    def _replaced(self) -> bool:
+        """Whether other kernels run than the rows' ones."""
+        return any(config is not None for config in (self.split, self.one_tile, self.stored_ds))
 
     @property
     def grouped(self) -> bool:
@@ -122,7 +136,7 @@ class Served:
     @property
     def by(self) -> str:
         """What runs, in a few words: "fused warp_specialized", or "fwd_split, fwd_combine"."""
-        if self.split is not None or self.one_tile is not None:
+        if self._replaced:
             return ", ".join(self.runs or ())
         return self.row.filed_as if self.row else "default"
 
@@ -136,6 +150,8 @@ class Served:
             what = "tiles of several query heads" if self.grouped else "keys split among programs"
         elif self.one_tile is not None:
             what = "all of it by one kernel"
+        elif self.stored_ds is not None:
+            what = "dS in memory"
         if self.row is None:
             return f"{what}, with a config of the schedule model; otherwise the default config"
         gain = "" if self.row.gain is None else f", {self.row.gain:.2f} x portable default"
@@ -318,8 +334,11 @@ class Explanation:
         for one in self.kernels:
             if one.one_tile is not None:
                 said.append(one_tile_schedule.about(one.one_tile))
+            elif one.stored_ds is not None:
+                said.append(stored_ds_schedule.about(one.stored_ds))
             elif one.unsplit and one.kernel == BACKWARD:
-                said.append(f"bwd: one kernel for all of it is expected to be faster, but {one.unsplit}.")
+                what = "dS in memory" if "SLICES" in (one.unsplit_of or {}) else "one kernel for all of it"
+                said.append(f"bwd: {what} is expected to be faster, but {one.unsplit}.")
             elif one.split is not None and one.kernel != "fwd":
                 said.append(split_backward_schedule.about_keys(one.split))
             elif one.split is not None:
@@ -382,6 +401,7 @@ def _as_dict(served: Served) -> dict[str, Any]:
         "split": dict(served.split) if served.split is not None and not served.grouped else None,
         "grouped": dict(served.split or {}) if served.grouped else None, "unsplit": served.unsplit or None,
         "one_tile": dict(served.one_tile) if served.one_tile is not None else None,
+        "stored_ds": dict(served.stored_ds) if served.stored_ds is not None else None,
         "parts": served.parts, "copied": list(served.copied), "filled_in": served.filled_in,
         "form": served.form or None, "order": served.order or None,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import SplitPlan, is_grouped, splitting
 from fa2tune.launching.one_key_tile import OneTilePlan
 from fa2tune.launching.passes import BackwardPlan, ForwardPlan
+from fa2tune.launching.stored_ds import StoredDsPlan
 from fa2tune.logs import warn_once
 from fa2tune.spec.problem import Config, Problem
 
@@ -26,6 +27,8 @@ KEYS_SPLIT = "schedule model, keys split"
 GROUPED = "schedule model, tiles of several heads"
 #: And a backward of few keys by one kernel.
 ONE_TILE = "schedule model, one key tile"
+#: And one whose dS goes through memory.
+STORED_DS = "schedule model, dS in memory"
 #: Behind how each kernel of a split backward is served, where both run at a time.
 AT_A_TIME = "; both kernels at a time"
 #: Binaries that did not compile or load, or with nothing to compile them, which are not tried again for another length,
@@ -74,6 +77,8 @@ def steps(plan: Any, choices: Mapping[str, Choice]) -> list[str]:
         return [how(made.config)]
     if isinstance(made, OneTilePlan):
         return [ONE_TILE]
+    if isinstance(made, StoredDsPlan):
+        return [STORED_DS]
     at_a_time = AT_A_TIME if isinstance(made, BackwardPlan) and made.order else ""
     return [choice.step + at_a_time for choice in choices.values()]
 

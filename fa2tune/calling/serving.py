@@ -13,6 +13,7 @@ import torch
 
 from fa2tune.calling import arguments, backward_plans, choosing, copies, dispatch, forward_plans, ops, unseen, varlen
 from fa2tune.calling.arguments import MISSING
+from fa2tune.calling.backward_plans import Whole
 from fa2tune.calling.choosing import Chooser, choose_backward
 from fa2tune.calling.explanation import Explanation, Served
 from fa2tune.calling.kinds import Kind
@@ -62,10 +63,10 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     )  # fmt: skip
     _, kinds = chooser.strategy(split)
     divided = backward_plans.division(problem, choices, chooser.gpu)
-    one, refused_one = backward_plans.one_tile(problem, choices, divided, chooser.gpu)
+    one, refused_one = backward_plans.whole(problem, choices, divided, chooser.gpu)
     if one is not None:
-        whole = _with_one_tile(whole, problem, one, refused_one, chooser.gpu)
-        if whole.one_tile is not None:
+        whole = _with_whole(whole, problem, one, refused_one, chooser.gpu)
+        if whole.runs is not None:
             return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
     order = divided.order
@@ -78,13 +79,14 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
     return [replace(whole, order=order), *found]
 
 
-def _with_one_tile(whole: Served, problem: Problem, config: Config, refused: str, gpu: Gpu) -> Served:
-    """A backward all of which one kernel makes; ``refused``: it does not, although that is expected to be faster."""
-    found = _Runs(one_key_tile.kernels(problem, config, gpu.arch), gpu)
+def _with_whole(whole: Served, problem: Problem, one: Whole, refused: str, gpu: Gpu) -> Served:
+    """A backward all of which kernels of its own make; ``refused``: they do not, although that is expected to be faster."""
+    found = _Runs(one.kernels(problem, gpu.arch), gpu)
     if why := refused or found.lacking:
-        return replace(whole, unsplit=why)
+        return replace(whole, unsplit=why, unsplit_of=one.config)
+    kind = {"one_tile" if one.kernel == one_key_tile.KERNEL else "stored_ds": one.config}
     return replace(
-        whole, config=config, one_tile=config, otherwise=whole.config, runs=found.configs, binaries=found.binaries
+        whole, config=one.config, **kind, otherwise=whole.config, runs=found.configs, binaries=found.binaries
     )  # fmt: skip
 
 
@@ -283,16 +285,16 @@ def is_supported(
 
 def served_by(problem: Problem, gpu: Gpu, backward: bool) -> dict[str, str]:
     """Kernel -> its implementation for this problem, and how far a warp-specialised one is ahead of the portable winner; of a
-    forward whose keys are split among programs, or whose tiles have several heads, and of a backward by one kernel, what runs
-    in their place."""
+    forward whose keys are split among programs, or whose tiles have several heads, and of a backward by kernels of its own,
+    what runs in their place."""
     problem = unseen.behind(problem, unseen.filled_in(problem, gpu, BACKWARD if backward else "fwd"))
     chooser = Chooser(problem, gpu)
     chosen = choose_backward(chooser, False)[1] if backward else {"fwd": chooser.choose("fwd")}
     if backward:
         divided = backward_plans.division(problem, chosen, gpu)
-        one, refused = backward_plans.one_tile(problem, chosen, divided, gpu)
+        one, refused = backward_plans.whole(problem, chosen, divided, gpu)
         if one is not None and not refused:
-            runs = one_key_tile.kernels(problem, one, gpu.arch)
+            runs = one.kernels(problem, gpu.arch)
             return {BACKWARD: " + ".join(variant.short_name for variant, _, _ in runs)}
     found = {
         kernel: implementation_of(choice.config) + ("" if choice.lead is None else f" ({choice.lead:.2f} x portable)")

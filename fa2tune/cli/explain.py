@@ -155,6 +155,8 @@ def _ladder(served: Served, here: Toolchain, strategy: str) -> Iterator[str]:
             by = forward_plans.how(served.split)
         elif served.one_tile is not None:
             by = forward_plans.ONE_TILE
+        elif served.stored_ds is not None:
+            by = forward_plans.STORED_DS
         yield f"{served.kernel}: {by}"
         for kernel, config in (served.runs or {}).items():
             yield f"  runs      {kernel}: {', '.join(f'{name} {value}' for name, value in config.items())}"

@@ -26,6 +26,7 @@ from fa2tune.calling.schedules import (
     one_tile_schedule,
     packed_schedule,
     split_backward_schedule,
+    stored_ds_schedule,
 )
 from fa2tune.compiling import binaries, compiler, debuginfo, fingerprint, operandcheck, overrules, registry
 from fa2tune.compiling.binaries import File, New
@@ -146,6 +147,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
         yield from one_tile_schedule.all_kernels(problem, arch)
     if kernel == beside.DQ:
         yield from split_backward_schedule.all_kernels(problem, choice, arch)
+    if kernel == beside.DKDV:
+        yield from stored_ds_schedule.all_kernels(problem, choice, arch)
     if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)

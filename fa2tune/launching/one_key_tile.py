@@ -16,7 +16,8 @@ from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import InterpretedChain, Place, Strides, bind, chain, form, strides_of
-from fa2tune.launching.passes import Fresh, empty_ordered, placed, without_memory
+from fa2tune.launching.passes import placed
+from fa2tune.launching.whole_backward import WholePlan
 from fa2tune.search_spaces.sm90 import bwd_one_tile
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -71,8 +72,7 @@ def launches(problem: Problem, config: Config, given: Strides, arch: int) -> Ite
 def bound(
     problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
 ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
-    """(What runs, called with the tensors and then with memory for the parts, like that memory, none if there are no parts).
-    ``tensors``: by name, of which shapes and strides count."""
+    """As ``WholePlan.bound``, with memory for the parts."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
     parts, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
@@ -92,31 +92,10 @@ def bound(
     return chain(made, device_index), block
 
 
-class OneTilePlan:
-    """do, dlse, q, k, v, o, lse -> (dq, dk, dv), as ``passes.BackwardPlan``. Needs 1 to bwd_one_tile.KEYS keys."""
+class OneTilePlan(WholePlan):
+    """Needs 1 to bwd_one_tile.KEYS keys."""
 
-    order = ""
-
-    def __init__(
-        self, problem: Problem, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
-        v: torch.Tensor, o: torch.Tensor, softmax_scale: float, config: Config,
-    ) -> None:  # fmt: skip
-        self.config = config
-        dq, dk, dv = (empty_ordered(without_memory(t), t.shape[3]) for t in (q, k, v))
-        lse = torch.empty(tuple(q.shape[:3]), device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        tensors |= {} if dlse is None else {"dlse": dlse}
-        self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
-        self.fresh = Fresh(q.device, dq, dk, dv, *block)
-
-    def __call__(
-        self, do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        o: torch.Tensor, lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        dq, dk, dv, *block = self.fresh()
-        tensors = (q, k, v, o, do, lse, dq, dk, dv)
-        self.chain((*tensors, *block) if dlse is None else (*tensors, dlse, *block))
-        return dq, dk, dv
+    bound = staticmethod(bound)
 
 
 def backward(

@@ -10,6 +10,7 @@ REGISTERS = 240  #: a thread of a consumer group
 #: Columns that three groups of the kernel behind it (kernels/sm90/bwd_dq_ds.py) have registers for, of 64 query rows each. Two
 #: read K more often.
 THREE_GROUPS = 192
+MOST_SLICES = 256
 
 
 def fits(spec: Specialization, arch: int) -> bool:
@@ -22,7 +23,7 @@ def config_of(spec: Specialization, stages: int = 2, p_stages: int = 1, heads: i
     """``stages``, ``p_stages``, ``heads``: as the row of kernels/sm90/bwd_dkdv.py has them."""
     found = {
         "BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "STAGES": stages, "P_STAGES": p_stages, "HEADS_PER_WAVE": heads,
-        "IN_PARTS": parts_pay(spec), "num_warps": 4,
+        "IN_PARTS": parts_pay(spec), "SLICES": 1, "num_warps": 4,
     }  # fmt: skip
     return {**found, "DQ_GROUPS": 3 if columns(spec, found)[0] <= THREE_GROUPS else 2}
 
@@ -59,6 +60,9 @@ SPACE = SearchSpace(
         "HEADS_PER_WAVE": (1, 2, 4, 8, 16, 64),
         "DQ_GROUPS": (2, 3),  # of the kernel behind it
         "IN_PARTS": (False, True),  # head dims are computed as sums of two powers of two
+        "SLICES": tuple(
+            range(1, MOST_SLICES + 1)
+        ),  # of batch and key heads, whose dS lies in memory one after the other
         "num_warps": (4,),
     },
     constraints=(

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -119,14 +120,38 @@ def test_v_apart_multiplies_the_columns_of_its_own_parts(dims: tuple[int, int]) 
     assert reckoned - 1024 <= binary.shared_bytes <= reckoned and operandcheck.unsound(code) == ()
 
 
-def test_v_apart_serves_nothing_and_is_not_searched() -> None:
-    for dims in ((96, 64), (64, 96), (96, 96), (64, 32), (128, 128)):
-        spec = specified(*dims)
-        default = FUSED.space.default(spec, 90)
-        assert not default["V_APART"] and not FUSED.fitted(spec, default)["V_APART"]
-        broken = FUSED.space.broken(bwd_fused.with_v_apart(default), spec, 90)
-        assert (broken is None) == bwd_fused.can_be_apart(spec) == (dims in ((96, 64), (64, 96)))
-    assert FUSED.space.dimensions["V_APART"] == (False,)
+def test_where_v_is_apart() -> None:
+    """What a fifth of the columns or more are zeros of; a search may have it wherever V has other parts."""
+    for dims, serves in (
+        ((96, 64), True), ((64, 96), True), ((88, 72), True), ((48, 88), True), ((128, 64), True), ((120, 16), True),
+        ((120, 72), False), ((128, 96), False), ((96, 96), False), ((64, 32), False), ((128, 128), False),
+    ):  # fmt: skip
+        for extent in (DENSE, RAGGED):
+            spec = replace(specified(*dims, "causal"), extent=extent)
+            config = FUSED.space.default(spec, 90)
+            if spec.ragged:
+                config |= bwd_fused.PACKED
+            assert config["V_APART"] is serves and FUSED.fitted(spec, config) == config
+            assert limits.before_compile(FUSED, spec, config, H200) is None
+            able = FUSED.space.broken(bwd_fused.with_v_apart(config), spec, 90) is None
+            assert able == bwd_fused.can_be_apart(spec) and able >= serves
+        assert len(set(dims)) > 1 or not able
+
+
+@cache
+def legal(variant: Any, whole: Specialization) -> list[Config]:
+    return [config for config in variant.space.points() if limits.before_compile(variant, whole, config, H200) is None]
+
+
+@pytest.mark.parametrize("dims", [(96, 64), (48, 88), (128, 64), (64, 128), (120, 16)], ids=str)
+def test_a_row_of_padded_head_dims_is_legal_with_v_apart(dims: tuple[int, int]) -> None:
+    for mask in ("full", "causal"):
+        asked, found = specified(*dims, mask), legal(FUSED, specified(128, 128, mask))
+        assert found
+        for config in found:
+            fitted = FUSED.fitted(asked, config)
+            assert fitted["V_APART"] and not fitted["BESIDE"] and FUSED.fitted(asked, fitted) == fitted
+            assert limits.before_compile(FUSED, asked, fitted, H200) is None, (config, fitted)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -136,9 +161,9 @@ def test_a_row_of_the_padded_head_dims_is_legal_in_parts(variant: Any, dims: tup
     """Whatever was tuned for a tile of whole columns. At 64 columns it stays as it is."""
     whole = specified(padded_head_dim(dims[0]), padded_head_dim(dims[1]), mask)
     asked = specified(*dims, mask)
-    legal = [config for config in variant.space.points() if limits.before_compile(variant, whole, config, H200) is None]
-    assert legal or variant is FUSED
-    for config in legal:
+    found_legal = legal(variant, whole)
+    assert found_legal or variant is FUSED
+    for config in found_legal:
         assert variant.fitted(whole, config) == config
         found = variant.fitted(asked, config)
         assert limits.before_compile(variant, asked, found, H200) is None, (config, found)
@@ -158,7 +183,8 @@ def test_where_parts_are_refused(variant: Any) -> None:
         assert broken is not None and "parts" in broken.name
     if variant is FUSED:
         for dims in ((96, 64), (96, 80), (64, 96)):
-            config = {**space.default(specified(*dims), 90), "IN_PARTS": True, "REDUCE": "vector"}
+            changes = {"IN_PARTS": True, "V_APART": False, "REDUCE": "vector"}
+            config = {**space.default(specified(*dims), 90), **changes}
             assert space.broken(config, specified(*dims), 90).name == "parts_are_of_both_head_dims"
         for change in ({"REDUCE": "tma"}, {"num_warps": 8, "ORDER": "together"}):
             config = {**space.default(specified(96, 96), 90), **change}

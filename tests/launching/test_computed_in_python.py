@@ -327,6 +327,13 @@ def test_fused_backward_with_v_apart(
     check_backward(gpu, Call(lengths, (2, 1), dims, mask, packed=packed), settings)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("heads", "parts"), [((4, 2), 2), ((3, 1), 3)], ids=str)
+def test_query_groups_in_parts_with_v_apart(gpu: PythonGpu, heads: tuple[int, int], parts: int, packed: bool) -> None:
+    lengths = PACKING if packed else ((130, 150),)
+    check_backward(gpu, Call(lengths, heads, (96, 64), CAUSAL, packed=packed), {}, parts=parts)
+
+
 NARROW_CALLS = [
     (Call(((140, 140),), (2, 1), (32, 32), CAUSAL), "a block behind"),
     (Call(((150, 130),), (4, 2), (24, 24), FULL, batch=2), "a block behind"),

@@ -23,6 +23,7 @@ from fa2tune.spec.problem import Specialization
 EARLY = {"EARLY_START": True}
 #: What 96 columns have in parts.
 IN_PARTS = {"IN_PARTS": True, "REDUCE": "vector", "ORDER": "together", "HEADS_PER_WAVE": 4}
+V_APART = {**IN_PARTS, "V_APART": True}
 CALLS = [
     (Call(((130, 150),), (2, 1), (128, 128), CAUSAL), "a block behind", {}),
     (Call(((150, 130),), (2, 2), (128, 128), FULL, batch=2), "apart, by TMA", {}),
@@ -32,6 +33,9 @@ CALLS = [
     (Call(((300, 600),), (2, 2), (64, 64), CAUSAL), "from registers", {"DYNAMIC": False, "PAIRS": True}),
     (Call(((130, 400),), (2, 1), (96, 96), CAUSAL), "from registers", IN_PARTS),
     (Call(((100, 130),), (2, 1), (88, 88), FULL), "from registers", IN_PARTS),
+    (Call(((130, 400),), (2, 1), (96, 64), CAUSAL), "from registers", V_APART),
+    (Call(((100, 130),), (2, 2), (16, 120), FULL), "from registers", V_APART),
+    (Call(((140, 300),), (2, 1), (88, 72), band(40, 10)), "from registers", V_APART),
     (Call(((140, 300),), (2, 1), (32, 32), CAUSAL), "scores ahead", {"NARROW": True}),
     (Call(((150, 130),), (2, 2), (24, 24), FULL), "joined", {"NARROW": True}),
     (Call(((64, 800),), (1, 1), (64, 64), TOP_LEFT), "joined", {}),  # most tiles, and first ones, no query sees

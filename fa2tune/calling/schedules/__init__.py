@@ -17,6 +17,7 @@ fused_schedule              backward  the fused Hopper kernel: alone or overlapp
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
 group_parts_schedule        backward  into how many parts query groups are split
 one_tile_schedule           backward  whether one kernel makes all of it
+stored_ds_schedule          backward  whether dS goes through memory, and in how many slices
 ordered                     backward  whether the fused kernel serves deterministic calls without wgmma
 tile_order, packed_lengths            what several of these share: a static order of tiles; lengths that are not known
 ==========================  ========  ==================================================================================

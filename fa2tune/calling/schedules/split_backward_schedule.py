@@ -103,9 +103,9 @@ def forms(problem: Problem, choice: Choice) -> Iterator[Config]:
         yield fused_schedule.started_early(choice.config)
 
 
-def _shares(problem: Problem, choice: Choice) -> tuple[float, float]:
+def shares(problem: Problem, config: Config) -> tuple[float, float]:
     """Of a block's and of the ends' time with all columns."""
-    saved = 1 - sum(columns(problem.specialization, choice.config)) / COLUMNS
+    saved = 1 - sum(columns(problem.specialization, config)) / COLUMNS
     return 1 - BLOCKS_SAVE * saved, 1 - ENDS_SAVE * saved
 
 
@@ -115,7 +115,7 @@ def _lengths(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=512)  # lengths of packed sequences repeat
-def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
+def keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int, ...]:
     """Keys that each tile of so many queries of a sequence sees; CAUSAL: the last ones, which are given out first, first."""
     tiles = -(-seqlen_q // rows)
     if mask != CAUSAL:
@@ -126,7 +126,7 @@ def _keys_seen(seqlen_q: int, seqlen_k: int, rows: int, mask: Mask) -> tuple[int
 
 
 @lru_cache(maxsize=512)
-def _blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
+def blocks_met(seqlen_q: int, seqlen_k: int, keys: int, mask: Mask) -> tuple[int, ...]:
     """Query blocks that each tile of so many keys of a sequence meets."""
     blocks, tiles, behind = -(-seqlen_q // BLOCK), -(-seqlen_k // keys), seqlen_k - seqlen_q
     if mask != CAUSAL:
@@ -138,8 +138,8 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
     """``splits``: parts of the keys, each a program's."""
     rows, keys = bwd_dq.rows(choice.config), choice.config["BLOCK_N"]
     lengths = sorted(_lengths(problem), key=lambda one: -one[1])  # sequences of more keys first
-    seen = [count for one in lengths for count in _keys_seen(*one, rows, problem.mask)]
-    block, ends_share = _shares(problem, choice)
+    seen = [count for one in lengths for count in keys_seen(*one, rows, problem.mask)]
+    block, ends_share = shares(problem, choice.config)
     block *= BLOCK_US[DQ] * rows / (2 * BLOCK) * keys / BLOCK
     costs = tuple([-(-count // (keys * splits)) * block + ENDS_US[DQ] * ends_share for count in seen])
     heads, band = problem.batch * problem.heads_q, choice.config["HEADS_PER_WAVE"]
@@ -148,8 +148,8 @@ def _dq_tiles(problem: Problem, choice: Choice, splits: int = 1) -> Tiles:
 
 def _dkdv_tiles(problem: Problem, choice: Choice, parts: int) -> Tiles:
     ours, keys = group_parts.split(problem, parts), choice.config["BLOCK_N"]
-    met = [count for one in _lengths(problem) for count in _blocks_met(*one, keys, problem.mask)]
-    block, ends_share = _shares(problem, choice)
+    met = [count for one in _lengths(problem) for count in blocks_met(*one, keys, problem.mask)]
+    block, ends_share = shares(problem, choice.config)
     block *= ours.group * BLOCK_US[DKDV] * keys / BLOCK
     costs = tuple([count * block + ENDS_US[DKDV] * ends_share for count in met])
     return Tiles(costs, ours.batch * ours.heads_kv, choice.config["HEADS_PER_WAVE"])
@@ -175,7 +175,7 @@ def _given_out(free: list[float], tiles: Tiles) -> list[float]:
     return free
 
 
-def _last(tiles: Tiles, sm_count: int) -> float:
+def last(tiles: Tiles, sm_count: int) -> float:
     """When a kernel alone is done."""
     if min(tiles.costs) == max(tiles.costs):
         return -(-tiles.number // sm_count) * tiles.costs[0]
@@ -186,7 +186,7 @@ def delta_us(problem: Problem, choice: Choice, gpu: Gpu) -> float:
     """Of dQ's kernel over no keys."""
     rows_of_tile = bwd_dq.rows(choice.config)
     tiles = problem.batch * problem.heads_q * sum(-(-queries // rows_of_tile) for queries, _ in _lengths(problem))
-    ends = NO_KEYS * ENDS_US[DQ] * _shares(problem, choice)[1]
+    ends = NO_KEYS * ENDS_US[DQ] * shares(problem, choice.config)[1]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     moved = rows * (problem.head_dim + 2 * problem.head_dim_v) * 2 / BYTES_PER_US
     made = max(-(-tiles // gpu.sm_count) * ends, moved)
@@ -242,7 +242,7 @@ def predicted_us(
     dq, dkdv = _dq_tiles(problem, choices[DQ], splits), _dkdv_tiles(problem, choices[DKDV], parts)
     fixed = _fixed_us(problem, parts, splits, gpu)
     if not order:
-        return fixed + _last(dq, gpu.sm_count) + _last(dkdv, gpu.sm_count)
+        return fixed + last(dq, gpu.sm_count) + last(dkdv, gpu.sm_count)
     made = delta_us(problem, choices[DQ], gpu) if delta is None else delta
     return fixed + at_a_time(dq, dkdv, order, made, gpu.sm_count)
 
@@ -254,7 +254,7 @@ def _order(dq: Tiles, dkdv: Tiles, fixed: float, delta: float, sm_count: int) ->
     share = LONG_MARGIN if fixed + sum(means) >= LONG_US else MARGIN
     if least >= (1 - share) * (fixed + sum(means) + sum(longest)):  # one after the other takes no more
         return ""
-    now = fixed + _last(dq, sm_count) + _last(dkdv, sm_count)
+    now = fixed + last(dq, sm_count) + last(dkdv, sm_count)
     best, found = "", now
     for order in orders(dq, dkdv, sm_count):
         margin = DKDV_MARGIN if order == DKDV_FIRST else share

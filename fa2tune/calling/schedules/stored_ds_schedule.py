@@ -1,0 +1,134 @@
+"""Whether a backward of head dims above 128 goes through dS in memory, with which form of dQ's kernel, and in how many slices:
+arithmetic on the host, no GPU.
+
+Both kernels of ``launching/stored_ds.py`` take five products where the split ones take seven, and write and read dS. Their
+tiles are given out as ``split_backward_schedule`` has it, one kernel after the other. Constants are fitted to times of 15 calls
+on an H200 (docs/experiments/split-backward.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+
+from fa2tune.calling.schedules import split_backward_schedule
+from fa2tune.calling.schedules.key_splits_schedule import MEASURED_ON
+from fa2tune.calling.schedules.split_backward_schedule import BLOCK, BYTES_PER_US, Tiles
+from fa2tune.compiling.choice import Choice
+from fa2tune.gpus import Gpu
+from fa2tune.launching import stored_ds
+from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.search_spaces.lib.hopper import columns
+from fa2tune.search_spaces.sm90 import bwd_dkdv, bwd_dkdv_ds
+from fa2tune.spec.mask import CAUSAL, FULL
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.variant import Variant
+
+#: Whether any call takes it.
+STORED_DS = True
+#: Microseconds of the kernel that writes dS, of 512 columns: a block of 64 queries and 64 keys, and a tile's start and end.
+MAIN_BLOCK_US, MAIN_ENDS_US = 1.51, 6.69
+#: Of the kernel behind it: 64 keys of the 64 rows of a group, for each of COLUMNS columns; and a tile's start and end, of 512.
+DQ_BLOCK_US, DQ_COLUMNS, DQ_ENDS_US = 0.158, 192, 6.44
+#: Share of the memory's bandwidth at which that kernel reads dS, at most.
+DS_RATE = 0.39
+#: Of the call and its three launches; of both launches of one more slice; and of delta's launch at least.
+CALL_US, SLICE_US, DELTA_US = 8.6, 3.8, 1.9
+#: It must be predicted to be faster than what serves otherwise by this share.
+MARGIN = 0.05
+#: Share of the GPU's memory that dS may take. Calls of more run in slices.
+MOST_MEMORY = 1 / 128
+MOST_SLICES = max(bwd_dkdv_ds.SPACE.dimensions["SLICES"])
+
+
+def _main_tiles(problem: Problem, config: Config) -> Tiles:
+    block, ends = split_backward_schedule.shares(problem, config)
+    met = split_backward_schedule.blocks_met(problem.seqlen_q, problem.seqlen_k, BLOCK, problem.mask)
+    costs = tuple([count * problem.group * block * MAIN_BLOCK_US + ends * MAIN_ENDS_US for count in met])
+    return Tiles(costs, problem.batch * problem.heads_kv, config["HEADS_PER_WAVE"])
+
+
+def _dq_tiles(problem: Problem, config: Config) -> Tiles:
+    _, ends = split_backward_schedule.shares(problem, config)
+    groups, wide = config["DQ_GROUPS"], columns(problem.specialization, config)[0]
+    block = DQ_BLOCK_US * groups * wide / DQ_COLUMNS
+    seen = split_backward_schedule.keys_seen(problem.seqlen_q, problem.seqlen_k, BLOCK * groups, problem.mask)
+    costs = tuple([-(-keys // BLOCK) * block + ends * DQ_ENDS_US for keys in seen])
+    return Tiles(costs, problem.batch * problem.heads_q, 1)
+
+
+def _slice_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Of both kernels, one after the other; no faster than dS is read."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    read = rows * problem.keys_seen * ITEMSIZE[problem.dtype]
+    main, dq = (
+        split_backward_schedule.last(tiles(problem, config), gpu.sm_count) for tiles in (_main_tiles, _dq_tiles)
+    )
+    return main + max(dq, read / (gpu.hbm_gbs * 1e3 * DS_RATE))
+
+
+def stored_us(problem: Problem, config: Config, gpu: Gpu) -> float:
+    """Microseconds of a whole backward, estimated."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    delta = max(DELTA_US, 2 * rows * problem.head_dim_v * ITEMSIZE[problem.dtype] / BYTES_PER_US)
+    each = Counter(one.of(problem) for one in stored_ds.slices(problem, config["SLICES"]))
+    busy = sum(count * _slice_us(one, config, gpu) for one, count in each.items())
+    return CALL_US + (sum(each.values()) - 1) * SLICE_US + delta + busy
+
+
+def configs(problem: Problem, row: Config) -> list[Config]:
+    """With either number of groups that make dQ, three first, which read K less often. ``row``: of dK/dV's kernel."""
+    spec = problem.specialization
+    found = [{**bwd_dkdv_ds.of_row(problem, row), "DQ_GROUPS": groups} for groups in (3, 2)]
+    return [one for one in found if bwd_dkdv_ds.SPACE.broken(one, spec, MEASURED_ON[0]) is None]
+
+
+@lru_cache(maxsize=1024)
+def _best(problem: Problem, row: tuple[tuple[str, object], ...], gpu: Gpu) -> tuple[float, Config] | None:
+    """(Estimated microseconds, config) of the fastest; None: dS of a single key head takes too much memory, or the call too
+    many slices."""
+    count = stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * MOST_MEMORY))
+    if not 1 <= count <= MOST_SLICES:
+        return None
+    found = [{**config, "SLICES": count} for config in configs(problem, dict(row))]
+    return min(((stored_us(problem, config, gpu), config) for config in found), key=lambda one: one[0], default=None)
+
+
+def asked(problem: Problem, gpu: Gpu) -> bool:
+    """Whether dS may go through memory in such a call at all."""
+    if not STORED_DS or gpu.arch not in MEASURED_ON or problem.is_empty or problem.extent.ragged:
+        return False
+    return problem.mask in (CAUSAL, FULL) and stored_ds.able(problem, gpu.arch)
+
+
+def config_of(
+    problem: Problem, choices: Mapping[str, Choice], parts: Mapping[str, int], order: str, gpu: Gpu
+) -> Config | None:  # fmt: skip
+    """Of the kernel that stores dS in place of ``choices``; None: that is not expected to be faster. ``parts``: by kernel;
+    ``order``: of both kernels of a split backward."""
+    if not split_backward_schedule.covers(problem, choices) or not asked(problem, gpu):
+        return None
+    if (found := _best(problem, tuple(choices[DKDV].of_row.config.items()), gpu)) is None:
+        return None
+    otherwise = split_backward_schedule.predicted_us(
+        problem, choices, parts.get(DKDV, 1), gpu, order, splits=parts.get(DQ, 1)
+    )
+    time, config = found
+    return config if time < (1 - MARGIN) * otherwise else None
+
+
+def all_kernels(problem: Problem, choice: Choice, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What may run in place of a backward's kernels, whatever a call's batch, heads and lengths are. ``choice``: of dK/dV's."""
+    if not STORED_DS or arch not in MEASURED_ON or choice.variant.space is not bwd_dkdv.SPACE:
+        return []
+    if problem.mask not in (CAUSAL, FULL) or problem.extent.ragged or not stored_ds.able(problem, arch):
+        return []
+    row = choice.of_row.config
+    return [one for config in configs(problem, row) for one in stored_ds.kernels(problem, config, arch)]
+
+
+def about(config: Config) -> str:
+    """In one sentence, what runs in place of a backward's kernels."""
+    said = f"bwd: {stored_ds.KERNEL} writes dS, of which dQ is made, which is expected to be faster and has no row"
+    count = config["SLICES"]
+    return f"{said}." if count == 1 else f"{said}: batch and key heads in {count} slices, one after the other."

@@ -1,0 +1,147 @@
+"""A dense backward of head dims above 128 with dS in memory, in place of a strategy's kernels: dK, dV and dS are made by
+kernels/sm90/bwd_dkdv_ds.py, and dQ of dS by kernels/sm90/bwd_dq_ds.py. Delta is made before, of the whole call.
+
+dS takes two bytes a pair of query and key, so a call may run in slices, of batch entries or of key heads of one: both kernels
+of a slice, over views of the tensors, and then the next slice in the same memory. Results have the same bits on every run, in
+however many slices. Which calls, and how many: ``calling/schedules/stored_ds_schedule.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from fa2tune.compiling.compiler import around
+from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.launching import launch
+from fa2tune.launching.cuda import Chain, Launch
+from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
+from fa2tune.launching.passes import placed
+from fa2tune.launching.whole_backward import WholePlan
+from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem
+from fa2tune.spec.variant import Variant, Workspaces
+
+KERNEL = "sm90/bwd_dkdv_ds"
+#: Tensors that have query heads and those that have key heads.
+_OF_QUERIES, _OF_KEYS = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
+_OF_ROWS = ("lse", "delta")  #: of query heads, float32, contiguous
+
+
+class Slice(NamedTuple):
+    """Of a call."""
+
+    batch: int  #: first batch entry
+    batches: int
+    head: int  #: first key head
+    heads: int
+
+    def of(self, problem: Problem) -> Problem:
+        return replace(
+            problem, batch=self.batches, heads_q=self.heads * problem.group, heads_kv=self.heads
+        )  # fmt: skip
+
+
+def able(problem: Problem, arch: int) -> bool:
+    """Whether the kernels can compute such calls, and this Triton them."""
+    spec = problem.specialization
+    if not problem.tma or not bwd_dkdv_ds.fits(spec, arch):
+        return False
+    kernel = variants().get(KERNEL)
+    return kernel is not None and refused_mask(kernel, spec) is None
+
+
+def ds_bytes(problem: Problem) -> int:
+    """Of dS, whole blocks."""
+    return math.prod(bwd_dkdv_ds.ds_shape(problem)) * ITEMSIZE[problem.dtype]
+
+
+def fewest_slices(problem: Problem, most_bytes: int) -> int:
+    """Slices, each of whose dS takes so many bytes at most; 0: that of a single key head takes more."""
+    held = most_bytes // ds_bytes(Slice(0, 1, 0, 1).of(problem))  # key heads
+    if held >= problem.heads_kv:
+        return -(-problem.batch // (held // problem.heads_kv))
+    return problem.batch * -(-problem.heads_kv // held) if held else 0
+
+
+def slices(problem: Problem, count: int) -> list[Slice]:
+    """So many, or fewer where batch entries or heads come out even: whole batch entries as long as there are enough."""
+    if count <= problem.batch:
+        each = -(-problem.batch // count)
+        return [
+            Slice(first, min(each, problem.batch - first), 0, problem.heads_kv)
+            for first in range(0, problem.batch, each)
+        ]
+    each = -(-problem.heads_kv // -(-count // problem.batch))
+    heads = [(first, min(each, problem.heads_kv - first)) for first in range(0, problem.heads_kv, each)]
+    return [Slice(entry, 1, *some) for entry in range(problem.batch) for some in heads]
+
+
+def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
+    """What runs for a config, each once, in order, with its config and a problem whose specialization it is compiled for."""
+    kernel = variant_named(KERNEL)
+    before, after = around(kernel, problem.specialization, config, arch)
+    return [(*one, problem) for one in (*before, (kernel, config), *after)]
+
+
+def workspaces(problem: Problem, config: Config) -> Workspaces:
+    """Memory for delta, and for dS of the largest slice, which is the first."""
+    largest = slices(problem, config["SLICES"])[0].of(problem)
+    rows = problem.batch, problem.heads_q, problem.seqlen_q
+    return {"delta": (rows, "fp32"), "ds": (bwd_dkdv_ds.ds_shape(largest), "")}
+
+
+def _begins(problem: Problem, one: Slice, strides: Strides) -> dict[str, int]:
+    """Tensor -> bytes behind its start, where a slice begins; what is not among them has its start."""
+    found, item = {}, ITEMSIZE[problem.dtype]
+    for names, head in ((_OF_QUERIES, one.head * problem.group), (_OF_KEYS, one.head)):
+        for name in names:
+            found[name] = item * (one.batch * strides[name][0] + head * strides[name][1])
+    row = (one.batch * problem.heads_q + one.head * problem.group) * problem.seqlen_q
+    return found | dict.fromkeys(_OF_ROWS, 4 * row)
+
+
+def bound(
+    problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
+) -> tuple[Chain, list[torch.Tensor]]:
+    """As ``WholePlan.bound``. Slices of one size share the launches that they are bound to."""
+    strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 or name == "dlse"}
+    spaces, size = placed(workspaces(problem, config), tensors["q"].dtype, 0)
+    index = {name: nth for nth, name in enumerate(tensors)}
+    #: (kernel, batch, heads) -> its launch, and the tensors that it takes
+    known: dict[tuple[str, int, int], tuple[Launch, list[str]]] = {}
+    made: list[tuple[Launch, list[tuple[int, int]]]] = []
+
+    def add(variant: Variant, its_config: Config, posed: Problem, begins: Mapping[str, int]) -> None:
+        key = variant.name, posed.batch, posed.heads_kv
+        if key not in known:
+            ours = {**spaces, "ds": Workspace(bwd_dkdv_ds.ds_shape(posed), spaces["ds"].dtype, spaces["ds"].start)}
+            memory = form(variant, posed.specialization, its_config).passed
+            names = tuple(name for name, tensor in memory.items() if tensor in index or tensor in ours)
+            launched = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, ours)
+            assert isinstance(launched, Launch)  # no interpreter runs these kernels
+            known[key] = launched, [memory[name] for name in names]
+        launched, wanted = known[key]
+        places = ((index[name], 0) if name in index else (-1, spaces[name].start) for name in wanted)
+        begun = (begins.get(name, 0) for name in wanted)
+        made.append((launched, [(which, start + more) for (which, start), more in zip(places, begun, strict=True)]))
+
+    arch = launch.arch_of(device_index)
+    *before, main, dq = kernels(problem, config, arch)
+    for one in before:
+        add(*one, {})
+    for some in slices(problem, config["SLICES"]):
+        begins = _begins(problem, some, strides)
+        for variant, its_config, _ in (main, dq):
+            add(variant, its_config, some.of(problem), begins)
+    return Chain(made, device_index), [torch.empty(size, dtype=torch.uint8, device="meta")]
+
+
+class StoredDsPlan(WholePlan):
+    """Needs head dims above 128, and memory for dS of a slice."""
+
+    bound = staticmethod(bound)
