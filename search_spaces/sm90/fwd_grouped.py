@@ -65,7 +65,9 @@ def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
 
 def tiles(spec: Specialization, arch: int) -> tuple[tuple[int, int], ...]:
     """(rows, keys of a block) that a tile may have; none, where the kernel cannot compute such a call."""
-    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.ragged or spec.score != "none":
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.score != "none":
+        return ()
+    if spec.ragged and spec.wide:  # coordinates count units of 16 bytes in 32 bits
         return ()
     return tuple((rows, keys) for rows in ROWS for keys in KEYS if _tile(spec, rows, keys) is not None)
 
