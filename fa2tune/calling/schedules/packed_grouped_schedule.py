@@ -31,7 +31,7 @@ from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
-#: Whether packed calls are served by such tiles at all. Off: no GPU has run them (benchmarks/packed_grouped.py).
+#: Whether packed calls are served by such tiles at all. Off: no GPU has run them (benchmarks/packed_choices.py --drawing 3).
 SERVES = False
 #: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head by
 #: the same model: what those gain is for the tuned kernel to gain.
@@ -40,11 +40,18 @@ MARGIN, SHARING_MARGIN = 0.15, 0.08
 MOST_QUERIES = 512
 
 
+@lru_cache(maxsize=1024)
+def _kinds(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(queries, keys, how many) of sequences of each length."""
+    counted = Counter(packed_lengths.each(problem))
+    queries, keys = np.array(list(counted)).T
+    return queries, keys, np.array(list(counted.values()))
+
+
 @lru_cache(maxsize=4096)
 def _visited(problem: Problem, rows: int, columns: int) -> tuple[int, int, int]:
     """Of one head of all sequences: (tiles of so many queries, the blocks of keys that they visit, those of the longest)."""
-    counted = Counter(packed_lengths.each(problem))
-    queries, keys = np.array(list(counted)).T  # [kinds]
+    queries, keys, counts = _kinds(problem)
     tiles = -(-queries // rows)
     kind = np.repeat(np.arange(len(tiles)), tiles)  # [tiles]
     first = (np.arange(len(kind)) - np.repeat(tiles.cumsum() - tiles, tiles)) * rows
@@ -53,7 +60,7 @@ def _visited(problem: Problem, rows: int, columns: int) -> tuple[int, int, int]:
     end = most if problem.mask == FULL else np.clip(first_key + rows + right, 1, most)
     begin = 0 * first if problem.mask.window is None else np.maximum(first_key - left, 0)
     blocks = np.maximum(-(-end // columns) - begin // columns, 1)
-    times = np.array(list(counted.values()))[kind]
+    times = counts[kind]
     return int(times.sum()), int((times * blocks).sum()), int(blocks.max())
 
 
