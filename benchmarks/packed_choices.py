@@ -9,13 +9,14 @@
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
 number, which had few key heads, few tokens or short sequences, or a head dim between powers of two, and some that the choices
-should leave as they were; of the third drawing, forward alone, calls of short sequences or narrow windows, for the kernel whose
-tiles have several query heads (kernels/sm90/fwd_grouped.py), and some that have neither. Forward: the row's config as packed calls had it before (``packed_schedule``), the other forms, and
-the choice. Backward, of the first drawing: the row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in
-one, with the prologue or the epilogue apart, and the choice; of the second: the choice and what differs from it in one respect
-(``beside_choice``). Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an
-error. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call,
-and what the peers took when the calls were drawn. Needs a GPU of compute capability 9.0.
+should leave as they were. Of the third drawing, forward alone: calls of short sequences or narrow windows, and some that have
+neither, for the kernel whose tiles have several query heads (kernels/sm90/fwd_grouped.py). Forward: the row's config as packed
+calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the row's config
+with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and the choice;
+of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with float32
+arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
+interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
+Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -226,7 +226,9 @@ def _values(
         values |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{rows}": m}
     for name in ("q", "o"):
         _, h, m = strides.get(name, (0, 0, 0))
-        values |= dict(zip((f"{name}_units", f"{name}_group_units"), (m // _UNIT, problem.group * h // _UNIT), strict=True))
+        values |= dict(
+            zip((f"{name}_units", f"{name}_group_units"), (m // _UNIT, problem.group * h // _UNIT), strict=True)
+        )
     return values
 
 

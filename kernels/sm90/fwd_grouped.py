@@ -226,8 +226,8 @@ def fwd_hopper_grouped_kernel(
     qk_scale and Sk as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. Any number of programs: each takes
     every n-th tile.
 
-    RAGGED: as kernels/sm90/fwd.py has it, order of tiles of BLOCK_M / MEMBERS queries. q_units, o_units: of 16 bytes, from a row
-    of q and o to the next, and from the query heads of a key head to the next ones."""
+    RAGGED: as kernels/sm90/fwd.py has it, order of tiles of BLOCK_M / MEMBERS queries. q_units, o_units: of 16 bytes, from a
+    row of q and o to the next; q_group_units, o_group_units: from the query heads of a key head to the next ones."""
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     COLUMNS: gl.constexpr = BLOCK_D + REST_D + BLOCK_DV + REST_DV

@@ -33,8 +33,8 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 #: Whether packed calls are served by such tiles at all. Off: no GPU has run them (benchmarks/packed_choices.py --drawing 3).
 SERVES = False
-#: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head by
-#: the same model: what those gain is for the tuned kernel to gain.
+#: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head
+#: by the same model: what those gain is for the tuned kernel to gain.
 MARGIN, SHARING_MARGIN = 0.15, 0.08
 #: Queries a sequence has on average, up to which such tiles are asked for without a window: of more little is wasted.
 MOST_QUERIES = 512

@@ -130,9 +130,7 @@ def shared_out(visited: tuple[float, float, int], heads: int, start: float, sm_c
 Busiest = Callable[[Problem, Config, int, float], float]
 
 
-def predicted_us(
-    problem: Problem, row: Row, config: Config, sm_count: int, busiest: Busiest = busiest
-) -> float | None:
+def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int, busiest: Busiest = busiest) -> float | None:
     """Microseconds that a row's config for packed calls is expected to take; None: the row has no time. ``busiest``: by other
     lengths."""
     block = forward_schedule.block_us(row)
