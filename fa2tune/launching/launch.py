@@ -287,6 +287,12 @@ def _by_member(shape: Sequence[int], steps: Sequence[int], group: int) -> tuple[
     return [batch, heads // group, rows, group, dim], [batch_step, group * head_step, row_step, head_step, one]
 
 
+def _farthest(problem: Problem, strides: tuple[int, int, int]) -> int:
+    """The largest distance, in units of 16 bytes, that a coordinate of ``_by_member`` has to say."""
+    _, head_step, row_step = strides
+    return (problem.seqlen_q * row_step + problem.heads_q * head_step) // _UNIT
+
+
 @dataclass(frozen=True)
 class Form:
     """What the binary of a config says of a kernel's parameters."""
@@ -334,6 +340,8 @@ def _bound(
             wanted = next(formats)
             if len(variant.descriptors[name]) > 2 and whole not in workspaces:  # a tile of several query heads
                 shape, steps = _by_member(shape, steps, problem.group)
+                if problem.extent.ragged and _farthest(problem, strides[whole]) > _MOST_ROWS:
+                    raise CompileError(f"{variant.short_name}, {name}: its rows lie too far apart for one coordinate")
             maps = Maps(wanted, shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)

@@ -3,6 +3,7 @@ float64 attention. Results are poisoned with NaN, as is what lies around q, k an
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import kernels_in_python
@@ -11,6 +12,7 @@ import torch
 from gpu_in_python import PythonGpu
 from test_computed_in_python import PACKING, SCALE, Call, _late, compare, inputs, offsets, unset, wanted
 
+from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import key_splits, launch, passes
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import RAGGED, WHOLE, Extent
@@ -241,6 +243,19 @@ def test_descriptors_see_heads_by_member(order: str) -> None:
     seen = torch.as_strided(q, sizes, steps)
     assert list(seen.shape) == [2, 2, 5, 3, 64]
     assert seen[1, 1, 4, 2].data_ptr() == q[1, 5, 4].data_ptr()
+
+
+def test_rows_too_far_apart_for_a_coordinate_are_refused(gpu: GroupedGpu) -> None:
+    """Another kernel serves then."""
+    k = torch.empty(1, 1, 20000, 64, dtype=torch.float16, device="meta")
+    for step, refused in ((1 << 19, False), (1 << 21, True)):
+        q = torch.empty_strided((1, 4, 20000, 64), (64, 64, step, 1), dtype=torch.float16, device="meta")
+        problem = passes.describe(q, k, k, CAUSAL, SCALE, extent=Extent(RAGGED, 3))
+        config = fwd_grouped.config_of(problem.specialization, 64, 64, 4)
+        o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(1, 4, 20000, device="meta")
+        tensors = {"q": q, "k": k, "v": k, "o": o, "lse": lse, **passes.meta_offsets(problem.extent)}
+        with pytest.raises(CompileError, match="too far apart") if refused else nullcontext():
+            key_splits.bound(problem, tensors, SCALE, config, 0)
 
 
 def test_what_the_kernel_takes() -> None:

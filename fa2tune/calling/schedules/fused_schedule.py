@@ -218,7 +218,9 @@ def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]
     columns = bwd_fused.columns(spec, {"NARROW": form.narrow})
     block = BLOCK_US[columns, form.rows] * (1 + GROUP_COSTS * math.log2(min(group, MOST_HEADS)))
     if form.in_parts:
-        block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * (1 - bwd_fused.computed(spec, form.v_apart) / columns)
+        block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * (
+            1 - bwd_fused.computed(spec, form.v_apart) / columns
+        )
     awaited = group * AWAIT_US if form.beside else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
     return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows)])
