@@ -29,9 +29,6 @@ NARROW_COLUMNS = 32  #: of every tile, of head dims up to that, with NARROW
 NARROW_LOOP = {"ORDER": "ahead", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
 #: The loop of head dims in parts: 2 to 6 % faster than "behind" in five packed calls (docs/experiments/few-heads-packed.md)
 PARTS_LOOP = {"ORDER": "together", "REDUCE": "vector", "EXPONENTIALS_FIRST": False}
-#: Share of the columns of padded tiles, up to which V has parts of its own: 0.53 to 0.80 gained 1.06 to 1.37, 0.85 lost 2 %
-#: (benchmarks/calls/v_apart.json)
-APART_MOST = 0.8
 
 #: (BLOCK_M, REDUCE, ORDER, EXPONENTIALS_FIRST, DYNAMIC, HEADS_PER_WAVE, num_warps) by (columns, mask), from the sweeps in
 #: docs/experiments.md
@@ -85,19 +82,9 @@ def can_be_apart(spec: Specialization) -> bool:
     return wide and _parts_of(spec.head_dim) != _parts_of(spec.head_dim_v)
 
 
-def computed(spec: Specialization, v_apart: bool) -> float:
-    """Columns of a product in parts, on average: three of five have those of Q, two those of V, its own or the same."""
-    d, dv = (sum(_parts_of(dim)) for dim in (spec.head_dim, spec.head_dim_v))
-    return (3 * d + 2 * dv) / 5 if v_apart else d
-
-
-def apart_pays(spec: Specialization) -> bool:
-    """Whether V has parts of its own where nothing was measured: they leave out a fifth of the columns, at least."""
-    return can_be_apart(spec) and computed(spec, True) <= APART_MOST * max(block_dims(spec))
-
-
 def with_v_apart(config: Config) -> Config:
-    """A row's config with V_APART, for head dims that ``can_be_apart``, the kernel alone on the GPU."""
+    """A row's config with V_APART, for head dims that ``can_be_apart``, the kernel alone on the GPU. Nothing serves with it: it
+    has not been timed."""
     heads = 16 if config["HEADS_PER_WAVE"] == 1 else config["HEADS_PER_WAVE"]
     apart = {"IN_PARTS": True, "V_APART": True, "NARROW": False, "BESIDE": False, "FINISH_BESIDE": False}
     return {**config, **PARTS_LOOP, **apart, "HEADS_PER_WAVE": heads, "num_warps": 4}
@@ -191,7 +178,7 @@ def default(spec: Specialization, arch: int) -> Config:
     best = {
         "BLOCK_M": block_m, "REDUCE": reduce, "ORDER": order, "EXPONENTIALS_FIRST": first, "STAGES": 2,
         "PERSISTENT": True, "PAIRS": False, "DYNAMIC": dynamic, "BESIDE": False, "FINISH_BESIDE": False,
-        "HEADS_PER_WAVE": heads, "IN_PARTS": False, "V_APART": False, "NARROW": False, "num_warps": warps,
+        "HEADS_PER_WAVE": heads, "IN_PARTS": False, "NARROW": False, "num_warps": warps,
     }  # fmt: skip
     return fitted(spec, best)
 
@@ -200,11 +187,8 @@ def fitted(spec: Specialization, config: Config) -> Config:
     """The config of a row of other head dims, padded as far as these, for these: up to NARROW_COLUMNS in tiles of as many.
     Wider ones in parts, whose groups are apart, in step, and add to dQ from registers. One head a wave becomes 16: with one,
     all programs add to the same few rows of dQ at a time, which their products hide no longer (96 and 80, 8192 tokens: 1.05 of
-    padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. V has parts of its own where
-    ``apart_pays``. See docs/experiments/head-dims.md, and docs/experiments/few-heads-packed.md for the order."""
-    config = {**config, "V_APART": False}
-    if apart_pays(spec):
-        return with_v_apart(config)
+    padded, and 1.17 and 1.20 with 16). Not of 64 columns, where parts cost as much as they save. See
+    docs/experiments/head-dims.md, and docs/experiments/few-heads-packed.md for the order."""
     if not has_parts(spec) or max(block_dims(spec)) == 64:
         loop = NARROW_LOOP if is_narrow(spec) and config["PERSISTENT"] and not joined(config) else {}
         return {**config, **loop, "IN_PARTS": False, "NARROW": is_narrow(spec)}
@@ -251,8 +235,8 @@ SPACE = SearchSpace(
         "IN_PARTS": added(
             False, True, older=False
         ),  # head dims as sums of two powers of two, 96 as 64 + 32, not padded
-        # V and dO in parts of their own, which need not be those of Q and K
-        "V_APART": added(False, True, older=False),
+        # V and dO in parts of their own, which need not be those of Q and K; not searched: not timed
+        "V_APART": added(False, older=False),
         "NARROW": added(False, True, older=False),  # head dims up to 32 in tiles of 32 columns, not padded to 64
         "num_warps": (4, 8),  # the two groups apart, a partition each; or concatenated in one
     },

@@ -32,9 +32,8 @@ BLOCK_US = {(32, 64): 0.98, (32, 128): 1.55, (64, 64): 1.17, (64, 128): 2.11, (1
 TILE_US = {(32, 64): 2.1, (32, 128): 4.1, (64, 64): 2.1, (64, 128): 4.1, (128, 64): 3.55}
 #: More of a tile: where a program has one tile and ends; of each of its query heads, whose rows it waits for, with BESIDE.
 ENDS_US, AWAIT_US = 0.96, 0.76
-#: Of a block in parts (IN_PARTS), how much of the share of columns that are not computed is saved: where Q and V have the same
-#: parts, and where V has its own (V_APART), which is fitted to benchmarks/calls/v_apart.json.
-PARTS_SAVE, APART_SAVE = 0.25, 0.6
+#: Of a block in parts (IN_PARTS), how much of the share of columns that are not computed is saved.
+PARTS_SAVE = 0.25
 #: A block takes longer by this share for each doubling of the query heads that a program walks, up to so many heads.
 GROUP_COSTS, MOST_HEADS = 0.02, 16
 #: Of a query row, by columns: of one multiprocessor that prepares it beside others, where rows of o and do are whole lines of
@@ -161,7 +160,6 @@ class FusedForm(NamedTuple):
     finish_beside: bool
     persistent: bool
     in_parts: bool
-    v_apart: bool
     narrow: bool
     heads_per_wave: int
     early_start: bool
@@ -170,14 +168,14 @@ class FusedForm(NamedTuple):
 def _form(config: Config) -> FusedForm:
     return FusedForm(
         config["BLOCK_M"], config["BESIDE"], config["FINISH_BESIDE"], config["PERSISTENT"], bool(config.get("IN_PARTS")),
-        bool(config.get("V_APART")), bool(config.get("NARROW")), config["HEADS_PER_WAVE"], bool(config.get("EARLY_START")),
+        bool(config.get("NARROW")), config["HEADS_PER_WAVE"], bool(config.get("EARLY_START")),
     )  # fmt: skip
 
 
 class RowCosts(NamedTuple):
     """Of a query row."""
 
-    columns: int  #: of its sums
+    columns: int
     prepared: int  #: bytes that preparing it moves: o and do are read, zeros are written
     finished: int  #: the same of finishing it
     loaded: int  #: of the tensors that the main kernel reads of it
@@ -188,8 +186,8 @@ class RowCosts(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _row_costs(spec: Specialization, in_parts: bool, v_apart: bool, narrow: bool) -> RowCosts:
-    columns, item = bwd_fused.columns(spec, {"NARROW": narrow, "V_APART": v_apart}), ITEMSIZE[spec.dtype]
+def _row_costs(spec: Specialization, in_parts: bool, narrow: bool) -> RowCosts:
+    columns, item = bwd_fused.columns(spec, {"NARROW": narrow}), ITEMSIZE[spec.dtype]
     zeros, o = SUM_BYTES * columns, item * spec.head_dim_v
     prepared = zeros + 2 * o
     finished = SUM_BYTES * (sum(head_dim_parts(spec.head_dim)) if in_parts else columns) + item * spec.head_dim
@@ -212,15 +210,11 @@ def parts_us(problem: Problem, parts: int, gpu: Gpu) -> float:
     return copied + LAUNCH_US + max(size / (rate * GATHER_RATE), -(-parts // GATHERED) * GATHER_WAITS_US)
 
 
-def _tile_us(problem: Problem, group: int, form: FusedForm) -> tuple[float, ...]:
+def _tile_us(problem: Problem, group: int, columns: int, form: FusedForm) -> tuple[float, ...]:
     """Of each tile of a key head."""
-    spec = problem.specialization
-    columns = bwd_fused.columns(spec, {"NARROW": form.narrow})
     block = BLOCK_US[columns, form.rows] * (1 + GROUP_COSTS * math.log2(min(group, MOST_HEADS)))
     if form.in_parts:
-        block *= 1 - (APART_SAVE if form.v_apart else PARTS_SAVE) * (
-            1 - bwd_fused.computed(spec, form.v_apart) / columns
-        )
+        block *= 1 - PARTS_SAVE * (1 - sum(head_dim_parts(problem.head_dim)) / columns)
     awaited = group * AWAIT_US if form.beside else 0.0
     ends = awaited + TILE_US[columns, form.rows] + (0.0 if form.persistent else ENDS_US)
     return tuple([group * count * block + ends for count in _blocks_of(problem, form.rows)])
@@ -247,9 +241,9 @@ def _fetched(problem: Problem, group: int, heads: int, row: RowCosts, form: Fuse
 @lru_cache(maxsize=4096)
 def _whole_us(problem: Problem, form: FusedForm, gpu: Gpu, parts: int, exact: bool) -> float:
     """``predicted_us``."""
-    sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.v_apart, form.narrow)
+    sm_count, row = gpu.sm_count, _row_costs(problem.specialization, form.in_parts, form.narrow)
     group, heads = problem.group // parts, problem.batch * problem.heads_kv * parts
-    costs, fetched = _tile_us(problem, group, form), _fetched(problem, group, heads, row, form, gpu)
+    costs, fetched = _tile_us(problem, group, row.columns, form), _fetched(problem, group, heads, row, form, gpu)
     band, tiles = min(form.heads_per_wave, heads), len(costs) * heads
     chunks_of_head = _chunks(problem)
     chunks = problem.batch * problem.heads_q * chunks_of_head
@@ -329,7 +323,7 @@ def forms(problem: Problem, choice: Choice, arch: int) -> Iterator[tuple[Config,
     if not covers(choice.variant, problem):
         return
     rows, narrow = problem.batch * problem.heads_q * problem.seqlen_q, bool(config.get("NARROW"))
-    prepared = rows * _row_costs(problem.specialization, False, False, narrow).prepared
+    prepared = rows * _row_costs(problem.specialization, False, narrow).prepared
     found = [(apart(config), LONG_MARGIN if prepared > LONG_BYTES else MARGIN)] if config["BESIDE"] else []
     if bwd_fused.columns(problem.specialization, config) <= 64 and config["BLOCK_M"] == 128:
         found.append((halves(config), HALF_MARGIN))
