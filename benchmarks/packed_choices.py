@@ -3,16 +3,20 @@
     python benchmarks/ahead.py benchmarks/packed_choices.py                            # first: every binary; no GPU
     python benchmarks/packed_choices.py --out benchmarks/calls/packed_choices.json     # about a minute
     python benchmarks/packed_choices.py --drawing 2 --pass bwd --out benchmarks/calls/packed_choices_2.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 3                # tiles of several query heads
+    python benchmarks/packed_choices.py --drawing 3 --out benchmarks/calls/packed_choices_3.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
-The calls: those of a drawing, benchmarks/calls/random_packings.json or random_packings_2.json, that CALLS names by their
+The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
 number, which had few key heads, few tokens or short sequences, or a head dim between powers of two, and some that the choices
-should leave as they were. Forward: the row's config as packed calls had it before (``packed_schedule``), the other forms, and
-the choice. Backward, of the first drawing: the row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in
-one, with the prologue or the epilogue apart, and the choice; of the second: the choice and what differs from it in one respect
-(``beside_choice``). Each result is compared with float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an
-error. Each candidate is a CUDA graph; replays are interleaved; the file holds medians of seven bursts in microseconds a call,
-and what the peers took when the calls were drawn. Needs a GPU of compute capability 9.0.
+should leave as they were. Of the third drawing, forward alone: calls of short sequences or narrow windows, and some that have
+neither, for the kernel whose tiles have several query heads (kernels/sm90/fwd_grouped.py). Forward: the row's config as packed
+calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the row's config
+with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and the choice;
+of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with float32
+arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
+interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
+Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -34,16 +38,18 @@ from random_packings import Packing
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, packed_schedule
+from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, grouped_schedule, packed_schedule
+from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
-from fa2tune.launching import group_parts, passes
+from fa2tune.launching import group_parts, key_splits, passes
 from fa2tune.search_spaces.sm90 import bwd_fused
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem, bucket_of
 
 DRAWINGS = {
-    number: Path(__file__).parent / f"calls/random_packings{rest}.json" for number, rest in ((1, ""), (2, "_2"))
+    number: Path(__file__).parent / f"calls/random_packings{rest}.json"
+    for number, rest in ((1, ""), (2, "_2"), (3, "_3"))
 }
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
 #: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
@@ -80,7 +86,9 @@ CALLS = {
         95,
         97,
     ),
+    3: (22, 0, 56, 1, 38, 19, 48, 25, 27, 33, 46, 12),
 }
+SEVERAL_HEADS = 3  #: the drawing of that kernel
 MOST_PARTS = 8
 ONE_BAND = 32
 BURST_MS = 4.0
@@ -139,6 +147,20 @@ def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
     if few is not None:
         yield "small tiles", replace(row, config=few), 1
+    yield "chosen", chosen, 1
+
+
+def several_heads(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """Tiles of as many heads as a key head has, or half as many, of both sizes, and of one head what serves and small tiles."""
+    problem, chosen = chooser.problem, chooser.choose("fwd")
+    variant = registry.variant_named(key_splits.GROUPED_KERNEL)
+    for config in grouped_schedule.candidates(problem, chooser.gpu.arch):
+        if problem.group < 4 * config["MEMBERS"]:
+            name = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
+            yield name, Choice(variant, config), 1
+    few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
+    if few is not None:
+        yield "small tiles", replace(chosen, config=few), 1
     yield "chosen", chosen, 1
 
 
@@ -207,6 +229,8 @@ def beside_choice(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
 def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = "") -> dict[str, Candidates]:
     """By pass. ``only``: of this one; of the other the choice alone."""
     chooser = choosing.Chooser(problem, gpu)
+    if drawing == SEVERAL_HEADS:
+        return {"fwd": _distinct(several_heads(chooser)), "bwd": {}}
     back = backwards if drawing == 1 else beside_choice
     found = {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(back(chooser))}
     if only == "bwd":
@@ -260,7 +284,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 2), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 3), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")

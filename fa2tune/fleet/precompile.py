@@ -24,6 +24,7 @@ from fa2tune.calling.schedules import (
     grouped_schedule,
     key_splits_schedule,
     one_tile_schedule,
+    packed_grouped_schedule,
     packed_schedule,
     split_backward_schedule,
     stored_ds_schedule,
@@ -152,6 +153,8 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     if kernel == "fwd" and arch in key_splits_schedule.MEASURED_ON and not problem.extent.ragged:
         yield from key_splits.all_kernels(problem, arch)
         yield from grouped_schedule.all_kernels(problem, arch)
+    if kernel == "fwd" and problem.extent.ragged:
+        yield from packed_grouped_schedule.all_kernels(problem, arch)
     # calls of few queries have no pass over all keys
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))

@@ -6,7 +6,7 @@ kernels/sm90/fwd_split.py queries of one head. Which of the two, and how many pa
 ``calling/schedules/key_splits_schedule.py``.
 
 A forward by kernels/sm90/fwd_grouped.py, whose keys are not split, is planned here as well: it, too, runs in place of the tuned
-kernel (``calling/schedules/grouped_schedule.py``).
+kernel (``calling/schedules/grouped_schedule.py``), and of packed sequences, too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,21 @@ from dataclasses import replace
 
 import torch
 
+from fa2tune.compiling.compiler import around
 from fa2tune.compiling.registry import refused_mask, variant_named, variants
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, Place, Workspace, bind, chain, form, strides_of
-from fa2tune.launching.passes import ALIGNMENT, Fresh, empty_ordered, lse_shape, without_memory
+from fa2tune.launching.passes import (
+    ALIGNMENT,
+    Fresh,
+    empty_ordered,
+    lse_shape,
+    meta_offsets,
+    placed,
+    without_batch,
+    without_memory,
+)
 from fa2tune.search_spaces.portable import fwd_combine, fwd_split
 from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.search_spaces.sm90 import fwd_split as hopper_split
@@ -63,9 +73,11 @@ def plain(problem: Problem) -> Problem:
 
 
 def kernels(problem: Problem, config: Config, arch: int) -> list[tuple[Variant, Config, Problem]]:
-    """What runs for a config of the first, in order, each with its config and a problem whose specialization it is compiled
-    for."""
-    found = [(splitting(config), config, problem)]
+    """What runs for a config of the one that splits keys or has tiles of several heads, in order, each with its config and a
+    problem whose specialization it is compiled for."""
+    variant = splitting(config)
+    before, _ = around(variant, problem.specialization, config, arch)
+    found = [(*one, problem) for one in [*before, (variant, config)]]
     if parts_of(config) > 1:
         found.append((variant_named(COMBINE_KERNEL), fwd_combine.config_of(arch, parts_of(config)), plain(problem)))
     return found
@@ -103,12 +115,17 @@ def grouped_tiles(problem: Problem, arch: int) -> tuple[tuple[int, int], ...]:
 def bound(
     problem: Problem, tensors: Mapping[str, torch.Tensor], softmax_scale: float, config: Config, device_index: int
 ) -> tuple[Chain | InterpretedChain, list[torch.Tensor]]:
-    """(What runs, called with the tensors and then with memory for the parts, like that memory, none if there are no parts).
-    ``tensors``: q, k, v, o, lse by name, of which shapes and strides count."""
+    """(What runs, called with the tensors and then with memory for parts, or for the order of packed tiles; like that memory,
+    none if there is neither). ``tensors``: q, k, v, o, lse, and of packed sequences where they start, by name, of which shapes
+    and strides count."""
     arch = launch.arch_of(device_index) if device_index >= 0 else 0
     strides = {name: strides_of(tensor) for name, tensor in tensors.items() if tensor.dim() == 4 and name != "lse"}
     places: dict[str, Place] = {name: index for index, name in enumerate(tensors)}
     block: list[torch.Tensor] = []
+    workspaces, size = placed(splitting(config).workspaces(problem, config), tensors["q"].dtype, 0)
+    if size:
+        places |= workspaces
+        block = [torch.empty(size, dtype=torch.uint8, device="meta")]
     if parts_of(config) > 1:
         places["o_parts"], places["stats"] = made = sums(problem, parts_of(config))
         block = [torch.empty(made[-1].end, dtype=torch.uint8, device="meta")]
@@ -117,13 +134,14 @@ def bound(
     for variant, its_config, posed in kernels(problem, config, arch):
         memory = form(variant, posed.specialization, its_config).passed
         names = tuple(name for name, tensor in memory.items() if tensor in places)
-        one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, scalars=scalars)
+        one = bind(variant, posed, its_config, strides, softmax_scale, names, device_index, workspaces, scalars)
         launches.append((one, [places[memory[name]] for name in names]))
     return chain(launches, device_index), block
 
 
 class SplitPlan:
-    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1, no empty dimension and sequences of one length."""
+    """q, k, v -> (o, lse), as ``passes.ForwardPlan``. Needs Sk >= 1 and no empty dimension; keys are split of sequences of one
+    length alone."""
 
     by_address = True
 
@@ -133,13 +151,16 @@ class SplitPlan:
         self.problem, self.softmax_scale, self.config = problem, softmax_scale, config
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **meta_offsets(problem.extent)}
         self.chain, block = bound(problem, tensors, softmax_scale, config, q.get_device())
-        self.fresh = Fresh(q.device, o, lse, *block)
+        given = without_batch(o) if problem.extent.ragged else o
+        self.fresh = Fresh(q.device, given, lse, *block)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *block = self.fresh()
-        self.chain((q, k, v, o, lse, *block))
+        self.chain((q, k, v, o, lse, *offsets, *block))
         return o, lse
 
 

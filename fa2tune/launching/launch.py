@@ -224,6 +224,11 @@ def _values(
     for name, (b, h, m) in {**absent, **strides}.items():
         rows = "n" if name in ("k", "v", "dk", "dv") else "m"
         values |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}{rows}": m}
+    for name in ("q", "o"):
+        _, h, m = strides.get(name, (0, 0, 0))
+        values |= dict(
+            zip((f"{name}_units", f"{name}_group_units"), (m // _UNIT, problem.group * h // _UNIT), strict=True)
+        )
     return values
 
 
@@ -247,6 +252,8 @@ def _steps(shape: Sequence[int], strides: tuple[int, ...] | None) -> list[int]:
 
 #: The coordinate in front of a packed tensor's own ones, and how many rows it seems to have; and sizes that bound nothing.
 _PACKED_ROWS, _MOST_ROWS = 1 << 30, (1 << 31) - (1 << 16)
+#: Elements of 16 bytes, which strides are multiples of. Tiles of several query heads have two-byte ones.
+_UNIT = 8
 
 
 def _addressed(
@@ -270,9 +277,20 @@ def _addressed(
 
 
 def _by_member(shape: Sequence[int], steps: Sequence[int], group: int) -> tuple[list[int], list[int]]:
-    """(shape, strides) of a (batch, heads, rows, dim) tensor as (batch, key heads, rows, heads of a key head, dim)."""
+    """(shape, strides) of a (batch, heads, rows, dim) tensor as (batch, key heads, rows, heads of a key head, dim); of packed
+    sequences, as ``_addressed`` has them, with a distance of 16 bytes in the place of key heads, since five dimensions are all
+    that there are: a sequence's end and a key head are one coordinate."""
+    if len(shape) == 5:
+        (most, ends, _, rows, dim), (back, _, head_step, row_step, one) = shape, steps
+        return [most, ends, rows, group, dim], [back, _UNIT, row_step, head_step, one]
     (batch, heads, rows, dim), (batch_step, head_step, row_step, one) = shape, steps
     return [batch, heads // group, rows, group, dim], [batch_step, group * head_step, row_step, head_step, one]
+
+
+def _farthest(problem: Problem, strides: tuple[int, int, int]) -> int:
+    """The largest distance, in units of 16 bytes, that a coordinate of ``_by_member`` has to say."""
+    _, head_step, row_step = strides
+    return (problem.seqlen_q * row_step + problem.heads_q * head_step) // _UNIT
 
 
 @dataclass(frozen=True)
@@ -320,8 +338,10 @@ def _bound(
             whole = variant.rest_of.get(name, name)
             shape, steps = _addressed(whole, problem, strides.get(whole), workspaces)
             wanted = next(formats)
-            if len(wanted.block) > len(shape):  # a tile of several query heads
+            if len(variant.descriptors[name]) > 2 and whole not in workspaces:  # a tile of several query heads
                 shape, steps = _by_member(shape, steps, problem.group)
+                if problem.extent.ragged and _farthest(problem, strides[whole]) > _MOST_ROWS:
+                    raise CompileError(f"{variant.short_name}, {name}: its rows lie too far apart for one coordinate")
             maps = Maps(wanted, shape, steps)
             try:  # what TMA cannot take is to be known now, while another config can be had
                 maps.encode(ANY_ADDRESS)

@@ -243,7 +243,7 @@ class Step:
         self.kernels((*(tensors[name] for name in self.names), *self.fresh()))
 
 
-def _offsets(extent: Extent) -> dict[str, torch.Tensor]:
+def meta_offsets(extent: Extent) -> dict[str, torch.Tensor]:
     """Like the tensors that a ragged call has after all others, without memory."""
     sizes = (extent.sequences + 1,)
     return {name: torch.empty(sizes, dtype=torch.int32, device="meta") for name in OFFSETS} if extent.ragged else {}
@@ -260,7 +260,7 @@ class ForwardPlan:
         self.problem, self.softmax_scale = problem, softmax_scale
         o = empty_ordered(without_memory(q), problem.head_dim_v)
         lse = torch.empty(lse_shape(q), dtype=torch.float32, device="meta")
-        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **_offsets(problem.extent)}
+        tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **meta_offsets(problem.extent)}
         kernels = Kernels({"fwd": config}, problem, tensors, softmax_scale, q.get_device())
         given = without_batch(o) if problem.extent.ragged else o
         self.chain, self.fresh = kernels.chain, Fresh(q.device, given, lse, *kernels.block())
@@ -296,7 +296,7 @@ class BackwardPlan:
             "dk": dk,
             "dv": dv,
         }
-        tensors |= ({} if dlse is None else {"dlse": dlse}) | _offsets(problem.extent)
+        tensors |= ({} if dlse is None else {"dlse": dlse}) | meta_offsets(problem.extent)
         ordered = {kernel: configs[kernel] for kernel in STRATEGIES[strategy]}
         shared: Workspaces = {"delta": (rows, "fp32")}
         self.kernels = Kernels(ordered, problem, tensors, softmax_scale, q.get_device(), shared, parts, order)

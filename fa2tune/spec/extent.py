@@ -13,8 +13,11 @@ DENSE, RAGGED = "dense", "ragged"
 #: Tensor parameters of kernels with a constexpr RAGGED: a call's own. In a dense call they are compiled in as 0, so they cost
 #: nothing.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+#: Of q and o, where a tile's rows are several query heads: units of 16 bytes from a row to the next, and from the query heads
+#: of a key head to the next ones (``_by_member`` in launching/launch.py).
+UNITS = ("q_units", "q_group_units", "o_units", "o_group_units")
 #: And all that packed calls alone have: also the order of their tiles (kernels/portable/packed_order.py).
-PACKED = (*OFFSETS, "order")
+PACKED = (*OFFSETS, "order", *UNITS)
 #: Tensors with a row a token: behind a descriptor they have one dimension more (``_addressed`` in launching/launch.py).
 PACKED_ROWS_OF = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 

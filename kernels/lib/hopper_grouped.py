@@ -4,23 +4,33 @@ warp that loads them, where they are stored. Device side.
 Of a tile's MEMBERS query heads, a power of two, row r is query r // MEMBERS and head r % MEMBERS. Q and O are seen through
 descriptors of five dimensions (batch, key head, query, member of its group, column), whose box [1, 1, 64 / MEMBERS, MEMBERS,
 columns] lies in shared memory as 64 rows. Members behind the group, and queries behind the last one, are out of bounds: they
-are loaded as zeros, and stores leave them out."""
+are loaded as zeros, and stores leave them out.
+
+Of packed sequences five dimensions leave none for each of batch and key head. What both would add is one distance, in units of
+16 bytes (``_by_member`` in fa2tune/launching/launch.py). Queries are counted so that a sequence's last one is at the bound."""
 
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_load, tma_store, tma_store_wait
+from fa2tune.kernels.lib.hopper import (
+    PACKED_ROWS,
+    fence_async_shared,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from fa2tune.kernels.lib.hopper_forward import K_EMPTY, ROWS, V_EMPTY, await_last, await_room, tile_of, turns_of
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 
 
 class Members(NamedTuple):
-    """Query heads of one key head."""
+    """Query heads of one key head: coordinates of descriptors of Q and O."""
 
-    b: gl.tensor
-    h_kv: gl.tensor
+    b: gl.tensor  #: of packed sequences PACKED_ROWS
+    h_kv: gl.tensor  #: of packed sequences the distance of a sequence's end and a key head
     first: gl.tensor  #: in the group
 
 
@@ -89,7 +99,14 @@ def members_of(head, call, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q, members, row, turn, smem, barriers, MEMBERS: gl.constexpr, form):
+def packed_members(members, end, units):
+    """The same of a sequence that ends at row ``end`` of all; ``units``: of 16 bytes, of a row and of the query heads of a key
+    head."""
+    return Members(PACKED_ROWS, end * units[0] + members.h_kv * units[1], members.first)
+
+
+@gluon.jit
+def load_members(q, members, row, turn, smem, barriers, MEMBERS: gl.constexpr, form):
     """Q of all consumer groups, from query ``row`` on."""
     for c in gl.static_range(form.GROUPS):
         query = row + c * (ROWS // MEMBERS)
@@ -121,7 +138,7 @@ def produce_grouped(q, k, v, smem, barriers, call, MEMBERS: gl.constexpr, form):
             expect_parts(k, barriers.k_ready.index(stage))
             load_parts(k, members.b, members.h_kv, key, barriers.k_ready.index(stage), smem.k, stage)
             if entry == done:  # room for Q is there when the tile before ends, for this K before
-                _load_q(q, members, row, turn, smem, barriers, MEMBERS, form)
+                load_members(q, members, row, turn, smem, barriers, MEMBERS, form)
             await_room(barriers.v_empty, entry, V_EMPTY, form)
             expect_parts(v, barriers.v_ready.index(stage))
             load_parts(v, members.b, members.h_kv, key, barriers.v_ready.index(stage), smem.v, stage)
@@ -130,17 +147,20 @@ def produce_grouped(q, k, v, smem, barriers, call, MEMBERS: gl.constexpr, form):
 
 
 @gluon.jit
-def _where_seen(out, first, offset, seqlen_k, window, MEMBERS: gl.constexpr, SEES_A_KEY: gl.constexpr):
+def _where_seen(out, first, offset, seqlen_k, window, MEMBERS: gl.constexpr, form):
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout)) // MEMBERS
-    return gl.where(SEES_A_KEY(rows, offset, seqlen_k, window)[:, None], out, 0.0)
+    seen = form.SEES_A_KEY(rows, offset, seqlen_k, window)
+    if form.RAGGED:
+        seen = seen & (seqlen_k > 0)
+    return gl.where(seen[:, None], out, 0.0)
 
 
 @gluon.jit
-def where_seen(out, first, offset, seqlen_k, window, MEMBERS: gl.constexpr, SEES_A_KEY: gl.constexpr):
+def where_seen(out, first, offset, seqlen_k, window, MEMBERS: gl.constexpr, form):
     """O's parts, from query ``first`` on, with 0 in rows that see no key."""
-    found = (_where_seen(out[0], first, offset, seqlen_k, window, MEMBERS, SEES_A_KEY),)
+    found = (_where_seen(out[0], first, offset, seqlen_k, window, MEMBERS, form),)
     if len(out) > 1:
-        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, MEMBERS, SEES_A_KEY))
+        found = (found[0], _where_seen(out[1], first, offset, seqlen_k, window, MEMBERS, form))
     return found
 
 

@@ -15,6 +15,7 @@ from fa2tune.kernels.lib.hopper_forward import (
     load_q,
     produce,
 )
+from fa2tune.kernels.lib.hopper_grouped import load_members, members_of, packed_members, produce_grouped
 from fa2tune.kernels.lib.hopper_parts import expect_parts, load_parts
 from fa2tune.search_spaces.portable import packed_order as space
 from fa2tune.search_spaces.sm90 import fwd as forward_space
@@ -162,3 +163,55 @@ def produce_tiles(q, k, v, smem, barriers, queue, call, form):
         _produce_packed(q, k, v, smem, barriers, queue, call, form)
     else:
         produce(q, k, v, smem, barriers, call, form)
+
+
+@gluon.jit
+def _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
+    """As ``_produce_packed``, of tiles whose rows are the query heads of a key head: heads of the queue are MEMBERS of them."""
+    order, _, _ = queue
+    window = call.window
+    times = gl.cdiv(call.group, MEMBERS)
+    heads = call.heads_q // call.group * times
+    tiles = gl.load(order)
+    band = gl.minimum(heads_in_band(gl.maximum(gl.load(order + 2), 1), form.COLUMNS, True) * times, heads)
+    programs = gl.num_programs(0)
+    done = 0  # key blocks of earlier tiles
+    turn = 0
+    taken = turn
+    _send(queue, 0, gl.program_id(0), tiles, heads, band)
+    head, start, end_q, rows, end_k, keys = received_tile(queue, 0, 1)
+    while head >= 0:
+        members = members_of(head, call, MEMBERS)
+        h_kv = members.h_kv
+        members = packed_members(members, end_q, q_units)
+        below = gl.maximum(form.BLOCKS_BELOW(start + form.BLOCK_M // MEMBERS, rows, keys, window, form.BLOCK_N), 1)
+        count = below - form.FIRST_BLOCK(start, rows, keys, window, form.BLOCK_N)
+        row_k = PACKED_ROWS - keys + (below - 1) * form.BLOCK_N
+        taken_at = gl.maximum(count - AHEAD, 0)
+        for j in range(count):
+            if j == taken_at:
+                taken = _take(order)
+            stage = (done + j) % form.STAGES
+            row = row_k - j * form.BLOCK_N
+            await_room(barriers.k_empty, done + j, K_EMPTY, form)
+            expect_parts(k, barriers.k_ready.index(stage))
+            load_parts(k, end_k, h_kv, row, barriers.k_ready.index(stage), smem.k, stage)
+            if j == 0:
+                load_members(q, members, PACKED_ROWS - rows + start, turn, smem, barriers, MEMBERS, form)
+            await_room(barriers.v_empty, done + j, V_EMPTY, form)
+            expect_parts(v, barriers.v_ready.index(stage))
+            load_parts(v, end_k, h_kv, row, barriers.v_ready.index(stage), smem.v, stage)
+        done += count
+        turn += 1
+        _send(queue, turn, programs + _share(taken), tiles, heads, band)
+        head, start, end_q, rows, end_k, keys = received_tile(queue, turn, 1)
+    await_last(barriers, done, form)
+
+
+@gluon.jit
+def produce_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS: gl.constexpr, form):
+    """``produce_grouped``. RAGGED: of the tiles of a queue."""
+    if form.RAGGED:
+        _produce_packed_members(q, k, v, smem, barriers, queue, q_units, call, MEMBERS, form)
+    else:
+        produce_grouped(q, k, v, smem, barriers, call, MEMBERS, form)

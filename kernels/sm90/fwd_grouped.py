@@ -1,7 +1,8 @@
 """Forward for Hopper whose tiles have the query heads of a key head as rows: that of kernels/sm90/fwd.py for grouped heads of
 few queries, which fill no tile of their own. K and V are read once for all heads of a tile.
 
-Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy"."""
+Groups, rings and products are those of kernels/sm90/fwd.py with one Q tile, and RESCALE is "lazy". Packed sequences: tiles come
+from its queue."""
 
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.common import LOWEST
-from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
+from fa2tune.kernels.lib.hopper import PACKED_ROWS, fence_async_shared, mbarrier, tma_store_wait, warpgroup_mma_wait
 from fa2tune.kernels.lib.hopper_forward import (
     K_EMPTY,
     ROWS,
@@ -32,8 +33,8 @@ from fa2tune.kernels.lib.hopper_forward import (
 )
 from fa2tune.kernels.lib.hopper_grouped import (
     members_of,
+    packed_members,
     place_of,
-    produce_grouped,
     rows_for,
     rows_in,
     slots,
@@ -54,9 +55,11 @@ from fa2tune.kernels.lib.hopper_parts import (
     tiles_in,
     zeros_for,
 )
+from fa2tune.kernels.lib.hopper_queue import make_queue, produce_members, received_tile
+from fa2tune.search_spaces.portable.packed_order import order_shape
 from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
 from fa2tune.spec.problem import Config, Problem
-from fa2tune.spec.variant import Variant
+from fa2tune.spec.variant import Variant, Workspaces
 
 PRODUCER_REGISTERS = gl.constexpr(fwd.PRODUCER_REGISTERS)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -65,26 +68,30 @@ LN2 = gl.constexpr(0.6931471805599453)
 class Outputs(NamedTuple):
     o: tuple  #: descriptors of its parts
     lse: gl.tensor  #: pointer to [B, Hq, Sq]
+    units: tuple  #: of o, as ``packed_members`` has them
 
 
 @gluon.jit
 def _one_tile(
-    turn, done, start, head, tiles, heads, out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr,
-    form,
+    turn, done, start, head, end_q, seqlen_q, seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale, call,
+    CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form,
 ):  # fmt: skip
     """This group's rows of a program's turn-th tile, that of queries from ``start`` on. Returns what the next tile is called
-    with: (done, start, head)."""
+    with: (done, start, head, end_q, seqlen_q, seqlen_k). RAGGED: the last two are its sequence's, which ends at row end_q of
+    all."""
     QUERIES: gl.constexpr = ROWS // MEMBERS
     dtype: gl.constexpr = smem.q[0].dtype
     s_layout: gl.constexpr = product_layout(form.BLOCK_N)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(smem.v[0].shape[-1]), 2)
     AS_WORDS: gl.constexpr = words_suit(form.WIDEST, form.RIGHT_BOUNDED)
     row_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    seqlen_q, seqlen_k, window = call.seqlen_q, call.seqlen_k, call.window
+    window = call.window
     offset = seqlen_k - seqlen_q  # bottom-right: query i sees keys up to i + offset
     first = start + CONSUMER * QUERIES
     rows = first + gl.arange(0, ROWS, layout=row_s) // MEMBERS
     below = form.BLOCKS_BELOW(first + QUERIES, seqlen_q, seqlen_k, window, form.BLOCK_N)
+    if form.RAGGED and not form.RIGHT_BOUNDED:
+        below = gl.maximum(below, 1)  # a sequence may have no keys
     n_blocks = below - form.FIRST_BLOCK(start, seqlen_q, seqlen_k, window, form.BLOCK_N)
     clear_begin, clear_end = form.CLEAR_BLOCKS(first, first + QUERIES, seqlen_q, seqlen_k, window, form.BLOCK_N)
     n_masked = 1
@@ -121,12 +128,12 @@ def _one_tile(
         acc, total, peak, p = over_keys(
             acc, total, peak, p, 1, n_masked, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
         )  # fmt: skip
-    p = repack(p)
+    p = repack(p, form.RAGGED)
     acc, total, peak, p = over_keys(
         acc, total, peak, p, n_masked, n_clear, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, False
     )  # fmt: skip
     if form.LEFT_BOUNDED:
-        p = repack(p)
+        p = repack(p, form.RAGGED)
         acc, total, peak, p = over_keys(
             acc, total, peak, p, n_clear, n_blocks, seen, q_tile, smem, barriers, qk_scale, CONSUMER, form, form.RESCALE, True
         )  # fmt: skip
@@ -139,7 +146,11 @@ def _one_tile(
     mbarrier.wait(barriers.v_ready.index(v_stage), ((done - 1) // form.STAGES) & 1)
     acc = add_products(of_carried(p, dtype, p_layout), tiles_in(smem.v, v_stage), acc)
     members = members_of(head, call, MEMBERS)
-    next_start, next_head = place_of(turn + 1, tiles, heads, call, MEMBERS, form)
+    next_end, next_q, next_k = end_q, seqlen_q, seqlen_k
+    if form.RAGGED:
+        next_head, next_start, next_end, next_q, _end_k, next_k = received_tile(queue, turn + 1, 4)
+    else:
+        next_start, next_head = place_of(turn + 1, tiles, heads, call, MEMBERS, form)
     acc = products_done(acc)
     hand_back(barriers.v_empty, done - 1, True, V_EMPTY, form)
 
@@ -147,32 +158,52 @@ def _one_tile(
     row_total = gl.sum(total, 1)
     word = (peak + gl.log2(gl.convert_layout(row_total, row_s))) * LN2
     o = quotients(acc, row_total)
-    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED:
-        word = gl.where(form.SEES_A_KEY(rows, offset, seqlen_k, window), word, float("-inf"))
-        o = where_seen(o, first, offset, seqlen_k, window, MEMBERS, form.SEES_A_KEY)
+    if form.LEFT_BOUNDED or form.RIGHT_BOUNDED or form.RAGGED:
+        sees_a_key = form.SEES_A_KEY(rows, offset, seqlen_k, window)
+        if form.RAGGED:
+            sees_a_key = sees_a_key & (seqlen_k > 0)
+        word = gl.where(sees_a_key, word, float("-inf"))
+        o = where_seen(o, first, offset, seqlen_k, window, MEMBERS, form)
     member = members.first + gl.arange(0, ROWS, layout=row_s) % MEMBERS
     heads_before = members.b * call.heads_q + members.h_kv * call.group
-    place = (heads_before + member).to(gl.int64) * seqlen_q + rows
+    query = first
+    if form.RAGGED:
+        place = (heads_before + member).to(gl.int64) * call.seqlen_q + (end_q - seqlen_q) + rows
+        members = packed_members(members, end_q, out.units)
+        query = PACKED_ROWS - seqlen_q + first
+    else:
+        place = (heads_before + member).to(gl.int64) * seqlen_q + rows
     gl.store(out.lse + place, word, mask=(rows < seqlen_q) & (member < call.group))
-    store_rows(o, out.o, members, first, smem.o, CONSUMER)
+    store_rows(o, out.o, members, query, smem.o, CONSUMER)
     if form.O_THROUGH == "q":
         tma_store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
-    return done, next_start, next_head
+    return done, next_start, next_head, next_end, next_q, next_k
 
 
 @gluon.jit
-def _consume(out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form):
+def _consume(out, smem, barriers, queue, qk_scale, call, CONSUMER: gl.constexpr, MEMBERS: gl.constexpr, form):
     """One consumer group: rows [CONSUMER * ROWS, (CONSUMER + 1) * ROWS) of every tile."""
     if form.PINGPONG and CONSUMER == form.GROUPS - 1:
         pass_turn_on(CONSUMER, form.GROUPS)  # the first turn is group 0's
     tiles, heads = tiles_of(call, MEMBERS, form)
-    start, head = place_of(0, tiles, heads, call, MEMBERS, form)
     done = 0  # key blocks of earlier tiles
-    for turn in range(turns_of(tiles * heads)):
-        done, start, head = _one_tile(
-            turn, done, start, head, tiles, heads, out, smem, barriers, qk_scale, call, CONSUMER, MEMBERS, form
-        )
+    if form.RAGGED:
+        turn = 0
+        head, start, end_q, seqlen_q, _end_k, seqlen_k = received_tile(queue, 0, 4)
+        while head >= 0:
+            done, start, head, end_q, seqlen_q, seqlen_k = _one_tile(
+                turn, done, start, head, end_q, seqlen_q, seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale, call,
+                CONSUMER, MEMBERS, form,
+            )  # fmt: skip
+            turn += 1
+    else:
+        start, head = place_of(0, tiles, heads, call, MEMBERS, form)
+        for turn in range(turns_of(tiles * heads)):
+            done, start, head, _end_q, _seqlen_q, _seqlen_k = _one_tile(
+                turn, done, start, head, 0, call.seqlen_q, call.seqlen_k, tiles, heads, out, smem, barriers, queue, qk_scale,
+                call, CONSUMER, MEMBERS, form,
+            )  # fmt: skip
     if form.PINGPONG and CONSUMER == 0:
         await_turn(CONSUMER)  # the last group has passed on once more than it was passed
     tma_store_wait(0)
@@ -181,10 +212,11 @@ def _consume(out, smem, barriers, qk_scale, call, CONSUMER: gl.constexpr, MEMBER
 @gluon.jit
 def fwd_hopper_grouped_kernel(
     q, k, v, o, lse, qk_scale, batch, heads_q, group, seqlen_q, seqlen_k, window_left, window_right,
-    q_rest, k_rest, v_rest, o_rest,
+    q_rest, k_rest, v_rest, o_rest, order, q_units, q_group_units, o_units, o_group_units,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, REST_D: gl.constexpr, REST_DV: gl.constexpr,
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
-    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
+    SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, RAGGED: gl.constexpr,
+    NEGATE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, MEMBERS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, O_THROUGH: gl.constexpr, NUMBERED: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -192,7 +224,10 @@ def fwd_hopper_grouped_kernel(
 
     q, o: descriptors of blocks [1, 1, 64 / MEMBERS, MEMBERS, columns] of [B, Hkv, Sq, group, columns]; k, v, the rest of each,
     qk_scale and Sk as kernels/sm90/fwd.py has them. Rows that see no key: o = 0, lse = -inf. Any number of programs: each takes
-    every n-th tile."""
+    every n-th tile.
+
+    RAGGED: as kernels/sm90/fwd.py has it, order of tiles of BLOCK_M / MEMBERS queries. q_units, o_units: of 16 bytes, from a
+    row of q and o to the next; q_group_units, o_group_units: from the query heads of a key head to the next ones."""
     GROUPS: gl.constexpr = BLOCK_M // ROWS
     LONGEST_LAST: gl.constexpr = RIGHT_BOUNDED and not LEFT_BOUNDED
     COLUMNS: gl.constexpr = BLOCK_D + REST_D + BLOCK_DV + REST_DV
@@ -207,8 +242,10 @@ def fwd_hopper_grouped_kernel(
     k_empty, v_empty = k_ready, v_ready  # NUMBERED: no warp arrives or waits at these
     if not NUMBERED:
         k_empty, v_empty = slots(STAGES, GROUPS), slots(STAGES, GROUPS)
+    queue = make_queue(order, RAGGED)
     fence_async_shared()
-    out = Outputs(o, lse)
+    out = Outputs(o, lse, (o_units, o_group_units))
+    q_steps = (q_units, q_group_units)
     smem = Shared(q_smem, k_smem, v_smem, o_smem)
     barriers = Barriers(q_ready, q_empty, k_ready, k_empty, v_ready, v_empty)
     band = heads_in_band(seqlen_k, COLUMNS, LONGEST_LAST)
@@ -216,22 +253,28 @@ def fwd_hopper_grouped_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, GROUPS=GROUPS, STAGES=STAGES, Q_STAGES=1, Q_LATE=False, PINGPONG=PINGPONG,
         RESCALE="lazy", Q_IN_REGISTERS=Q_IN_REGISTERS, O_THROUGH=O_THROUGH, NUMBERED=NUMBERED, COLUMNS=COLUMNS,
-        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=False, BLOCKS_BELOW=BLOCKS_BELOW,
+        WIDEST=max(BLOCK_D + REST_D, BLOCK_DV + REST_DV), NEGATE=NEGATE, RAGGED=RAGGED, BLOCKS_BELOW=BLOCKS_BELOW,
         FIRST_BLOCK=FIRST_BLOCK, CLEAR_BLOCKS=CLEAR_BLOCKS, HIDE=HIDE, SEES_A_KEY=SEES_A_KEY, LEFT_BOUNDED=LEFT_BOUNDED,
         RIGHT_BOUNDED=RIGHT_BOUNDED, LONGEST_LAST=LONGEST_LAST,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
     if GROUPS == 1:
         gl.warp_specialize([
-            (_consume, (out, smem, barriers, qk_scale, call, 0, MEMBERS, form)),
-            (produce_grouped, (q, k, v, smem, barriers, call, MEMBERS, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 0, MEMBERS, form)),
+            (produce_members, (q, k, v, smem, barriers, queue, q_steps, call, MEMBERS, form)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (out, smem, barriers, qk_scale, call, 0, MEMBERS, form)),
-            (_consume, (out, smem, barriers, qk_scale, call, 1, MEMBERS, form)),
-            (produce_grouped, (q, k, v, smem, barriers, call, MEMBERS, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 0, MEMBERS, form)),
+            (_consume, (out, smem, barriers, queue, qk_scale, call, 1, MEMBERS, form)),
+            (produce_members, (q, k, v, smem, barriers, queue, q_steps, call, MEMBERS, form)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+def _workspaces(problem: Problem, config: Config) -> Workspaces:
+    if not problem.extent.ragged:
+        return {}
+    return {"order": (order_shape(problem, config["BLOCK_M"] // config["MEMBERS"]), "i32")}
 
 
 def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
@@ -241,7 +284,8 @@ def _grid(problem: Problem, config: Config, sm_count: int, _early: bool) -> int:
 VARIANT = Variant(
     kernel=fwd_hopper_grouped_kernel,
     space=fwd_grouped.SPACE,
-    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": ""},
+    tensors={"q": "", "k": "", "v": "", "o": "", "lse": "fp32", "q_rest": "", "k_rest": "", "v_rest": "", "o_rest": "",
+             "order": "i32"},
     descriptors={"q": (1, 1, "QUERIES", "MEMBERS", "BLOCK_D"), "k": ("BLOCK_N", "BLOCK_D"), "v": ("BLOCK_N", "BLOCK_DV"),
                  "o": (1, 1, "QUERIES", "MEMBERS", "BLOCK_DV"),
                  "q_rest": (1, 1, "QUERIES", "MEMBERS", "REST_D"), "k_rest": ("BLOCK_N", "REST_D"),
@@ -254,4 +298,7 @@ VARIANT = Variant(
     },
     min_arch=90,
     max_arch=90,
+    packed_before=("portable/packed_order",),
+    passes_on=lambda spec, config: {"BLOCK_Q": config["BLOCK_M"] // config["MEMBERS"]} if spec.ragged else {},
+    workspaces=_workspaces,
 )  # fmt: skip

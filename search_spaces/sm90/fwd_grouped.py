@@ -1,6 +1,8 @@
 """Tiles of kernels/sm90/fwd_grouped.py: they follow from head dims, mask and the call's heads and lengths, and nothing is
 searched. They are those that rows of kernels/sm90/fwd.py have with RESCALE "lazy" and one Q tile."""
 
+from functools import lru_cache
+
 from fa2tune.search_spaces.lib.hopper import BARRIER_BYTES, SHARED_BYTES
 from fa2tune.spec.problem import Config, Problem, Specialization, head_dim_parts, padded_head_dim
 from fa2tune.spec.variant import SearchSpace
@@ -51,6 +53,7 @@ def _alike(spec: Specialization) -> bool:
     return found["BLOCK_D"] == found["BLOCK_DV"] and found["REST_DV"] in (0, found["REST_D"])
 
 
+@lru_cache(maxsize=1024)
 def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
     """With memory of O's own, else that of Q, then with as many stages as fit; None: nothing fits."""
     widest = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.head_dim_v))
@@ -65,7 +68,9 @@ def _tile(spec: Specialization, rows: int, keys: int) -> Config | None:
 
 def tiles(spec: Specialization, arch: int) -> tuple[tuple[int, int], ...]:
     """(rows, keys of a block) that a tile may have; none, where the kernel cannot compute such a call."""
-    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.ragged or spec.score != "none":
+    if arch != 90 or spec.dtype == "fp32" or not spec.aligned or spec.score != "none":
+        return ()
+    if spec.ragged and spec.wide:  # coordinates count units of 16 bytes in 32 bits
         return ()
     return tuple((rows, keys) for rows in ROWS for keys in KEYS if _tile(spec, rows, keys) is not None)
 

@@ -50,7 +50,7 @@ def test_every_candidate_can_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             tensors = {
                 name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
                 for name, shape in (shapes if pass_ == "fwd" else back).items()
-            } | passes._offsets(problem.extent)
+            } | passes.meta_offsets(problem.extent)
             shared = {"delta": (queries[:3], "fp32")} if pass_ == "bwd" else {}
             for choice, parts in named.values():
                 kernel = "fwd" if pass_ == "fwd" else choices.KERNEL

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fa2tune.compiling.registry import variant_named
-from fa2tune.launching import passes
+from fa2tune.launching import key_splits, passes
 from fa2tune.measuring import reference
+from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 
@@ -46,6 +47,10 @@ def views(*tensors):
 def plan_of(q, k, v, sequences, mask, settings):
     scale, given = q.shape[2] ** -0.5, views(q, k, v)
     problem = passes.describe(*given, mask, scale, extent=Extent(RAGGED, sequences))
+    if "MEMBERS" in settings:
+        tile = settings["BLOCK_M"], settings["BLOCK_N"]
+        config = fwd_grouped.config_of(problem.specialization, *tile, settings["MEMBERS"])
+        return key_splits.SplitPlan(problem, *given, scale, config)
     variant = variant_named("sm90/fwd")
     config = {**variant.space.default(problem.specialization, 90), **settings}
     return passes.ForwardPlan(problem, *given, scale, config)
@@ -132,9 +137,51 @@ def test_other_head_dims(dims):
     compared(torch.bfloat16, "unequal", CAUSAL, {}, heads=(6, 1), dims=dims)
 
 
-def test_wrong_offsets_leave_other_memory_alone():
-    q, k, v = (torch.randn(4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-    plan = plan_of(q, k, v, 3, CAUSAL, {})
+#: Tiles of several query heads: heads, rows and keys of a tile, its members. Groups of three and five fill none.
+SEVERAL = [((12, 3), (128, 64), 4), ((6, 2), (64, 64), 4), ((10, 2), (128, 128), 2), ((8, 1), (64, 64), 8)]
+
+
+def of_several(case):
+    heads, (rows, keys), members = case
+    return heads, {"BLOCK_M": rows, "BLOCK_N": keys, "MEMBERS": members}
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(65, 300), Mask("chunked", 200)], ids=str)
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("case", SEVERAL, ids=str)
+def test_tiles_of_several_heads(case, packing, mask):
+    heads, settings = of_several(case)
+    compared(torch.bfloat16, packing, mask, settings, heads=heads)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (256, 256), (192, 128), (72, 40)], ids=str)
+def test_head_dims_of_tiles_of_several_heads(dims):
+    heads, settings = of_several(SEVERAL[0])
+    compared(torch.float16, "unequal", CAUSAL, settings, heads=heads, dims=dims)
+    compared(torch.bfloat16, "many", band(7, 0), settings, heads=heads, dims=dims)
+
+
+def test_tiles_of_several_heads_in_a_graph_whose_lengths_change():
+    heads, settings = of_several(SEVERAL[0])
+    tensors = [torch.randn(3000, count, 96, device="cuda", dtype=torch.bfloat16) for count in (*heads, heads[1])]
+    starts = torch.tensor([0, 1000, 1000, 3000], device="cuda", dtype=torch.int32)
+    plan, graph = plan_of(*tensors, 3, band(9, 0), settings), torch.cuda.CUDAGraph()
+    plan(*views(*tensors), starts, starts)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        o, lse = plan(*views(*tensors), starts, starts)
+    for lengths in ((1, 2, 40), (2999, 0, 1), (0, 0, 0), (700, 1500, 800)):
+        starts.copy_(offsets(lengths))
+        graph.replay()
+        right, right_lse = plan(*views(*tensors), starts, starts)
+        assert torch.equal(o, right) and torch.equal(lse, right_lse)
+        tensors[0].normal_()
+
+
+@pytest.mark.parametrize("settings", [{}, of_several(((4, 1), (128, 64), 4))[1]], ids=["one head", "several"])
+def test_wrong_offsets_leave_other_memory_alone(settings):
+    q, k, v = (torch.randn(4096, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1, 1))
+    plan = plan_of(q, k, v, 3, CAUSAL, settings)
     for wrong in ([-5, 100, 40000, 7], [300, 20, 512, 100], [0, 2**31 - 1, 5, 4096], [0, 4096, 0, 4096]):
         bad = torch.tensor(wrong, device="cuda", dtype=torch.int32)
         plan(*views(q, k, v), bad, bad)

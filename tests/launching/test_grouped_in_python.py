@@ -3,16 +3,19 @@ float64 attention. Results are poisoned with NaN, as is what lies around q, k an
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import kernels_in_python
 import pytest
 import torch
 from gpu_in_python import PythonGpu
-from test_computed_in_python import SCALE, Call, _late, compare, inputs, unset, wanted
+from test_computed_in_python import PACKING, SCALE, Call, _late, compare, inputs, offsets, unset, wanted
 
+from fa2tune.compiling.compiler import CompileError
 from fa2tune.launching import key_splits, launch, passes
 from fa2tune.search_spaces.sm90 import fwd_grouped
+from fa2tune.spec.extent import RAGGED, WHOLE, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
 
@@ -40,6 +43,7 @@ class GroupedGpu(PythonGpu):
         monkeypatch.setattr(
             key_splits, "bind", lambda *given, **named: self.bound.append(given[:3]) or made(*given, **named)
         )
+        monkeypatch.setattr(key_splits, "placed", passes.placed)  # which keeps what it placed
 
     def forward(
         self,
@@ -51,16 +55,19 @@ class GroupedGpu(PythonGpu):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse); ``settings``: of a config, BLOCK_M, BLOCK_N and MEMBERS among them."""
         q, k, v = (within_nan(given[name], order) for name in "qkv")
-        problem = passes.describe(q, k, v, call.mask, scale)
+        extent = Extent(RAGGED, len(call.lengths)) if call.packed else WHOLE
+        problem = passes.describe(q, k, v, call.mask, scale, extent=extent)
         tile = settings["BLOCK_M"], settings["BLOCK_N"]
         config = {**fwd_grouped.config_of(problem.specialization, *tile, settings["MEMBERS"]), **settings}
         assert all(config[name] in values for name, values in fwd_grouped.SPACE.dimensions.items())
         assert tile in key_splits.grouped_tiles(problem, 90) and fwd_grouped.fits(problem.specialization, config)
         tensors = {"q": q, "k": k, "v": v, "o": unset(q, call.dims[1]), "lse": torch.full(q.shape[:3], torch.nan)}
+        tensors |= offsets(call)
         plan = type("Plan", (), {})()
         plan.chain, block = key_splits.bound(problem, tensors, scale, config, 0)
-        assert not block, "no memory beside the results"
-        self.run(plan, [self.place_values(name, tensor) for name, tensor in tensors.items()])
+        assert call.packed or not block, "no memory beside the results"
+        addresses = [self.place_values(name, tensor) for name, tensor in tensors.items()]
+        self.run(plan, [*addresses, *([self.place_workspaces()] if block else [])])
         for base, buffer in self.buffers.items():
             if buffer.name in ("o", "lse"):
                 assert (buffer.written == 1).all(), f"each word of {buffer.name} at {base:#x} is written once"
@@ -114,6 +121,60 @@ def test_tiles_of_several_heads(gpu: GroupedGpu, call: Call, settings: dict[str,
     given = inputs(call, 0)
     o, lse = gpu.forward(call, given, settings, order)
     compare({"o": o, "lse": lse}, wanted(call, given))
+
+
+SHORT = tuple((1 + 7 * n % 40, 1 + 7 * n % 40) for n in range(9))
+PACKED = [
+    # of PACKING some sequences have no keys, others no queries
+    (PACKING, (8, 2), (64, 64), CAUSAL, {**TWO, "MEMBERS": 4}),
+    (PACKING, (8, 2), (64, 64), FULL, {**SMALL, "MEMBERS": 4}),
+    (SHORT, (4, 2), (128, 128), CAUSAL, {**TWO, "MEMBERS": 2}),
+    (SHORT, (4, 1), (96, 96), band(7, 0), {**SMALL, "MEMBERS": 4}),
+    (PACKING, (4, 1), (96, 96), band(7, 0), {**TWO, "MEMBERS": 4}),
+    (PACKING, (3, 1), (64, 64), band(20, 3), {**SMALL, "MEMBERS": 4}),  # a member of four is not there
+    (PACKING, (10, 2), (56, 56), band(-1, 20), {**TWO, "MEMBERS": 2}),  # five in three times two
+    (PACKING, (6, 2), (64, 64), Mask("chunked", 64), {**WIDE, "MEMBERS": 4}),
+    (PACKING, (6, 2), (64, 64), Mask("causal_top_left"), {**SMALL, "MEMBERS": 2}),
+    (SHORT, (16, 1), (128, 128), FULL, {**WIDE, "MEMBERS": 16}),
+    (SHORT, (13, 1), (160, 160), CAUSAL, {**TWO, "MEMBERS": 8}),
+    (PACKING, (4, 2), (256, 256), CAUSAL, {**TWO, "MEMBERS": 2}),
+    (PACKING, (2, 1), (192, 128), CAUSAL, {**TWO, "MEMBERS": 2}),
+    (((400, 400), (3, 300)), (4, 2), (72, 40), band(150, 20), {**SMALL, "MEMBERS": 2}),
+]
+
+
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize("packing", PACKED, ids=lambda one: f"{one[1]} x {one[2]} {one[3]}")
+def test_packed_sequences(gpu: GroupedGpu, packing: Any, order: str) -> None:
+    """NaN lies behind the last sequence, between rows and between heads."""
+    lengths, heads, dims, mask, settings = packing
+    call = Call(lengths, heads, dims, mask, packed=True)
+    given = inputs(call, 0)
+    o, lse = gpu.forward(call, given, settings, order)
+    compare({"o": o, "lse": lse}, wanted(call, given))
+
+
+@pytest.mark.parametrize("forms", [{"PINGPONG": False}, {"NUMBERED": True}, {"O_THROUGH": "q"}, {"STAGES": 2}])
+def test_other_forms_of_packed_sequences(gpu: GroupedGpu, forms: dict[str, Any]) -> None:
+    call = Call(PACKING, (4, 1), (64, 64), CAUSAL, packed=True)
+    given = inputs(call, 0)
+    o, lse = gpu.forward(call, given, {**TWO, "MEMBERS": 4, **forms})
+    compare({"o": o, "lse": lse}, wanted(call, given))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(9, 2)], ids=str)
+def test_what_is_packed_with_a_sequence_changes_no_bit_of_it(monkeypatch: pytest.MonkeyPatch, mask: Mask) -> None:
+    call, found = Call(PACKING, (4, 1), (64, 64), mask, packed=True), []
+    for others in (1.0, float("nan")):
+        given = inputs(call, 0)
+        for _, queries, keys in call.places()[::2]:
+            given["q"][:, :, queries] *= others
+            given["k"][:, :, keys] *= others
+            given["v"][:, :, keys] *= others
+        o, lse = GroupedGpu(monkeypatch).forward(call, given, {**TWO, "MEMBERS": 4}, "bshd")
+        own = [queries for _, queries, _ in call.places()[1::2]]
+        found.append([torch.cat([o[0, :, rows].flatten(), lse[0, :, rows].flatten()]) for rows in own])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("members", fwd_grouped.MEMBERS)
@@ -182,6 +243,19 @@ def test_descriptors_see_heads_by_member(order: str) -> None:
     seen = torch.as_strided(q, sizes, steps)
     assert list(seen.shape) == [2, 2, 5, 3, 64]
     assert seen[1, 1, 4, 2].data_ptr() == q[1, 5, 4].data_ptr()
+
+
+def test_rows_too_far_apart_for_a_coordinate_are_refused(gpu: GroupedGpu) -> None:
+    """Another kernel serves then."""
+    k = torch.empty(1, 1, 20000, 64, dtype=torch.float16, device="meta")
+    for step, refused in ((1 << 19, False), (1 << 21, True)):
+        q = torch.empty_strided((1, 4, 20000, 64), (64, 64, step, 1), dtype=torch.float16, device="meta")
+        problem = passes.describe(q, k, k, CAUSAL, SCALE, extent=Extent(RAGGED, 3))
+        config = fwd_grouped.config_of(problem.specialization, 64, 64, 4)
+        o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(1, 4, 20000, device="meta")
+        tensors = {"q": q, "k": k, "v": k, "o": o, "lse": lse, **passes.meta_offsets(problem.extent)}
+        with pytest.raises(CompileError, match="too far apart") if refused else nullcontext():
+            key_splits.bound(problem, tensors, SCALE, config, 0)
 
 
 def test_what_the_kernel_takes() -> None:

@@ -16,8 +16,9 @@ from gpu_in_python import ELEMENTS, PythonGpu
 from kernel_values import Buffer, Fault
 
 from fa2tune.compiling import registry
+from fa2tune.compiling.choice import Choice
 from fa2tune.launching import launch, passes
-from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_fused, fwd_grouped
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -91,6 +92,8 @@ def tensor_of(rows: int, heads: int, dim: int, order: str = "rows") -> torch.Ten
 
 def suited(kernel: str, problem: Problem, settings: Mapping[str, Any], arch: int) -> Any:
     """The config of a kernel of an architecture with these settings, as far as it has such dimensions."""
+    if "MEMBERS" in settings:
+        return grouped_config(problem, settings)
     variant = registry.variant_named(f"sm{arch}/{kernel}")
     own = {name: value for name, value in settings.items() if name in variant.space.dimensions}
     config = variant.suited(problem, {**variant.space.default(problem.specialization, arch), **own})
@@ -150,6 +153,15 @@ def forward(world: World, mask: Mask, settings: Any, heads: Any, dims: Any, orde
     world.run(plan, addresses)
     if world.right:
         assert (written(world, "o") == 1).all() and (written(world, "lse") == 1).all()
+
+
+def grouped_config(problem: Problem, settings: Mapping[str, Any]) -> Choice:
+    """Of the forward whose tiles have several query heads."""
+    tile = settings["BLOCK_M"], settings["BLOCK_N"]
+    if tile not in fwd_grouped.tiles(problem.specialization, 90):
+        tile = 128, 64
+    config = fwd_grouped.config_of(problem.specialization, *tile, settings["MEMBERS"])
+    return Choice(registry.variant_named("sm90/fwd_grouped"), config)
 
 
 def backward(
@@ -222,6 +234,31 @@ MASKS = (
 def test_forms_of_the_forward(worlds: Any, form: str, packing: str) -> None:
     dim, settings = FORWARDS[form]
     forward(worlds(PACKINGS[packing]), CAUSAL, settings, (3, 1), (dim, dim))
+
+
+#: Tiles of several query heads: heads, rows and keys of a tile, its members.
+GROUPED = [
+    ((8, 2), (128, 64), 4), ((6, 2), (64, 64), 4), ((7, 1), (128, 128), 2), ((20, 1), (64, 64), 16), ((4, 2), (128, 64), 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["rows", "joined", "heads", "expanded"])
+@pytest.mark.parametrize(("form", "packing"), list(zip(GROUPED, itertools.cycle(PACKINGS))), ids=str)
+def test_tiles_of_several_heads(worlds: Any, form: Any, packing: str, order: str) -> None:
+    heads, (rows, keys), members = form
+    settings = {"BLOCK_M": rows, "BLOCK_N": keys, "MEMBERS": members}
+    for mask, dims in ((CAUSAL, (64, 64)), (band(7, 0), (96, 96))):
+        forward(worlds(PACKINGS[packing]), mask, settings, heads, dims, order)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tiles_of_several_heads(worlds: Any, seed: int) -> None:
+    """Offsets against the rules among them."""
+    draw = random.Random(seed)
+    world, (heads, (rows, keys), members) = worlds(*drawn(draw)), draw.choice(GROUPED)
+    dims = draw.choice(((64, 64), (192, 128), (72, 40), (160, 160)))
+    settings = {"BLOCK_M": rows, "BLOCK_N": keys, "MEMBERS": members}
+    forward(world, draw.choice(MASKS), settings, heads, dims, draw.choice(("rows", "joined", "heads", "expanded")))
 
 
 @pytest.mark.parametrize(("form", "packing"), list(zip(BACKWARDS, itertools.cycle(PACKINGS))))
@@ -333,6 +370,25 @@ def test_anything_split(worlds: Any, seed: int) -> None:
     dims, settings = draw.choice([*SPLITS.values(), ((72, 40), {}), ((40, 40), {})])
     order = draw.choice(("rows", "joined", "heads", "expanded"))
     backward(world, mask, {**settings, "HEADS_PER_WAVE": draw.choice((1, 4, 64))}, heads, dims, order, kernels=SPLIT)
+
+
+@pytest.mark.parametrize("wrong", ["a row too many", "no rows back", "other units", "a member too many"])
+def test_a_wrong_map_of_several_heads_is_found(worlds: Any, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    made = launch._by_member
+
+    def by_member(*given: Any) -> Any:
+        sizes, steps = made(*given)
+        sizes[2] += wrong == "a row too many"
+        sizes[3] += wrong == "a member too many"
+        steps[0] += steps[2] if wrong == "no rows back" else 0
+        steps[1] *= 2 if wrong == "other units" else 1
+        return sizes, steps
+
+    world = worlds(PACKINGS["mixed"])
+    monkeypatch.setattr(launch, "_by_member", by_member)
+    settings = {"BLOCK_M": 128, "BLOCK_N": 64, "MEMBERS": 4}
+    with pytest.raises((Fault, AssertionError), match=r"two sequences|touches|all\(\)"):
+        forward(world, CAUSAL, settings, (3, 1), (64, 64), "joined")
 
 
 @pytest.mark.parametrize("kernels", [("fwd",), SPLIT], ids=str)

@@ -14,7 +14,7 @@ from public_gpu import PublicGpu, public_gpu
 
 import fa2tune
 from fa2tune.calling import copies, dispatch, unseen
-from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule
+from fa2tune.calling.schedules import grouped_schedule, one_tile_schedule, packed_grouped_schedule
 from fa2tune.measuring import reference, verify
 from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
 from fa2tune.spec.problem import Problem
@@ -261,6 +261,28 @@ PACKED = [
 
 @pytest.mark.parametrize("road", PACKED, ids=str)
 def test_packed_sequences(gpu: PublicGpu, road: Road) -> None:
+    check_packed(gpu, road)
+
+
+@pytest.mark.parametrize(
+    "road",
+    [
+        Road((0, 0), (80, 80), CAUSAL, (ORDER, GROUPED, *FUSED, GATHER), (4, 1)),
+        Road((0, 0), (64, 64), band(7, 0), (ORDER, GROUPED, *FUSED), (4, 2), dtype="fp16"),
+        Road((0, 0), (192, 128), FULL, (ORDER, GROUPED, ORDER, SPLIT[0], ORDER, *SPLIT, GATHER), (3, 1)),
+    ],
+    ids=str,
+)
+def test_packed_tiles_of_several_heads(gpu: PublicGpu, monkeypatch: pytest.MonkeyPatch, road: Road) -> None:
+    """Where they serve, and are expected to pay wherever they can be had."""
+    monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
+    for margin in ("MARGIN", "SHARING_MARGIN"):
+        monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
+    check_packed(gpu, road)
+
+
+def check_packed(gpu: PublicGpu, road: Road) -> None:
+    """Both passes, and what ran."""
     ends = [list(itertools.accumulate(side)) for side in zip(*PACKING, strict=True)]
     given = inputs(road._replace(lengths=(ends[0][-1] + SPARE, ends[1][-1] + SPARE)))
     offsets = [torch.tensor([0, *side], dtype=torch.int32) for side in ends]

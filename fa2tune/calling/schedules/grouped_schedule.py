@@ -69,16 +69,19 @@ def _rows_of_heads(problem: Problem, config: Config) -> tuple[Problem, Config]:
 def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles of several heads, estimated."""
     posed, tiles = _rows_of_heads(problem, config)
+    blocks = tile_order.busiest(posed, tiles, gpu.sm_count, START)
+    return LAUNCH_US[config["BLOCK_M"]] + max(block_us(problem, config) * blocks, memory_us(problem, gpu))
+
+
+def block_us(problem: Problem, config: Config) -> float:
+    """Microseconds of a block of keys, over the programs that a multiprocessor holds at once."""
     rows, keys = config["BLOCK_M"], config["BLOCK_N"]
     wide = sum(fwd_grouped.columns(problem.specialization))
     block = BLOCK_US[rows] * (rows // 64) * (WAITS + keys // 64) * (1 + COLUMN_SHARE * (wide / 256 - 1))
-    block *= few_tiles.sector_cost(problem, config, SECTOR_COSTS)
-    return LAUNCH_US[rows] + max(
-        block * tile_order.busiest(posed, tiles, gpu.sm_count, START), _memory_us(problem, gpu)
-    )
+    return block * few_tiles.sector_cost(problem, config, SECTOR_COSTS)
 
 
-def _memory_us(problem: Problem, gpu: Gpu) -> float:
+def memory_us(problem: Problem, gpu: Gpu) -> float:
     """Of reading Q, K and V and of writing O once, at the rate of memory."""
     rows = problem.heads_q * problem.seqlen_q + problem.heads_kv * problem.seqlen_k
     moved = problem.batch * rows * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
@@ -178,7 +181,8 @@ def about(problem: Problem, found: Config) -> str:
     if not is_grouped(found):
         return key_splits_schedule.about(problem, found)
     heads = min(found["MEMBERS"], problem.group)
+    why = "short sequences or a narrow window" if problem.extent.ragged else "few queries"
     return (
-        f"fwd: few queries, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
+        f"fwd: {why}, so {splitting(found).short_name} runs instead, which is expected to be faster and has no row: "
         f"tiles have {heads} of the {problem.group} query heads of a key head as rows."
     )

@@ -11,7 +11,7 @@ Against what was measured: docs/experiments/few-heads-packed.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -107,23 +107,32 @@ def _tiles(queries: int, keys: int, mask: Mask, rows: int, columns: int) -> tupl
 def busiest(problem: Problem, config: Config, sm_count: int, more: float = 0.0) -> float:
     """Key blocks that the busiest multiprocessor works through, START and ``more`` a tile included, over the programs that it
     holds at once."""
-    shared, start = fwd.programs(config), START[config["Q_STAGES"]] + more
     each, kinds = unlike(problem)
     found = [_tiles(*kind, problem.mask, config["BLOCK_M"], config["BLOCK_N"]) for kind in kinds]
-    heads = problem.batch * problem.heads_q
-    tiles = each * heads * sum(one[0] for one in found)
-    work = each * heads * sum(one[1] + start * one[0] for one in found)
-    longest = max(one[2] for one in found) + start
-    programs = min(tiles, sm_count * shared)
+    visited = each * sum(one[0] for one in found), each * sum(one[1] for one in found), max(one[2] for one in found)
+    start = START[config["Q_STAGES"]] + more
+    return shared_out(visited, problem.batch * problem.heads_q, start, sm_count, fwd.programs(config))
+
+
+def shared_out(visited: tuple[float, float, int], heads: int, start: float, sm_count: int, held: int) -> float:
+    """The same of tiles that ``held`` programs a multiprocessor take from a queue. ``visited``: of a head (tiles, their key
+    blocks, those of the longest tile); ``start``: start and end of a tile, in key blocks."""
+    tiles, work, longest = heads * visited[0], heads * (visited[1] + start * visited[0]), visited[2] + start
+    programs = min(tiles, sm_count * held)
     if programs <= 0:
         return 0.0
     # the last tiles are the shortest: what they leave uneven is about half of one, and less of more of them
-    alone = longest / (tile_order.RATES[shared][0] * shared)
+    alone = longest / (tile_order.RATES[held][0] * held)
     return float(max(work / programs + work / tiles * programs / tiles / 2, alone))
 
 
-def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
-    """Microseconds that a row's config for packed calls is expected to take; None: the row has no time."""
+#: As ``busiest``.
+Busiest = Callable[[Problem, Config, int, float], float]
+
+
+def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int, busiest: Busiest = busiest) -> float | None:
+    """Microseconds that a row's config for packed calls is expected to take; None: the row has no time. ``busiest``: by other
+    lengths."""
     block = forward_schedule.block_us(row)
     if block is None:
         return None
@@ -131,7 +140,7 @@ def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int) -> f
     if config["RESCALE"] == "never":
         blocks = busiest(problem, config, sm_count, (gain - 1) * WITH_MAXIMA)
         return LAUNCHES_US + few_tiles.norms_us(problem) + block * blocks
-    return LAUNCHES_US + gain * block * busiest(problem, config, sm_count)
+    return LAUNCHES_US + gain * block * busiest(problem, config, sm_count, 0.0)
 
 
 def with_or_without_maxima(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float | None, Config]:

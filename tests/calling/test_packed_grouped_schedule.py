@@ -1,0 +1,164 @@
+"""Which packed calls would get tiles of several query heads, estimates beside the record, and that none does yet."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fa2tune import gpus
+from fa2tune.calling import choosing, forward_plans, serving
+from fa2tune.calling.choosing import Chooser
+from fa2tune.calling.schedules import packed_grouped_schedule, packed_lengths
+from fa2tune.compiling import limits
+from fa2tune.fleet import precompile
+from fa2tune.launching import key_splits
+from fa2tune.search_spaces.sm90 import fwd_grouped
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import Config, Problem, bucket_of
+from fa2tune.spec.score import score_of
+
+H200 = gpus.named("h200")
+RECORD = Path(__file__).parents[2] / "benchmarks/calls/random_packings_3.json"
+
+
+def masks(said: str) -> Mask:
+    window = re.fullmatch(r"window (\d+), (\d+)", said)
+    return band(*map(int, window.groups())) if window else {"causal": CAUSAL, "full": FULL}[said]
+
+
+def drawn() -> dict[int, tuple[Problem, dict[str, Any]]]:
+    """Recorded calls of grouped heads, by their numbers."""
+    found = {}
+    for name, call in json.loads(RECORD.read_text("utf-8"))["calls"].items():
+        extent = Extent(RAGGED, len(call["of_q"]), bucket_of(max(call["of_q"]), max(call["of_k"])))
+        heads, dim, rows = (call["heads_q"], call["heads_kv"]), call["head_dim"], [sum(call["of_q"]), sum(call["of_k"])]
+        problem = Problem("bf16", 1, *heads, *rows, dim, dim, masks(call["mask"]), extent=extent)
+        if problem.group > 1:
+            found[int(name.split()[0])] = problem, call
+    return found
+
+
+DRAWN = drawn()
+WINDOW, SHORT = DRAWN[22][0], DRAWN[19][0]
+
+
+@pytest.fixture
+def serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
+
+
+def chosen(problem: Problem) -> Config | None:
+    choice = choosing.choose(problem, "fwd", H200, True)
+    found, refused = forward_plans.split_of(problem, choice, H200)
+    assert refused == ""
+    return found
+
+
+def test_none_is_served_yet() -> None:
+    assert not packed_grouped_schedule.SERVES
+    assert not any(chosen(problem) for problem, _ in DRAWN.values())
+    assert not [*packed_grouped_schedule.all_kernels(SHORT, 90)]
+
+
+def test_which_drawn_calls_would_take_them(serves: None) -> None:
+    taken = {number: config for number, (problem, _) in DRAWN.items() if (config := chosen(problem))}
+    assert set(taken) == {0, 1, 19, 22, 27, 33, 38, 56}
+    for number, config in taken.items():
+        problem, _ = DRAWN[number]
+        assert 2 * config["MEMBERS"] > problem.group and key_splits.is_grouped(config)
+        assert limits.before_compile(key_splits.splitting(config), problem.specialization, config, H200) is None
+
+
+def test_the_tuned_kernel_takes_what_it_is_estimated_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lengths that the host does not know; nothing here was fitted to these calls."""
+    errors = []
+    for problem, call in DRAWN.values():
+        own = tuple((rows, keys) for rows, keys in zip(call["of_q"], call["of_k"], strict=True) if rows)
+        monkeypatch.setattr(packed_lengths, "each", lambda _, own=own: own)
+        packed_grouped_schedule._kinds.cache_clear()
+        packed_grouped_schedule._visited.cache_clear()
+        choice = Chooser(problem, H200).choose("fwd")
+        assert choice.row is not None
+        us = packed_grouped_schedule.ordinary_us(problem, choice.row, choice.config, H200.sm_count)
+        errors.append(math.log((us or 0.0) / call["fwd"]["us"]["fa2tune"]))
+    packed_grouped_schedule._kinds.cache_clear()
+    packed_grouped_schedule._visited.cache_clear()
+    assert abs(sum(errors) / len(errors)) < 0.05
+    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.16
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(20, 30)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_visited_blocks_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch, mask: Mask, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = tuple((draw.randrange(1, 300), draw.randrange(1, 300)) for _ in range(6))
+    monkeypatch.setattr(packed_lengths, "each", lambda _: lengths)
+    problem = Problem("bf16", 1, 4, 1, 900 + seed, 901, 64, 64, mask, extent=Extent(RAGGED, 6))
+    rows, columns = draw.choice(((32, 64), (128, 128), (16, 64)))
+    found = []
+    for queries, keys in lengths:
+        for first in range(0, queries, rows):
+            row = torch.arange(first, first + rows)[:, None] + keys - queries
+            key, (left, right) = torch.arange(keys), mask.arguments(queries, keys)
+            seen = (key >= row - left) & (key <= row + right) if mask.window else key <= row
+            seen = torch.ones_like(seen) if mask == FULL else seen
+            blocks = {int(one) // columns for one in key[seen.any(0)]}
+            found.append(max(1, max(blocks, default=0) - min(blocks, default=0) + 1))
+    packed_grouped_schedule._kinds.cache_clear()
+    assert packed_grouped_schedule._visited(problem, rows, columns) == (len(found), sum(found), max(found))
+    packed_grouped_schedule._kinds.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"heads_q": 4},
+        {"tma": False},
+        {"wide": True},
+        {"dtype": "fp32"},
+        {"score": score_of(20.0)},
+        {"mask": Mask("chunked", 64)},
+        {"extent": Extent(RAGGED, 2, 2048)},  # long sequences
+        {"heads_q": 4096, "heads_kv": 1024},
+    ],
+    ids=str,
+)
+def test_calls_that_the_kernel_is_not_asked_for(
+    serves: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    for margin in ("MARGIN", "SHARING_MARGIN"):
+        monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
+    assert chosen(SHORT) is not None
+    assert chosen(replace(SHORT, **other)) is None
+
+
+def test_they_have_to_be_worth_their_margins(serves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    time, config = packed_grouped_schedule.best(WINDOW, H200) or (0.0, {})
+    for name, margin in (("ordinary_us", "MARGIN"), ("_ungrouped_us", "SHARING_MARGIN")):
+        for share, taken in ((0.99, config), (1.01, None)):
+            us = time / (1 - getattr(packed_grouped_schedule, margin)) / share
+            monkeypatch.setattr(packed_grouped_schedule, name, lambda *_, us=us: us)
+            assert chosen(WINDOW) == taken
+        monkeypatch.undo()
+        monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
+
+
+def test_explain_and_precompile(serves: None) -> None:
+    found = serving.explain_problem(WINDOW, H200, ("fwd",))
+    assert set(found.kernels[0].binaries or {}) == {"packed_order", "sm90/fwd_grouped"}
+    assert "fwd: short sequences or a narrow window, so sm90/fwd_grouped runs instead" in str(found)
+    choice = choosing.choose(SHORT, "fwd", H200, True)
+    listed = list(precompile._by_shape("fwd", SHORT, choice, 90))
+    tiles = {config["MEMBERS"] for variant, config, _ in listed if variant.name == key_splits.GROUPED_KERNEL}
+    assert tiles == {2, 4, 8, 16, 32}
+    orders = {config["BLOCK_Q"] for variant, config, _ in listed if variant.short_name == "packed_order"}
+    assert {rows // members for rows in fwd_grouped.ROWS for members in tiles} <= orders
