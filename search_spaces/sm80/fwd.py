@@ -12,7 +12,7 @@ from fa2tune.search_spaces.lib.ampere import (
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
@@ -35,8 +35,11 @@ def buffers(config: Config) -> int:
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes."""
     d, dv = block_dims(spec)
-    through_k = config["BLOCK_M"] * dv  # O leaves by memory that is free by then
-    return int(2 * max(config["BLOCK_M"] * d + buffers(config) * config["BLOCK_N"] * (d + dv), through_k))
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    exchanged = m * (n + 8) if config.get("COLUMN_WARPS", 1) > 1 else 0  # P, and four float32 a row
+    q = max(m * d, exchanged) if config["Q_IN_REGISTERS"] else m * d + exchanged
+    through_k = m * dv  # O leaves by memory that is free by then
+    return int(2 * max(q + buffers(config) * n * (d + dv), through_k))
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
@@ -66,6 +69,8 @@ SPACE = SearchSpace(
         # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
         "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
+        # warps that share a row of O; not searched: not timed
+        "COLUMN_WARPS": added(1, older=1),
         "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
@@ -77,6 +82,17 @@ SPACE = SearchSpace(
         COPIES_ARE_ALIGNED,
         REGISTER_CAP_BINDS,
         rows_per_warp("BLOCK_M"),
+        Constraint(
+            "column_warps_have_rows",
+            "warps that share a row of O have 32 rows or more: fewer read as much of V as a warp of 16 rows and all columns",
+            lambda config, spec, arch: (
+                config["COLUMN_WARPS"] == 1
+                or (
+                    32 * config["num_warps"] <= config["BLOCK_M"] * config["COLUMN_WARPS"]
+                    and 8 * config["COLUMN_WARPS"] <= min(filter(None, head_dim_parts(spec.head_dim_v)))
+                )
+            ),
+        ),
         Constraint(
             "registers_hold_loop",
             "output, scores and Q, where it stays, live through the loop; beyond 224 of the 255 registers of a thread (or with "

@@ -447,6 +447,26 @@ def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> Non
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
 
 
+#: Warps that share a row of O: head dims of Q and V, mask.
+SHARED_ROWS = [
+    (256, 256, CAUSAL), (256, 256, band(40, 10)), (192, 192, FULL), (192, 128, CAUSAL), (128, 256, Mask("chunked", 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("schedule", "sums", "held"), [("fa2", "first", True), ("double", "mma", True), ("fa2", "add", False)])
+@pytest.mark.parametrize(("dim", "dim_v", "mask"), SHARED_ROWS, ids=str)
+def test_forward_whose_warps_share_rows(
+    monkeypatch: pytest.MonkeyPatch, dim: int, dim_v: int, mask: Mask, schedule: str, sums: str, held: bool, packed: bool
+) -> None:
+    call = Call(PACKING if packed else ((150, 170),), (2, 1), (dim, dim_v), mask, packed=packed)
+    changes = {
+        "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "SCHEDULE": schedule, "SUMS": sums, "Q_IN_REGISTERS": held,
+        "COLUMN_WARPS": 2,
+    }  # fmt: skip
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
+
+
 @pytest.mark.parametrize("through_lse", [False, True])
 @pytest.mark.parametrize(("call", "settings"), PACKED_BY_MMA_SYNC, ids=str)
 def test_packed_backward_by_mma_sync(
