@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fa2tune.kernels.lib.ampere import (
     MINUS_INFINITY,
@@ -21,6 +21,7 @@ from fa2tune.kernels.lib.ampere import (
     mma_layout,
     none_yet,
     operand_a,
+    operand_b,
     put,
     shared_layout,
 )
@@ -75,6 +76,7 @@ class Form(NamedTuple):
     TRANSPOSED: gl.constexpr
     ONE: gl.constexpr
     EARLY: gl.constexpr
+    V_IN_REGISTERS: gl.constexpr
     IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
@@ -123,6 +125,8 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise v
+    v_other: gl.tensor  #: and the next DV_OTHER
 
 
 class Call(NamedTuple):
@@ -153,6 +157,35 @@ def _ask_queries(smem, head, m, form):
 
 
 @gluon.jit
+def _times_v(dp, smem, held, FIRST: gl.constexpr, COLUMNS: gl.constexpr, form):
+    """dp plus what columns [FIRST, FIRST + COLUMNS) of dO and of V, which is ``held`` in registers, add to it."""
+    do = smem.do.slice(FIRST, COLUMNS, 1)
+    if form.TRANSPOSED:
+        dp = mma_v2(held, do.permute([1, 0]).load(operand_b(form.SCORES)), dp)
+    else:
+        dp = mma_v2(do.load(operand_a(form.SCORES)), held, dp)
+    return dp
+
+
+@gluon.jit
+def _dp(smem, form):
+    """dO V^T [BLOCK_M, BLOCK_N], or transposed, as scores are."""
+    if form.TRANSPOSED:
+        dp = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, layout=form.SCORES)
+    else:
+        dp = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.SCORES)
+    if form.V_IN_REGISTERS:
+        dp = _times_v(dp, smem, smem.v_first, 0, form.DV_FIRST, form)
+        if form.DV_OTHER > 0:
+            dp = _times_v(dp, smem, smem.v_other, form.DV_FIRST, form.DV_OTHER, form)
+    elif form.TRANSPOSED:
+        dp = a_bt(dp, smem.v, smem.do, form.HEAD_DIM_V, STEP, form.SCORES)
+    else:
+        dp = a_bt(dp, smem.do, smem.v, form.HEAD_DIM_V, STEP, form.SCORES)
+    return dp
+
+
+@gluon.jit
 def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
@@ -176,14 +209,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             SCORES,
         )
         if form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-                smem.v,
-                smem.do,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
         if MASK:
             if form.CAUSAL:
@@ -193,14 +219,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
         if not form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-                smem.v,
-                smem.do,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         ds = (p * (dp - delta[None, :])).to(dtype)
         smem.ds.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(form.KEYS))
@@ -221,14 +240,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             SCORES,
         )
         if form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                smem.do,
-                smem.v,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
         if MASK:
             if form.CAUSAL:
@@ -242,14 +254,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dv_acc, dv_more = at_b(
                 dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
             )
-            dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                smem.do,
-                smem.v,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
             p = smem.p.load(SCORES).to(gl.float32)
             smem.p.store((p * (dp - delta[:, None])).to(dtype))
             dk_acc, dk_more = at_b(
@@ -257,14 +262,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             )
         else:
             if not form.EARLY:
-                dp = a_bt(
-                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                    smem.do,
-                    smem.v,
-                    form.HEAD_DIM_V,
-                    STEP,
-                    SCORES,
-                )
+                dp = _dp(smem, form)
             smem.ds.store((p * (dp - delta[:, None])).to(dtype))
             dv_acc, dv_more = at_b(
                 dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
@@ -298,6 +296,24 @@ def _over_queries(dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, head
 
 
 @gluon.jit
+def _ask_keys(smem, source, start_n, DIM: gl.constexpr, COLUMNS: gl.constexpr, form):
+    step = source.stride
+    if form.IN_TURNS:
+        step = in_place(source.stride)
+    ask(smem, Source(source.base, step, source.end), start_n, form.BLOCK_N, DIM, COLUMNS, form.WARPS, True)
+
+
+@gluon.jit
+def _held(v, form):
+    """V [BLOCK_N, columns] of shared memory as an operand of dP."""
+    if form.TRANSPOSED:  # noqa: SIM108
+        tile = v.load(operand_a(form.SCORES))
+    else:
+        tile = v.permute([1, 0]).load(operand_b(form.SCORES))
+    return tile
+
+
+@gluon.jit
 def over_heads(heads, k, v, blocks_of, call, form):
     """A tile of keys over all queries of all query heads that read its key head: dK and dV, each in two accumulators, and dS K
     added to the sums. ``k``, ``v``: Sources; ``blocks_of``: QUERY_BLOCKS of the mask."""
@@ -310,11 +326,26 @@ def over_heads(heads, k, v, blocks_of, call, form):
     peaks = heads.peaks
     deltas = heads.deltas
     sums = heads.sums
+    start_n = call.start_n
+    if form.V_IN_REGISTERS:  # V goes there first, through memory that Q and dO then take
+        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+        _ask_keys(v_smem, v, start_n, form.HEAD_DIM_V, form.BLOCK_DV, form)
+        async_copy.commit_group()
+        _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
+        async_copy.wait_group(0)
+        v_first = _held(v_smem.slice(0, form.DV_FIRST, 1), form)
+        v_other = v_first
+        if form.DV_OTHER > 0:
+            v_other = _held(v_smem.slice(form.DV_FIRST, form.DV_OTHER, 1), form)
     # allocated by the tile: what dK and dV go out through may then take the place of what is read no more
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
     do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
-    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
-    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    if not form.V_IN_REGISTERS:
+        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+        v_first = v_smem
+        v_other = v_smem
     if form.TRANSPOSED:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], shared_layout(BLOCK_M))
         p_smem = ds_smem
@@ -323,10 +354,9 @@ def over_heads(heads, k, v, blocks_of, call, form):
         p_smem = ds_smem
         if not form.ONE:
             p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem)
+    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, v_first, v_other)
 
     # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
-    start_n = call.start_n
     blocks = blocks_of(start_n, start_n + BLOCK_N, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)
     begin = gl.to_tensor(blocks[0]) * BLOCK_M
     end = blocks[3] * BLOCK_M
@@ -336,18 +366,9 @@ def over_heads(heads, k, v, blocks_of, call, form):
     if form.LEFT_BOUNDED:
         full_end = gl.maximum(blocks[2] * BLOCK_M, full)
 
-    k_step = k.stride
-    if form.IN_TURNS:
-        k_step = in_place(k.stride)
-    ask(
-        k_smem, Source(k.base, k_step, k.end), start_n, BLOCK_N, form.HEAD_DIM, form.BLOCK_D, form.WARPS, True
-    )  # fmt: skip
-    v_step = v.stride
-    if form.IN_TURNS:
-        v_step = in_place(v.stride)
-    ask(
-        v_smem, Source(v.base, v_step, v.end), start_n, BLOCK_N, form.HEAD_DIM_V, form.BLOCK_DV, form.WARPS, True
-    )  # fmt: skip
+    if not form.V_IN_REGISTERS:
+        _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
+        _ask_keys(v_smem, v, start_n, form.HEAD_DIM_V, form.BLOCK_DV, form)
     dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
     dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
     dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)

@@ -35,19 +35,23 @@ def padded_rows(problem: Problem) -> int:
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
-    """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P."""
+    """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P. V in registers comes by the memory of
+    Q, dO, P and dS."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    scores = m * n * (2 if config["P_THROUGH"] == "shared" else 1)
-    return int(2 * ((n + m) * (d + dv) + scores))
+    others = m * (d + dv) + m * n * (2 if config["P_THROUGH"] == "shared" else 1)
+    if config.get("V_IN_REGISTERS"):
+        return int(2 * max(n * d + max(n * dv, others), n * max(d, dv)))
+    return int(2 * (n * (d + dv) + others))
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: dK, dV, and scores and dP or dQ, whichever are more."""
     d, dv = sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
     m, n = config["BLOCK_M"], config["BLOCK_N"]
+    held = n * dv // 2 * config["SCORE_WARPS"] if config.get("V_IN_REGISTERS") else 0  # two to a register
     return int(
-        (n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
+        (n * (d + dv) + held + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
         // (config["num_warps"] * THREADS)
     )
 
@@ -89,6 +93,7 @@ SPACE = SearchSpace(
         # scores [keys, queries], whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
+        "V_IN_REGISTERS": added(False, older=False),  # as an operand of dP; not searched: not timed
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),

@@ -454,10 +454,19 @@ SHARED_ROWS = [
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("schedule", "sums", "held"), [("fa2", "first", True), ("double", "mma", True), ("fa2", "add", False)])
+@pytest.mark.parametrize(
+    ("schedule", "sums", "held"), [("fa2", "first", True), ("double", "mma", True), ("fa2", "add", False)]
+)
 @pytest.mark.parametrize(("dim", "dim_v", "mask"), SHARED_ROWS, ids=str)
 def test_forward_whose_warps_share_rows(
-    monkeypatch: pytest.MonkeyPatch, dim: int, dim_v: int, mask: Mask, schedule: str, sums: str, held: bool, packed: bool
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    dim_v: int,
+    mask: Mask,
+    schedule: str,
+    sums: str,
+    held: bool,
+    packed: bool,
 ) -> None:
     call = Call(PACKING if packed else ((150, 170),), (2, 1), (dim, dim_v), mask, packed=packed)
     changes = {
