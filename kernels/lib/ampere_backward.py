@@ -16,6 +16,7 @@ from fa2tune.kernels.lib.ampere import (
     add_columns,
     ask,
     at_b,
+    copy_layout,
     hidden_behind,
     in_place,
     mma_layout,
@@ -25,6 +26,7 @@ from fa2tune.kernels.lib.ampere import (
     put,
     shared_layout,
 )
+from fa2tune.kernels.lib.ampere_pairs import pair_layout, pair_of_tiles, pair_row, pair_scores
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 
@@ -77,6 +79,8 @@ class Form(NamedTuple):
     ONE: gl.constexpr
     EARLY: gl.constexpr
     V_IN_REGISTERS: gl.constexpr
+    HALVES: gl.constexpr
+    PAIR: gl.constexpr  #: HALVES: layout of the accumulators of scores and of dP; otherwise SCORES
     IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
@@ -125,8 +129,10 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    dp: gl.shared_memory_descriptor  #: HALVES: dP less delta; otherwise ds
     v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise v
     v_other: gl.tensor  #: and the next DV_OTHER
+    pairs: tuple  #: HALVES: Q and dO, K and V, P and dP, as one each; otherwise k
 
 
 class Call(NamedTuple):
@@ -147,6 +153,20 @@ def layouts(warps, score_warps, key_warps, query_warps, transposed):
     if transposed:
         score_warps, key_warps = warps, warps
     return tuple(mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+
+
+@gluon.constexpr_function
+def row_layout(scores, transposed, pair, halves):
+    """Of the numbers of queries."""
+    return pair_row(pair) if halves else gl.SliceLayout(0 if transposed else 1, scores)
+
+
+@gluon.constexpr_function
+def halves_layout(warps, score_warps, halves):
+    """Of the accumulators of scores and of dP, by half of the warps each where there are ``halves``."""
+    if not halves:
+        return mma_layout(score_warps, warps // score_warps)
+    return pair_layout(score_warps, warps // 2 // score_warps)
 
 
 @gluon.jit
@@ -186,20 +206,54 @@ def _dp(smem, form):
 
 
 @gluon.jit
+def _ds_by_halves(smem, peak, delta, m, call, form, MASK: gl.constexpr):
+    """P and dS of a block of queries to shared memory. P and dP less delta go there as half of the warps have them each, in 16
+    bits; all warps make dS of both."""
+    dtype: gl.constexpr = smem.k.dtype
+    FLAT: gl.constexpr = copy_layout(form.BLOCK_N, form.WARPS)
+    zeros = gl.zeros([2, form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.PAIR)
+    x = pair_scores(
+        zeros, smem.pairs[0], smem.pairs[1], peak, delta, call.qk_scale, form.HEAD_DIM, STEP, form.PAIR
+    )  # fmt: skip
+    smem.pairs[2].store(x.to(dtype))
+    p = smem.p.load(FLAT).to(gl.float32)
+    dp = smem.dp.load(FLAT).to(gl.float32)
+    if MASK:
+        rows = m + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(1, FLAT))
+        if form.CAUSAL:
+            columns = call.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, FLAT))
+            seen = gl.minimum(rows + call.offset, call.seqlen_k - 1)
+            p = hidden_behind(p, columns[None, :], seen[:, None], ZERO)
+        else:
+            shown = form.HIDE(p, rows, call.start_n, call.offset, call.seqlen_k, call.window, FLAT)
+            p = gl.where(shown < 0, 0.0, shown)  # hidden: minus infinity
+        smem.p.store(p.to(dtype))
+    smem.ds.store((p * dp).to(dtype))
+
+
+@gluon.jit
 def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
     SCORES: gl.constexpr = form.SCORES
-    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, SCORES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.HALVES)
     dtype: gl.constexpr = smem.k.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
     delta = gl.load(gl.multiple_of(head.deltas + rows, [8]))  # whole blocks of padded rows
-    if form.TRANSPOSED:
+    if form.HALVES:
+        _ds_by_halves(smem, peak, delta, m, call, form, MASK)
+        dv_acc, dv_more = at_b(
+            dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
+        )
+        dk_acc, dk_more = at_b(
+            dk_acc, dk_more, smem.ds, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
+        )
+    elif form.TRANSPOSED:
         s = a_bt(
             gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
             smem.k,
@@ -319,7 +373,7 @@ def over_heads(heads, k, v, blocks_of, call, form):
     added to the sums. ``k``, ``v``: Sources; ``blocks_of``: QUERY_BLOCKS of the mask."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
-    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, form.SCORES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.HALVES)
     dtype: gl.constexpr = k.base.dtype.element_ty
     q = heads.q
     do = heads.do
@@ -339,11 +393,19 @@ def over_heads(heads, k, v, blocks_of, call, form):
         if form.DV_OTHER > 0:
             v_other = _held(v_smem.slice(form.DV_FIRST, form.DV_OTHER, 1), form)
     # allocated by the tile: what dK and dV go out through may then take the place of what is read no more
-    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
-    do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    if form.HALVES:
+        q_do, q_smem, do_smem = pair_of_tiles(dtype, BLOCK_M, form.BLOCK_D)
+        k_v, k_smem, v_smem = pair_of_tiles(dtype, BLOCK_N, form.BLOCK_D)
+        p_dp, p_smem, dp_smem = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
+        pairs = (q_do, k_v, p_dp)
+    else:
+        q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+        if not form.V_IN_REGISTERS:
+            k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+            v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+        pairs = (k_smem, k_smem, k_smem)
     if not form.V_IN_REGISTERS:
-        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
-        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
         v_first = v_smem
         v_other = v_smem
     if form.TRANSPOSED:
@@ -351,10 +413,13 @@ def over_heads(heads, k, v, blocks_of, call, form):
         p_smem = ds_smem
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-        p_smem = ds_smem
-        if not form.ONE:
+        if form.ONE:
+            p_smem = ds_smem
+        elif not form.HALVES:
             p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, v_first, v_other)
+    if not form.HALVES:
+        dp_smem = ds_smem
+    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, dp_smem, v_first, v_other, pairs)
 
     # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
     blocks = blocks_of(start_n, start_n + BLOCK_N, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)

@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, halves_layout, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
@@ -27,7 +27,7 @@ def bwd_fused_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
@@ -49,7 +49,8 @@ def bwd_fused_sm80_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, IN_TURNS=False, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS,
+        HALVES=HALVES, PAIR=halves_layout(WARPS, SCORE_WARPS, HALVES), IN_TURNS=False, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source, in_place
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, halves_layout, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.search_spaces.sm80 import bwd_fused
 from fa2tune.spec.problem import Config, Problem
@@ -25,7 +25,7 @@ def bwd_ordered_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
     DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """As kernels/sm80/bwd_fused.py, but for sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, all zeros before. Where
@@ -36,7 +36,8 @@ def bwd_ordered_sm80_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, IN_TURNS=True, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS,
+        HALVES=HALVES, PAIR=halves_layout(WARPS, SCORE_WARPS, HALVES), IN_TURNS=True, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

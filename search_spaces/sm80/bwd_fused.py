@@ -39,7 +39,8 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
     Q, dO, P and dS."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    others = m * (d + dv) + m * n * (2 if config["P_THROUGH"] == "shared" else 1)
+    scores = 3 if config.get("HALVES") else 2 if config["P_THROUGH"] == "shared" else 1
+    others = m * (d + dv) + m * n * scores
     if config.get("V_IN_REGISTERS"):
         return int(2 * max(n * d + max(n * dv, others), n * max(d, dv)))
     return int(2 * (n * (d + dv) + others))
@@ -94,6 +95,8 @@ SPACE = SearchSpace(
         "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
         "V_IN_REGISTERS": added(False, older=False),  # as an operand of dP; not searched: not timed
+        # scores by half of the warps and dP by the others, which read less of the operands so; not searched: not timed
+        "HALVES": added(False, older=False),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
@@ -110,6 +113,20 @@ SPACE = SearchSpace(
             "warps_have_rows",
             "a warp computes at least 16 rows and 8 columns of a product; more warps than that would repeat each other's work",
             lambda config, spec, arch: _warps_fit(config, spec),
+        ),
+        Constraint(
+            "halves_are_alike",
+            "half of the warps each multiply Q by K and dO by V, tiles of the same shape, and 64 columns or more of P and dP go "
+            "through shared memory",
+            lambda config, spec, arch: (
+                not config["HALVES"]
+                or (
+                    spec.head_dim == spec.head_dim_v
+                    and config["P_THROUGH"] == "shared"
+                    and not config["V_IN_REGISTERS"]
+                    and 2 * config["SCORE_WARPS"] <= config["num_warps"]
+                )
+            ),
         ),
         Constraint(
             "p_in_registers_has_one_split",

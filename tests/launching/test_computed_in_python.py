@@ -491,6 +491,35 @@ def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.Monk
     check_backward(PythonGpu(monkeypatch, values=True, arch=80), call, {}, "sm80/bwd_fused", parts=parts)
 
 
+#: What is not searched: V in registers; scores by half of the warps.
+HELD = {"V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 2, "KEY_WARPS": 2}
+APART = {"HALVES": True, "P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "KEY_WARPS": 2}
+NOT_SEARCHED = [
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD), (Call(((140, 70),), (1, 1), (192, 192), FULL), HELD),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**HELD, **ONE, "BLOCK_M": 64}),
+    (Call(((100, 130),), (2, 2), (64, 128), Mask("chunked", 48)), {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}),
+    (Call(PACKING, (2, 1), (192, 128), CAUSAL, packed=True), HELD),
+    (Call(PACKING, (2, 2), (64, 64), FULL, packed=True), {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}),
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), APART), (Call(((140, 70),), (1, 1), (192, 192), FULL), APART),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), APART),
+    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), APART),
+    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), APART),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
+@pytest.mark.parametrize(("call", "settings"), NOT_SEARCHED, ids=str)
+def test_backward_by_forms_that_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, call: Call, settings: dict[str, Any]
+) -> None:
+    gpu = PythonGpu(monkeypatch, values=True, arch=80)
+    if kernel == "bwd_ordered":
+        if call.packed:
+            return
+        settings = {**settings, "DQ_BUFFERS": 2}
+    check_backward(gpu, call, settings, f"sm80/{kernel}")
+
+
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
 @pytest.mark.parametrize(("call", "settings"), BY_MMA_SYNC, ids=str)
 def test_backward_by_mma_sync(
