@@ -16,7 +16,6 @@ from fa2tune.kernels.lib.ampere import (
     add_columns,
     ask,
     at_b,
-    copy_layout,
     hidden_behind,
     in_place,
     mma_layout,
@@ -26,7 +25,15 @@ from fa2tune.kernels.lib.ampere import (
     put,
     shared_layout,
 )
-from fa2tune.kernels.lib.ampere_pairs import pair_layout, pair_of_tiles, pair_row, pair_scores
+from fa2tune.kernels.lib.ampere_pairs import (
+    ds_by_halves,
+    pair_at_b,
+    pair_layout,
+    pair_none_yet,
+    pair_of_tiles,
+    pair_row,
+    put_pair,
+)
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
 
@@ -79,8 +86,9 @@ class Form(NamedTuple):
     ONE: gl.constexpr
     EARLY: gl.constexpr
     V_IN_REGISTERS: gl.constexpr
-    HALVES: gl.constexpr
-    PAIR: gl.constexpr  #: HALVES: layout of the accumulators of scores and of dP; otherwise SCORES
+    SCORES_APART: gl.constexpr  #: half of the warps have scores, the others dP
+    KEYS_APART: gl.constexpr  #: half of the warps have dK, the others dV; accumulators are [2, BLOCK_N, columns]
+    PAIR: gl.constexpr  #: SCORES_APART: layout of the accumulators of both; otherwise SCORES
     IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
@@ -129,10 +137,10 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
-    dp: gl.shared_memory_descriptor  #: HALVES: dP less delta; otherwise ds
-    v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise v
+    raw: tuple  #: SCORES_APART: P before the mask, and dP less delta; otherwise nothing
+    v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise nothing
     v_other: gl.tensor  #: and the next DV_OTHER
-    pairs: tuple  #: HALVES: Q and dO, K and V, P and dP, as one each; otherwise k
+    pairs: tuple  #: HALVES: Q and dO; K and V; what ``raw`` has; dS and P: as one each, or nothing
 
 
 class Call(NamedTuple):
@@ -148,25 +156,23 @@ class Call(NamedTuple):
 
 
 @gluon.constexpr_function
-def layouts(warps, score_warps, key_warps, query_warps, transposed):
-    """Of the accumulators of scores, of dK and dV, and of dQ."""
+def layouts(warps, score_warps, key_warps, query_warps, transposed, halves):
+    """Of the accumulators of scores, of dK and dV, of dQ, and, of both by half of the warps each, of scores and dP."""
     if transposed:
         score_warps, key_warps = warps, warps
-    return tuple(mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+    scores, keys, queries = (mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+    pair = scores
+    if halves in ("scores", "both"):
+        pair = pair_layout(score_warps, warps)
+    if halves in ("keys", "both"):
+        keys = pair_layout(key_warps, warps)
+    return scores, keys, queries, pair
 
 
 @gluon.constexpr_function
 def row_layout(scores, transposed, pair, halves):
     """Of the numbers of queries."""
     return pair_row(pair) if halves else gl.SliceLayout(0 if transposed else 1, scores)
-
-
-@gluon.constexpr_function
-def halves_layout(warps, score_warps, halves):
-    """Of the accumulators of scores and of dP, by half of the warps each where there are ``halves``."""
-    if not halves:
-        return mma_layout(score_warps, warps // score_warps)
-    return pair_layout(score_warps, warps // 2 // score_warps)
 
 
 @gluon.jit
@@ -188,12 +194,29 @@ def _times_v(dp, smem, held, FIRST: gl.constexpr, COLUMNS: gl.constexpr, form):
 
 
 @gluon.jit
-def _dp(smem, form):
-    """dO V^T [BLOCK_M, BLOCK_N], or transposed, as scores are."""
+def _none(form):
+    """Zeros for scores or dP."""
     if form.TRANSPOSED:
-        dp = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, layout=form.SCORES)
+        zeros = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, layout=form.SCORES)
     else:
-        dp = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.SCORES)
+        zeros = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.SCORES)
+    return zeros
+
+
+@gluon.jit
+def _scores(smem, form):
+    """Q K^T [BLOCK_M, BLOCK_N], or transposed."""
+    if form.TRANSPOSED:
+        s = a_bt(_none(form), smem.k, smem.q, form.HEAD_DIM, STEP, form.SCORES)
+    else:
+        s = a_bt(_none(form), smem.q, smem.k, form.HEAD_DIM, STEP, form.SCORES)
+    return s
+
+
+@gluon.jit
+def _dp(smem, form):
+    """dO V^T, as scores are."""
+    dp = _none(form)
     if form.V_IN_REGISTERS:
         dp = _times_v(dp, smem, smem.v_first, 0, form.DV_FIRST, form)
         if form.DV_OTHER > 0:
@@ -206,29 +229,17 @@ def _dp(smem, form):
 
 
 @gluon.jit
-def _ds_by_halves(smem, peak, delta, m, call, form, MASK: gl.constexpr):
-    """P and dS of a block of queries to shared memory. P and dP less delta go there as half of the warps have them each, in 16
-    bits; all warps make dS of both."""
-    dtype: gl.constexpr = smem.k.dtype
-    FLAT: gl.constexpr = copy_layout(form.BLOCK_N, form.WARPS)
-    zeros = gl.zeros([2, form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.PAIR)
-    x = pair_scores(
-        zeros, smem.pairs[0], smem.pairs[1], peak, delta, call.qk_scale, form.HEAD_DIM, STEP, form.PAIR
-    )  # fmt: skip
-    smem.pairs[2].store(x.to(dtype))
-    p = smem.p.load(FLAT).to(gl.float32)
-    dp = smem.dp.load(FLAT).to(gl.float32)
-    if MASK:
-        rows = m + gl.arange(0, form.BLOCK_M, layout=gl.SliceLayout(1, FLAT))
-        if form.CAUSAL:
-            columns = call.start_n + gl.arange(0, form.BLOCK_N, layout=gl.SliceLayout(0, FLAT))
-            seen = gl.minimum(rows + call.offset, call.seqlen_k - 1)
-            p = hidden_behind(p, columns[None, :], seen[:, None], ZERO)
-        else:
-            shown = form.HIDE(p, rows, call.start_n, call.offset, call.seqlen_k, call.window, FLAT)
-            p = gl.where(shown < 0, 0.0, shown)  # hidden: minus infinity
-        smem.p.store(p.to(dtype))
-    smem.ds.store((p * dp).to(dtype))
+def _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form):
+    """dK and dV plus what P and dS in shared memory add."""
+    ROWS: gl.constexpr = form.BLOCK_M
+    if form.KEYS_APART:
+        dk_acc, dk_more = pair_at_b(
+            dk_acc, dk_more, smem.pairs[3], smem.pairs[0], ROWS, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
+        )
+    else:
+        dv_acc, dv_more = at_b(dv_acc, dv_more, smem.p, smem.do, ROWS, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS)
+        dk_acc, dk_more = at_b(dk_acc, dk_more, smem.ds, smem.q, ROWS, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS)
+    return dk_acc, dk_more, dv_acc, dv_more
 
 
 @gluon.jit
@@ -238,30 +249,18 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
     SCORES: gl.constexpr = form.SCORES
-    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.HALVES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.SCORES_APART)
     dtype: gl.constexpr = smem.k.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
     delta = gl.load(gl.multiple_of(head.deltas + rows, [8]))  # whole blocks of padded rows
-    if form.HALVES:
-        _ds_by_halves(smem, peak, delta, m, call, form, MASK)
-        dv_acc, dv_more = at_b(
-            dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
-        )
-        dk_acc, dk_more = at_b(
-            dk_acc, dk_more, smem.ds, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
-        )
+    if form.SCORES_APART:
+        ds_by_halves(smem, peak, delta, m, call, STEP, form, MASK)
+        dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     elif form.TRANSPOSED:
-        s = a_bt(
-            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-            smem.k,
-            smem.q,
-            form.HEAD_DIM,
-            STEP,
-            SCORES,
-        )
+        s = _scores(smem, form)
         if form.EARLY:
             dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
@@ -285,14 +284,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
         )
     else:
-        s = a_bt(
-            gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-            smem.q,
-            smem.k,
-            form.HEAD_DIM,
-            STEP,
-            SCORES,
-        )
+        s = _scores(smem, form)
         if form.EARLY:
             dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
@@ -318,12 +310,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             if not form.EARLY:
                 dp = _dp(smem, form)
             smem.ds.store((p * (dp - delta[:, None])).to(dtype))
-            dv_acc, dv_more = at_b(
-                dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
-            )
-            dk_acc, dk_more = at_b(
-                dk_acc, dk_more, smem.ds, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
-            )
+            dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     peak = gl.load(gl.multiple_of(head.peaks + (after + r), [8]))
     _ask_queries(smem, head, after, form)
     dq = none_yet(BLOCK_M, form.DQ_FIRST, form.QUERIES)
@@ -373,7 +360,7 @@ def over_heads(heads, k, v, blocks_of, call, form):
     added to the sums. ``k``, ``v``: Sources; ``blocks_of``: QUERY_BLOCKS of the mask."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
-    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.HALVES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.SCORES_APART)
     dtype: gl.constexpr = k.base.dtype.element_ty
     q = heads.q
     do = heads.do
@@ -381,6 +368,8 @@ def over_heads(heads, k, v, blocks_of, call, form):
     deltas = heads.deltas
     sums = heads.sums
     start_n = call.start_n
+    q_do, k_v, p_dp, ds_p, raw = start_n, start_n, start_n, start_n, (start_n, start_n)  # where there is nothing
+    v_first, v_other = start_n, start_n
     if form.V_IN_REGISTERS:  # V goes there first, through memory that Q and dO then take
         k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
         v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
@@ -389,37 +378,35 @@ def over_heads(heads, k, v, blocks_of, call, form):
         _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
         async_copy.wait_group(0)
         v_first = _held(v_smem.slice(0, form.DV_FIRST, 1), form)
-        v_other = v_first
         if form.DV_OTHER > 0:
             v_other = _held(v_smem.slice(form.DV_FIRST, form.DV_OTHER, 1), form)
     # allocated by the tile: what dK and dV go out through may then take the place of what is read no more
-    if form.HALVES:
+    if form.SCORES_APART or form.KEYS_APART:
         q_do, q_smem, do_smem = pair_of_tiles(dtype, BLOCK_M, form.BLOCK_D)
-        k_v, k_smem, v_smem = pair_of_tiles(dtype, BLOCK_N, form.BLOCK_D)
-        p_dp, p_smem, dp_smem = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
-        pairs = (q_do, k_v, p_dp)
     else:
         q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
         do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
-        if not form.V_IN_REGISTERS:
-            k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
-            v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
-        pairs = (k_smem, k_smem, k_smem)
-    if not form.V_IN_REGISTERS:
-        v_first = v_smem
-        v_other = v_smem
+    if form.SCORES_APART:
+        k_v, k_smem, v_smem = pair_of_tiles(dtype, BLOCK_N, form.BLOCK_D)
+    elif not form.V_IN_REGISTERS:
+        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
     if form.TRANSPOSED:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], shared_layout(BLOCK_M))
         p_smem = ds_smem
+    elif form.KEYS_APART:
+        ds_p, ds_smem, p_smem = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-        if form.ONE:
-            p_smem = ds_smem
-        elif not form.HALVES:
+        p_smem = ds_smem
+        if not form.ONE:
             p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-    if not form.HALVES:
-        dp_smem = ds_smem
-    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, dp_smem, v_first, v_other, pairs)
+    if form.SCORES_APART:
+        p_dp, raw_p, raw_dp = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
+        raw = (raw_p, raw_dp)
+    smem = Shared(
+        k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, raw, v_first, v_other, (q_do, k_v, p_dp, ds_p)
+    )  # fmt: skip
 
     # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
     blocks = blocks_of(start_n, start_n + BLOCK_N, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)
@@ -434,10 +421,16 @@ def over_heads(heads, k, v, blocks_of, call, form):
     if not form.V_IN_REGISTERS:
         _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
         _ask_keys(v_smem, v, start_n, form.HEAD_DIM_V, form.BLOCK_DV, form)
-    dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
-    dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
-    dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
-    dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
+    if form.KEYS_APART:
+        dk_acc = pair_none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
+        dk_more = pair_none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
+        dv_acc = gl.to_tensor(0)
+        dv_more = gl.to_tensor(0)
+    else:
+        dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
+        dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
+        dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
+        dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(heads.count):
         async_copy.wait_group(0)  # the copies of the head before, which are not read
@@ -470,27 +463,28 @@ def put_keys(
     dk, dv, dk_acc, dk_more, dv_acc, dv_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, form
 ):  # fmt: skip
     """dK and dV of a tile to the heads at ``dk`` and ``dv``."""
-    put(
-        dk,
-        dk_acc * softmax_scale,
-        stride_dkn,
-        start_n,
-        seqlen_k,
-        form.BLOCK_N,
-        form.HEAD_DIM,
-        form.DK_FIRST,
-        form.WARPS,
-    )
-    put(dv, dv_acc, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_FIRST, form.WARPS)
-    if form.DK_OTHER > 0:
-        put(
-            dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM, form.DK_OTHER, form.WARPS,
-            form.DK_FIRST,
+    ROWS: gl.constexpr = form.BLOCK_N
+    WARPS: gl.constexpr = form.WARPS
+    if form.KEYS_APART:
+        put_pair(
+            dk, dv, dk_acc, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM, form.DK_FIRST,
+            WARPS, 0, form.KEYS,
         )  # fmt: skip
-    if form.DV_OTHER > 0:
-        put(
-            dv, dv_more, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_OTHER, form.WARPS, form.DV_FIRST
-        )  # fmt: skip
+        if form.DK_OTHER > 0:
+            put_pair(
+                dk, dv, dk_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM,
+                form.DK_OTHER, WARPS, form.DK_FIRST, form.KEYS,
+            )  # fmt: skip
+    else:
+        put(dk, dk_acc * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_FIRST, WARPS)
+        put(dv, dv_acc, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_FIRST, WARPS)
+        if form.DK_OTHER > 0:
+            put(
+                dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_OTHER, WARPS,
+                form.DK_FIRST,
+            )  # fmt: skip
+        if form.DV_OTHER > 0:
+            put(dv, dv_more, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_OTHER, WARPS, form.DV_FIRST)
 
 
 def constants(spec: Specialization, config: Config) -> dict[str, Any]:

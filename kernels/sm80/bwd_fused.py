@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, halves_layout, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.kernels.lib.extent import packed_tiles
 from fa2tune.kernels.lib.gluon_extent import place
@@ -39,18 +39,21 @@ def bwd_fused_sm80_kernel(
     P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
     the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
     are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
+    V_IN_REGISTERS: V is there as an operand of dP, and takes no shared memory. HALVES "scores": half of the warps have scores,
+    the others dP. "keys": half have dK, the others dV. "both".
     Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     in the workspaces from block cu_seqlens_q[s] // UNIT + s on. Rows behind the last one: dk = dv = 0.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
-    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED)
+    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HALVES)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUTS[0])
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS,
-        HALVES=HALVES, PAIR=halves_layout(WARPS, SCORE_WARPS, HALVES), IN_TURNS=False, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=HALVES == "scores" or HALVES == "both",
+        KEYS_APART=HALVES == "keys" or HALVES == "both", PAIR=LAYOUTS[3], IN_TURNS=False, HIDE=HIDE,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

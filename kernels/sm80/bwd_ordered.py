@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.ampere import Source, in_place
-from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, halves_layout, layouts, over_heads, put_keys
+from fa2tune.kernels.lib.ampere_backward import Call, Form, Heads, constants, layouts, over_heads, put_keys
 from fa2tune.kernels.lib.common import tile_and_head
 from fa2tune.search_spaces.sm80 import bwd_fused
 from fa2tune.spec.problem import Config, Problem
@@ -31,13 +31,14 @@ def bwd_ordered_sm80_kernel(
     """As kernels/sm80/bwd_fused.py, but for sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, all zeros before. Where
     there are fewer tiles of keys than DQ_BUFFERS some programs have nothing to do."""
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
-    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED)
+    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, HALVES)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUTS[0])
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS,
-        HALVES=HALVES, PAIR=halves_layout(WARPS, SCORE_WARPS, HALVES), IN_TURNS=True, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=HALVES == "scores" or HALVES == "both",
+        KEYS_APART=HALVES == "keys" or HALVES == "both", PAIR=LAYOUTS[3], IN_TURNS=True, HIDE=HIDE,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

@@ -127,8 +127,8 @@ def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _add_through(acc, more, p, shrink, now, form):
-    """O times shrink [BLOCK_M, 4], plus P V. P [BLOCK_M, BLOCK_N] and shrink go through shared memory, as the warps of a row of O
-    are not those of its scores: each has twice the rows and half the columns, so that it reads half of V."""
+    """O times shrink [BLOCK_M, 4], plus P V. P [BLOCK_M, BLOCK_N] and shrink go through shared memory, as the warps of a row of
+    O are not those of its scores: each has twice the rows and half the columns, so that it reads half of V."""
     OUT: gl.constexpr = mma_layout(form.WARPS // form.COLUMN_WARPS, form.COLUMN_WARPS)
     now.p.store(p.to(now.v.dtype))
     now.shrink.store(shrink)

@@ -491,19 +491,25 @@ def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.Monk
     check_backward(PythonGpu(monkeypatch, values=True, arch=80), call, {}, "sm80/bwd_fused", parts=parts)
 
 
-#: What is not searched: V in registers; scores by half of the warps.
+#: What is not searched: V in registers; two products at the same time, each by half of the warps.
 HELD = {"V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 2, "KEY_WARPS": 2}
-APART = {"HALVES": True, "P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "KEY_WARPS": 2}
+BY_HALVES = {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 2}
+HELD_TRANSPOSED = {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}
 NOT_SEARCHED = [
-    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD), (Call(((140, 70),), (1, 1), (192, 192), FULL), HELD),
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**HELD, "P_THROUGH": "shared", "HALVES": "keys"}),
     (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**HELD, **ONE, "BLOCK_M": 64}),
-    (Call(((100, 130),), (2, 2), (64, 128), Mask("chunked", 48)), {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}),
+    (Call(((100, 130),), (2, 2), (64, 128), Mask("chunked", 48)), HELD_TRANSPOSED),
     (Call(PACKING, (2, 1), (192, 128), CAUSAL, packed=True), HELD),
-    (Call(PACKING, (2, 2), (64, 64), FULL, packed=True), {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}),
-    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), APART), (Call(((140, 70),), (1, 1), (192, 192), FULL), APART),
-    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), APART),
-    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), APART),
-    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), APART),
+    (Call(PACKING, (2, 2), (64, 64), FULL, packed=True), HELD_TRANSPOSED),
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), {**BY_HALVES, "HALVES": "both"}),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**BY_HALVES, "HALVES": "both"}),
+    (Call(((140, 70),), (1, 1), (128, 128), FULL), {**BY_HALVES, "BLOCK_N": 128, "HALVES": "scores"}),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**BY_HALVES, "HALVES": "both"}),
+    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), {**BY_HALVES, "HALVES": "scores"}),
+    (Call(((100, 130),), (2, 2), (96, 96), CAUSAL), {**BY_HALVES, "HALVES": "keys"}),
+    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), {**BY_HALVES, "HALVES": "both"}),
+    (Call(PACKING, (2, 1), (128, 128), FULL, packed=True), {**BY_HALVES, "HALVES": "keys"}),
 ]  # fmt: skip
 
 
