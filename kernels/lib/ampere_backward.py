@@ -140,7 +140,7 @@ class Shared(NamedTuple):
     raw: tuple  #: SCORES_APART: P before the mask, and dP less delta; otherwise nothing
     v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise nothing
     v_other: gl.tensor  #: and the next DV_OTHER
-    pairs: tuple  #: HALVES: Q and dO; K and V; what ``raw`` has; dS and P: as one each, or nothing
+    pairs: tuple  #: Q and dO; K and V; what ``raw`` has; dS and P: as one each, or nothing
 
 
 class Call(NamedTuple):
@@ -156,15 +156,15 @@ class Call(NamedTuple):
 
 
 @gluon.constexpr_function
-def layouts(warps, score_warps, key_warps, query_warps, transposed, halves):
+def layouts(warps, score_warps, key_warps, query_warps, transposed, scores_apart, keys_apart):
     """Of the accumulators of scores, of dK and dV, of dQ, and, of both by half of the warps each, of scores and dP."""
     if transposed:
         score_warps, key_warps = warps, warps
     scores, keys, queries = (mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
     pair = scores
-    if halves in ("scores", "both"):
+    if scores_apart:
         pair = pair_layout(score_warps, warps)
-    if halves in ("keys", "both"):
+    if keys_apart:
         keys = pair_layout(key_warps, warps)
     return scores, keys, queries, pair
 

@@ -57,7 +57,7 @@ class Form(NamedTuple):
     HIDE: gl.constexpr
     CAUSAL: gl.constexpr
     SUMS: gl.constexpr
-    COLUMN_WARPS: gl.constexpr
+    O_IN_HALVES: gl.constexpr
     FIRST: gl.constexpr
     OTHER: gl.constexpr
 
@@ -75,7 +75,7 @@ class Buffers(NamedTuple):
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    p: gl.shared_memory_descriptor  #: COLUMN_WARPS above 1: what goes to the warps that share a row of O
+    p: gl.shared_memory_descriptor  #: O_IN_HALVES: what goes to the warps that share a row of O
     shrink: gl.shared_memory_descriptor
 
 
@@ -90,6 +90,12 @@ class Call(NamedTuple):
     seqlen_k: gl.tensor
     window: tuple
     qk_scale: gl.tensor
+
+
+@gluon.constexpr_function
+def out_layout(warps, in_halves):
+    """Accumulator of O."""
+    return mma_layout(warps // 2, 2) if in_halves else mma_layout(warps, 1)
 
 
 @gluon.jit
@@ -129,12 +135,12 @@ def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 def _add_through(acc, more, p, shrink, now, form):
     """O times shrink [BLOCK_M, 4], plus P V. P [BLOCK_M, BLOCK_N] and shrink go through shared memory, as the warps of a row of
     O are not those of its scores: each has twice the rows and half the columns, so that it reads half of V."""
-    OUT: gl.constexpr = mma_layout(form.WARPS // form.COLUMN_WARPS, form.COLUMN_WARPS)
+    OUT: gl.constexpr = out_layout(form.WARPS, True)
     now.p.store(p.to(now.v.dtype))
     now.shrink.store(shrink)
     parts: gl.constexpr = lanes(acc).type.layout
     shrink = now.shrink.load(gl.SliceLayout(1, gl.SliceLayout(3, parts)))
-    raised = raised_in(shrink, form.WARPS // form.COLUMN_WARPS)
+    raised = raised_in(shrink, form.WARPS // 2)
     acc = scaled_if(raised, acc, shrink, form.WARPS)
     if form.OTHER > 0:
         more = scaled_if(raised, more, shrink, form.WARPS)
@@ -174,7 +180,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
     top = gl.convert_layout(gl.max(gl.max(parts, 3), 1) * call.qk_scale, peak.type.layout, assert_trivial=True)
     peak, shrink, raised = raise_peak(peak, top, form.WARPS)
     p = gl.exp2(gl.fma(parts, call.qk_scale, for_lanes(-peak, parts)))
-    if form.COLUMN_WARPS == 1:
+    if not form.O_IN_HALVES:
         acc = scaled_if(raised, acc, shrink, form.WARPS)
         if form.OTHER > 0:
             more = scaled_if(raised, more, shrink, form.WARPS)
@@ -182,7 +188,7 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
     p_tile = gl.convert_layout(p.to(now.v.dtype), operand_a(MMA))
     if form.SUMS == "first":
         total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
-    if form.COLUMN_WARPS > 1:
+    if form.O_IN_HALVES:
         acc, more = _add_through(acc, more, p, shrink, now, form)
     else:
         acc = mma_v2(p_tile, now.v.slice(0, form.FIRST, 1).load(operand_b(MMA)), acc)
@@ -221,7 +227,7 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, COLUMN_WARPS: gl.constexpr,
+    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
     FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
@@ -231,13 +237,13 @@ def fwd_sm80_kernel(
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
     one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
-    products with ones, "mma" after P V, "first" before it, which hides their latency. COLUMN_WARPS: warps that share a row of
-    O, each with as many of its columns; P goes to them through shared memory. CAUSAL: the mask is that one, which HIDE
+    products with ones, "mma" after P V, "first" before it, which hides their latency. O_IN_HALVES: two warps share
+    a row of O, half of the columns each; P goes to them through shared memory. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``. RAGGED: as kernels/portable/fwd.py has it.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    OUT: gl.constexpr = mma_layout(WARPS // COLUMN_WARPS, COLUMN_WARPS)
+    OUT: gl.constexpr = out_layout(WARPS, O_IN_HALVES)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     DOUBLE: gl.constexpr = SCHEDULE == "double"
     dtype: gl.constexpr = q.dtype.element_ty
@@ -300,7 +306,7 @@ def fwd_sm80_kernel(
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, CAUSAL=CAUSAL, SUMS=SUMS,
-        COLUMN_WARPS=COLUMN_WARPS, FIRST=FIRST, OTHER=OTHER,
+        O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
     )  # fmt: skip
     last = (below - 1) * BLOCK_N
     ask(q_smem, Source(q, stride_qm, seqlen_q), start_m, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
@@ -317,7 +323,7 @@ def fwd_sm80_kernel(
     query = Query(q_smem, q_tile, rows)
     p_smem = k0
     shrink_smem = k0
-    if COLUMN_WARPS > 1:  # after Q is read, whose memory they take if it is in registers
+    if O_IN_HALVES:  # after Q is read, whose memory they take if it is in registers
         p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
         shrink_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     even = Buffers(k0, v0, p_smem, shrink_smem)

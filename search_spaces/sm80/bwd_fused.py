@@ -34,16 +34,12 @@ def padded_rows(problem: Problem) -> int:
     return problem.extent.tiles(1, problem.seqlen_q, ROW_UNIT) * ROW_UNIT
 
 
-#: HALVES -> tiles of scores in shared memory, where P goes through it.
-SCORE_TILES = {"none": 2, "scores": 4, "keys": 2, "both": 4}
-
-
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P. V in registers comes by the memory of
     Q, dO, P and dS."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    scores = SCORE_TILES.get(config.get("HALVES", "none"), 2) if config["P_THROUGH"] == "shared" else 1
+    scores = 4 if config.get("SCORES_APART") else 2 if config["P_THROUGH"] == "shared" else 1  # tiles
     others = m * (d + dv) + m * n * scores
     if config.get("V_IN_REGISTERS"):
         return int(2 * max(n * d + max(n * dv, others), n * max(d, dv)))
@@ -65,13 +61,10 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
     """Whether every warp has 16 rows and 8 columns of each product."""
     d, dv = block_dims(spec)
     warps, m, n = config["num_warps"], config["BLOCK_M"], config["BLOCK_N"]
-    halves = config.get("HALVES", "none")  # two results, one below the other
-    shapes = [
-        (config["KEY_WARPS"], 2 * n if halves in ("keys", "both") else n, min(d, dv)),
-        (config["QUERY_WARPS"], m, d),
-    ]
+    keys = 2 * n if config.get("KEYS_APART") else n  # two results, one below the other
+    shapes = [(config["KEY_WARPS"], keys, min(d, dv)), (config["QUERY_WARPS"], m, d)]
     if config["P_THROUGH"] != "registers":
-        shapes.append((config["SCORE_WARPS"], 2 * m if halves in ("scores", "both") else m, n))
+        shapes.append((config["SCORE_WARPS"], 2 * m if config.get("SCORES_APART") else m, n))
     return all(down <= warps and 16 * down <= rows and 8 * (warps // down) <= columns for down, rows, columns in shapes)
 
 
@@ -103,9 +96,10 @@ SPACE = SearchSpace(
         "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
         "V_IN_REGISTERS": added(False, older=False),  # as an operand of dP; not searched: not timed
-        # "scores": scores by half of the warps, dP by the others; "keys": dK and dV so; or "both": warps read less of the
-        # operands; not searched: not timed
-        "HALVES": added("none", older="none"),
+        # scores by half of the warps and dP by the others, and dK and dV so: warps read less of the operands; not searched: not
+        # timed
+        "SCORES_APART": added(False, older=False),
+        "KEYS_APART": added(False, older=False),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
@@ -124,15 +118,14 @@ SPACE = SearchSpace(
             lambda config, spec, arch: _warps_fit(config, spec),
         ),
         Constraint(
-            "halves_are_alike",
+            "products_apart_are_alike",
             "half of the warps each have one of two products of the same shape, whose factors P and dS are in shared memory",
             lambda config, spec, arch: (
-                config["HALVES"] == "none"
+                not (config["SCORES_APART"] or config["KEYS_APART"])
                 or (
                     spec.head_dim == spec.head_dim_v
                     and config["P_THROUGH"] == "shared"
-                    and (config["HALVES"] == "keys" or not config["V_IN_REGISTERS"])
-                    and (config["HALVES"] == "keys" or config["SCORE_WARPS"] > 1)
+                    and not (config["SCORES_APART"] and (config["V_IN_REGISTERS"] or config["SCORE_WARPS"] == 1))
                 )
             ),
         ),

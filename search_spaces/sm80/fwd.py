@@ -36,7 +36,7 @@ def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    exchanged = m * (n + 8) if config.get("COLUMN_WARPS", 1) > 1 else 0  # P, and four float32 a row
+    exchanged = m * (n + 8) if config.get("O_IN_HALVES") else 0  # P, and four float32 a row
     q = max(m * d, exchanged) if config["Q_IN_REGISTERS"] else m * d + exchanged
     through_k = m * dv  # O leaves by memory that is free by then
     return int(2 * max(q + buffers(config) * n * (d + dv), through_k))
@@ -69,8 +69,7 @@ SPACE = SearchSpace(
         # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
         "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
-        # warps that share a row of O; not searched: not timed
-        "COLUMN_WARPS": added(1, older=1),
+        "O_IN_HALVES": added(False, older=False),  # two warps share a row of O; not searched: not timed
         "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
@@ -83,13 +82,13 @@ SPACE = SearchSpace(
         REGISTER_CAP_BINDS,
         rows_per_warp("BLOCK_M"),
         Constraint(
-            "column_warps_have_rows",
-            "warps that share a row of O have 32 rows or more: fewer read as much of V as a warp of 16 rows and all columns",
+            "halves_of_o_have_rows",
+            "a warp with half of O's columns has 32 rows: with 16 it would read as much of V as with all columns",
             lambda config, spec, arch: (
-                config["COLUMN_WARPS"] == 1
+                not config["O_IN_HALVES"]
                 or (
-                    32 * config["num_warps"] <= config["BLOCK_M"] * config["COLUMN_WARPS"]
-                    and 8 * config["COLUMN_WARPS"] <= min(filter(None, head_dim_parts(spec.head_dim_v)))
+                    config["BLOCK_M"] >= 16 * config["num_warps"]
+                    and min(filter(None, head_dim_parts(spec.head_dim_v))) >= 16
                 )
             ),
         ),

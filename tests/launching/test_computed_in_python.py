@@ -471,7 +471,7 @@ def test_forward_whose_warps_share_rows(
     call = Call(PACKING if packed else ((150, 170),), (2, 1), (dim, dim_v), mask, packed=packed)
     changes = {
         "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "SCHEDULE": schedule, "SUMS": sums, "Q_IN_REGISTERS": held,
-        "COLUMN_WARPS": 2,
+        "O_IN_HALVES": True,
     }  # fmt: skip
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
 
@@ -493,23 +493,23 @@ def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.Monk
 
 #: What is not searched: V in registers; two products at the same time, each by half of the warps.
 HELD = {"V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 2, "KEY_WARPS": 2}
-BY_HALVES = {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 2}
+APART = {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 2}
 HELD_TRANSPOSED = {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}
 NOT_SEARCHED = [
     (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD),
-    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**HELD, "P_THROUGH": "shared", "HALVES": "keys"}),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**HELD, "P_THROUGH": "shared", "KEYS_APART": True}),
     (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**HELD, **ONE, "BLOCK_M": 64}),
     (Call(((100, 130),), (2, 2), (64, 128), Mask("chunked", 48)), HELD_TRANSPOSED),
     (Call(PACKING, (2, 1), (192, 128), CAUSAL, packed=True), HELD),
     (Call(PACKING, (2, 2), (64, 64), FULL, packed=True), HELD_TRANSPOSED),
-    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), {**BY_HALVES, "HALVES": "both"}),
-    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**BY_HALVES, "HALVES": "both"}),
-    (Call(((140, 70),), (1, 1), (128, 128), FULL), {**BY_HALVES, "BLOCK_N": 128, "HALVES": "scores"}),
-    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**BY_HALVES, "HALVES": "both"}),
-    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), {**BY_HALVES, "HALVES": "scores"}),
-    (Call(((100, 130),), (2, 2), (96, 96), CAUSAL), {**BY_HALVES, "HALVES": "keys"}),
-    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), {**BY_HALVES, "HALVES": "both"}),
-    (Call(PACKING, (2, 1), (128, 128), FULL, packed=True), {**BY_HALVES, "HALVES": "keys"}),
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((140, 70),), (1, 1), (128, 128), FULL), {**APART, "BLOCK_N": 128, "SCORES_APART": True}),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), {**APART, "SCORES_APART": True}),
+    (Call(((100, 130),), (2, 2), (96, 96), CAUSAL), {**APART, "KEYS_APART": True}),
+    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(PACKING, (2, 1), (128, 128), FULL, packed=True), {**APART, "KEYS_APART": True}),
 ]  # fmt: skip
 
 
