@@ -25,17 +25,18 @@ def pair_row(pair):
 
 @gluon.constexpr_function
 def _pair_memory(columns):
-    """shared_layout of each of two tiles."""
+    """shared_layout of each of two tiles, one after the other."""
     one = shared_layout(columns)
     return gl.SwizzledSharedLayout(one.vec, one.per_phase, one.max_phase, [2, 1, 0])
 
 
 @gluon.jit
 def pair_of_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Two tiles one after the other, and each of them."""
-    both = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], _pair_memory(COLUMNS))
-    first = both.slice(0, 1, 0)._reinterpret(dtype, [ROWS, COLUMNS], shared_layout(COLUMNS))
-    second = both.slice(1, 1, 0)._reinterpret(dtype, [ROWS, COLUMNS], shared_layout(COLUMNS))
+    """Two tiles as one, and each of them."""
+    tiles = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_layout(COLUMNS))
+    both = tiles._reinterpret(dtype, [2, ROWS, COLUMNS], _pair_memory(COLUMNS))
+    first = tiles.index(0)
+    second = tiles.index(1)
     return both, first, second
 
 
