@@ -1,4 +1,5 @@
-"""What benchmarks/sm80_rows.py races: few configs of kernels/sm80, beside the portable default."""
+"""What benchmarks/sm80_rows.py races: few configs of kernels/sm80, next to the portable default; and forms of them that are not
+searched, which benchmarks/sm80_race.py races."""
 
 from __future__ import annotations
 
@@ -54,7 +55,34 @@ EXTRA: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
     ("bwd_fused", 128): (
         _bwd(64, 64, 4, "shared", 2, 2, 2), _bwd(64, 128, 8, "shared", 2, 4, 2), _bwd(64, 128, 8, "shared", 2, 2, 2),
     ),
-    ("bwd_fused", 256): (_bwd(16, 64, 8, "shared", 1, 4, 1), _bwd(32, 64, 8, "shared", 1, 4, 1)),
+    ("bwd_fused", 256): (
+        _bwd(64, 64, 8, "shared", 2, 2, 2), _bwd(16, 64, 8, "shared", 1, 4, 1), _bwd(32, 64, 8, "shared", 1, 4, 1),
+        _bwd(16, 64, 8, "shared", 1, 2, 1),
+    ),
+}  # fmt: skip
+HELD, KEYS = {"V_IN_REGISTERS": True}, {"KEYS_APART": True}
+BOTH = {"SCORES_APART": True, **KEYS}
+#: Kernel, head dim -> changes to the default, with values that no search has. Once a search space has them, rows are raced with
+#: them, too. Why these: docs/experiments/mma-sync.md.
+FORMS: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]] = {
+    ("fwd", 256): tuple(
+        _fwd(128, n, schedule, sums, True, num_warps=8, O_IN_HALVES=True)
+        for n, schedule, sums in ((64, "fa2", "first"), (64, "fa2", "mma"), (32, "double", "mma"), (32, "fa2", "mma"))
+    ),
+    ("bwd_fused", 96): (
+        _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=True, **HELD, **KEYS),
+        _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=False, **HELD),
+        _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=True, **KEYS),
+    ),
+    ("bwd_fused", 128): (
+        _bwd(64, 128, 8, "shared", 2, 4, 2, EARLY=True, **KEYS), _bwd(64, 64, 4, "shared", 2, 2, 2, EARLY=True, **KEYS),
+        _bwd(64, 128, 8, "one", 2, 4, 2, EARLY=False, **HELD),
+    ),
+    ("bwd_fused", 256): (
+        _bwd(64, 64, 8, "shared", 4, 2, 2, **BOTH), _bwd(64, 64, 8, "shared", 2, 2, 2, **KEYS),
+        _bwd(32, 64, 8, "shared", 2, 2, 2, **HELD), _bwd(32, 64, 8, "shared", 2, 2, 2, **HELD, **KEYS),
+        _bwd(16, 64, 8, "shared", 2, 2, 1, **BOTH),
+    ),
 }  # fmt: skip
 
 
@@ -63,7 +91,8 @@ def candidates(kernel: str, spec: Specialization, gpu: Gpu) -> list[dict[str, An
     variant = registry.variant_named(SM80[kernel])
     default = dict(variant.space.default(spec, gpu.arch))
     width = max(64, padded_head_dim(spec.head_dim))
-    wanted = [default, *({**default, **change} for change in EXTRA[kernel, width])]
+    changes = (*EXTRA[kernel, width], *FORMS.get((kernel, spec.head_dim), ()))
+    wanted = [default, *({**default, **change} for change in changes)]
     able = (
         config
         for config in wanted

@@ -17,19 +17,22 @@ programs a head, or (0) as many as suit this GPU; that two calls have equal bits
 backward is raced with them.
 
     python benchmarks/sm80_race.py --pass bwd --configs 0 --headdim 64,128,256 --in-order 0,1,4 --out in_order.json
+
+With --forms the configs of the shipped rows and forms that no search has (sm80_candidates.py) race with the default, where
+there are such forms. --state keeps binaries; with --build they are only compiled, which needs no GPU.
+
+    python benchmarks/sm80_race.py --forms --headdim 96,128,256 --configs 0 --state STATE --build
 """
 
 from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -38,7 +41,9 @@ from typing import Any
 
 import click
 import sm80_on_hopper
-from sm80_on_hopper import ARCH, assembled
+from sm80_candidates import FORMS
+from sm80_on_hopper import ARCH
+from sm80_rows import Images
 
 from fa2tune import gpus
 from fa2tune.calling.schedules import ordered
@@ -49,15 +54,17 @@ from fa2tune.gpus import Gpu
 from fa2tune.launching import cuda, launch, passes
 from fa2tune.launching.image import Image
 from fa2tune.measuring import verify
+from fa2tune.rows import reader
 from fa2tune.rows.describe import describe
 from fa2tune.spec.mask import Mask, row_mask_named
 from fa2tune.spec.problem import FUSED, WORKLOAD_HIDDEN, WORKLOAD_TOKENS, Config, Problem, Specialization
 from fa2tune.spec.variant import Variant
-from fa2tune.tuning.search.candidates import legal
+from fa2tune.tuning.search.candidates import legal, point
 
 KERNELS = {"fwd": "sm80/fwd", "bwd": "sm80/bwd_fused"}
 #: Largest difference from SDPA's result, as a share of its largest magnitude: both round P and dS to bf16.
 TOLERANCE = 0.03
+CACHE = Path(__file__).parent.parent / "cache"
 RESERVED = 1024  #: bytes of shared memory a block, beside its own
 #: Variant's name, specialization, what a binary depends on.
 Asked = tuple[str, Specialization, tuple[tuple[str, Any], ...]]
@@ -92,18 +99,6 @@ def _asked(variant: Variant, spec: Specialization, config: Config) -> Asked:
     return variant.name, spec, tuple(sorted(compiler.binary_config(variant, config).items()))
 
 
-def _image(asked: Asked) -> Image | str:
-    """In a process of the pool: a kernel for this GPU, or why there is none."""
-    name, spec, config = asked
-    variant = registry.variant_named(name)
-    try:
-        compiled = compiler.compile_kernel(variant, spec, dict(config), ARCH)
-        compiled.kernel = assembled(variant, spec, config)
-        return launch.image_of(compiled)
-    except compiler.CompileError as error:
-        return str(error)
-
-
 def crowded(image: Image, gpu: Gpu, here: Gpu) -> Image:
     """Asks for so much shared memory that a multiprocessor of ``here`` holds as many blocks as one of ``gpu`` does, or more
     where even the most that a block may have leaves room for them. That leaves less of it as L1, too: 28 KiB here."""
@@ -112,14 +107,12 @@ def crowded(image: Image, gpu: Gpu, here: Gpu) -> Image:
     return replace(image, shared=max(image.shared, room))
 
 
-def images(wanted: Sequence[Asked], cores: int) -> dict[Asked, Image]:
-    """What compiles of them, on so many cores; the rest is named."""
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
-        found = dict(zip(wanted, pool.map(_image, wanted), strict=True))
-    for asked, image in found.items():
-        if isinstance(image, str):
-            click.echo(f"left out: {asked[0]} {dict(asked[2])}: {image}", err=True)
-    return {asked: image for asked, image in found.items() if isinstance(image, Image)}
+def images(wanted: Sequence[Asked], cores: int, state: Path) -> dict[Asked, Image]:
+    """What compiles of them, on so many cores, unless it is in ``state``; the rest is named."""
+    kept = Images(state)
+    kept.compile(wanted, cores)
+    found = {asked: kept.known[asked] for asked in wanted}
+    return {asked: one[0] for asked, one in found.items() if not isinstance(one, str)}
 
 
 def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
@@ -140,12 +133,24 @@ def loader(known: Mapping[Asked, Image]) -> Callable[..., cuda.Function]:
     return load
 
 
+def shipped(variant: Variant, spec: Specialization, length: int, gpu: Gpu) -> list[dict[str, Any]]:
+    """The config of the row in cache/ of a kernel of kernels/sm80, if there is one."""
+    rows = [row for path in CACHE.glob("*.sqlite") if path.stem in gpu.name for row in reader.read(path)]
+    return [
+        variant.space.completed(row.config)
+        for row in rows
+        if row.key.gpu == gpu.name and row.key.kernel == variant.serves and row.key.specialization() == spec
+        and row.key.bucket == length and registry.variant_of(variant.serves, row.config) is variant
+    ]  # fmt: skip
+
+
 def cells(
     wanted: Sequence[str], dims: Sequence[int], masks: Sequence[str], lengths: Sequence[int], count: int, gpu: str, seed: int,
-    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (),
+    tried: Sequence[tuple[int, Config]] = (), in_order: Sequence[int] = (), forms: bool = False,
 ) -> Iterator[Cell]:  # fmt: skip
     """Every combination, with the default, the legal ones of those that differ from it by a member of ``tried`` (for one head
-    dim, or 0: for all), and ``count`` other legal configs, the same at every length."""
+    dim, or 0: for all), and ``count`` other legal configs, the same at every length. ``forms``: only where there are some, next
+    to the shipped row's config."""
     card = gpus.named(gpu)
     for pass_ in wanted:
         variant = registry.variant_named(KERNELS[pass_])
@@ -154,6 +159,8 @@ def cells(
                 spec = Specialization("bf16", dim, dim, mask)
                 default = dict(variant.space.default(spec, card.arch))
                 changes = [change for only, change in tried if only in (0, dim) and change.keys() <= default.keys()]
+                if forms:
+                    changes += FORMS.get((variant.serves, dim), ())
                 named = [{**default, **change} for change in changes]
                 named = [config for config in named if variant.space.broken(config, spec, card.arch) is None]
                 others = (
@@ -161,9 +168,13 @@ def cells(
                     if count
                     else []
                 )
+                if forms and not named:
+                    continue
                 drawn = random.Random(f"{seed} {pass_} {dim} {mask}").sample(others, min(count, len(others)))
                 for length in lengths:
-                    yield Cell(pass_, dim, row_mask_named(mask), length, [default, *named, *drawn], in_order)
+                    raced = [default, *(shipped(variant, spec, length, card) if forms else ()), *named, *drawn]
+                    distinct = [dict(where) for where in dict.fromkeys(map(point, raced))]
+                    yield Cell(pass_, dim, row_mask_named(mask), length, distinct, in_order)
 
 
 def _binaries(cell: Cell) -> Iterator[Asked]:
@@ -371,27 +382,34 @@ def parsed(change: str) -> tuple[int, Config]:
     default="",
     help="Backward configs with dQ summed in a fixed order, too, by so many programs a head; 0: as many as suit this GPU.",
 )
+@click.option("--forms", is_flag=True, help="What no search has, next to shipped rows.")
+@click.option("--state", type=click.Path(file_okay=False, path_type=Path), help="Where binaries are kept.")
+@click.option("--build", is_flag=True, help="Only compile.")
 @click.option("--rounds", default=10, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--cores", default=len(os.sched_getaffinity(0)), show_default="all")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Every figure, as JSON.")
 def main(
     wanted: list[str], headdim: list[int], masks: list[str], seqlen: list[int], configs: int, tried: tuple[str, ...],
-    all_of_them: bool, gpu: str, crowd: bool, in_order: list[int] | None, rounds: int, seed: int, cores: int, out: Path | None,
+    all_of_them: bool, gpu: str, crowd: bool, in_order: list[int] | None, forms: bool, state: Path | None, build: bool,
+    rounds: int, seed: int, cores: int, out: Path | None,
 ) -> None:  # fmt: skip
     for pass_ in wanted:
         if pass_ not in KERNELS:
             raise click.UsageError(f"--pass: got {pass_!r}, allowed are {', '.join(KERNELS)}")
     found = list(
-        cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order or ())
+        cells(wanted, headdim, masks, seqlen, configs, gpu, seed, [parsed(one) for one in tried], in_order or (), forms)
     )
     here = gpus.present()
-    if here is None or here.arch != 90:
+    if not build and (here is None or here.arch != 90):
         raise click.ClickException("needs a GPU of compute capability 9.0")
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         wanted_images = list(dict.fromkeys(asked for cell in found for asked in _binaries(cell)))
-        known = images(wanted_images, cores)
+        known = images(wanted_images, cores, state or Path(folder))
+        if build or here is None:
+            click.echo(f"{len(known)} of {len(wanted_images)} kernels compiled, {len(found)} cells")
+            return
         if crowd:
             known = {asked: crowded(image, gpus.named(gpu), here) for asked, image in known.items()}
         launch.load = loader(known)  # type: ignore[assignment]

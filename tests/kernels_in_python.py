@@ -345,6 +345,10 @@ def _raise_peak(peak: Any, top: Any, _: int) -> Any:
     return highest, computed(lambda a, b: np.exp2(a - b), peak, highest), Int(np.ones(peak.shape, np.int64))
 
 
+def _raised_in(shrink: Any, _: int) -> Any:
+    return UNKNOWN if isinstance(shrink, Unknown) else Int(np.full(shrink.shape, int((shrink.a != 1).any())))
+
+
 def _scaled_if(raised: Any, x: Any, shrink: Any, _: int) -> Any:
     unknown = isinstance(x, Unknown) or isinstance(raised, Unknown)
     return x if unknown or not raised.a.any() else x * shrink[:, :1]
@@ -393,6 +397,7 @@ _NAMES: Mapping[str, Any] = {
     "to_carry": lambda weights, dtype, *_: weights.to(dtype), "of_carried": lambda p, *_: p, "repack": lambda p, *_: p,
     "rescaled": lambda acc, shrink: acc * shrink, "async_copy": _AsyncCopy, "async_load": _AsyncCopy.load,
     "mma_v2": _mma, "hidden_behind": _hidden_behind, "raise_peak": _raise_peak, "scaled_if": _scaled_if,
+    "raised_in": _raised_in,
 }  # fmt: skip
 _MODULES: dict[str, dict[str, Any]] = {}
 

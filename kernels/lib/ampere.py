@@ -236,6 +236,22 @@ def _raising_registers(rows):
 
 
 @gluon.constexpr_function
+def _voting(rows):
+    """PTX of raised_in, for the rows of a thread."""
+    code = ["{ .reg .pred p, q;"]
+    for i in range(rows):
+        one = f"${rows + i}, 0f3F800000"  # 1.0
+        code.append(f"setp.ne.or.f32 p, {one}, p;" if i else f"setp.ne.f32 p, {one};")
+    code.append("vote.sync.any.pred q, p, 0xffffffff;")
+    return "\n".join([*code, *(f"selp.b32 ${i}, 1, 0, q;" for i in range(rows)), "}"])
+
+
+@gluon.constexpr_function
+def _voting_registers(rows):
+    return ",".join([*(["=r"] * rows), *(["f"] * rows)])
+
+
+@gluon.constexpr_function
 def _scaling(count):
     """PTX of scaled_if, for the numbers of a thread."""
     code = [f"{{ .reg .pred p; setp.eq.s32 p, ${3 * count}, 0; @p bra.uni DONE;"]
@@ -261,6 +277,15 @@ def raise_peak(peak, top, WARPS: gl.constexpr):
         _raising(ROWS, MARGIN), _raising_registers(ROWS), [peak, top], dtype=(gl.float32, gl.float32, gl.int32), is_pure=True,
         pack=ROWS,
     )  # fmt: skip
+
+
+@gluon.jit
+def raised_in(shrink, DOWN: gl.constexpr):
+    """Whether a factor [R, 4] of any of a warp's rows is not 1: 1 or 0, for ``scaled_if``. DOWN: warps along the rows."""
+    ROWS: gl.constexpr = shrink.shape[0] // (8 * DOWN)
+    return gl.inline_asm_elementwise(
+        _voting(ROWS), _voting_registers(ROWS), [shrink], dtype=gl.int32, is_pure=True, pack=ROWS
+    )
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from fa2tune.kernels.lib.ampere import (
     MINUS_INFINITY,
@@ -21,8 +21,18 @@ from fa2tune.kernels.lib.ampere import (
     mma_layout,
     none_yet,
     operand_a,
+    operand_b,
     put,
     shared_layout,
+)
+from fa2tune.kernels.lib.ampere_pairs import (
+    ds_by_halves,
+    pair_at_b,
+    pair_layout,
+    pair_none_yet,
+    pair_of_tiles,
+    pair_row,
+    put_pair,
 )
 from fa2tune.search_spaces.sm80 import bwd_fused as space
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts, padded_head_dim
@@ -75,6 +85,10 @@ class Form(NamedTuple):
     TRANSPOSED: gl.constexpr
     ONE: gl.constexpr
     EARLY: gl.constexpr
+    V_IN_REGISTERS: gl.constexpr
+    SCORES_APART: gl.constexpr  #: half of the warps have scores, the others dP
+    KEYS_APART: gl.constexpr  #: half of the warps have dK, the others dV; accumulators are [2, BLOCK_N, columns]
+    PAIR: gl.constexpr  #: SCORES_APART: layout of the accumulators of both; otherwise SCORES
     IN_TURNS: gl.constexpr  #: a program has several tiles of keys, one after the other
     HIDE: gl.constexpr
     HIDE_QUERIES: gl.constexpr
@@ -123,6 +137,10 @@ class Shared(NamedTuple):
     do: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
+    raw: tuple  #: SCORES_APART: P before the mask, and dP less delta; otherwise nothing
+    v_first: gl.tensor  #: V_IN_REGISTERS: V as an operand of dP, its first DV_FIRST columns; otherwise nothing
+    v_other: gl.tensor  #: and the next DV_OTHER
+    pairs: tuple  #: Q and dO; K and V; what ``raw`` has; dS and P: as one each, or nothing
 
 
 class Call(NamedTuple):
@@ -138,11 +156,23 @@ class Call(NamedTuple):
 
 
 @gluon.constexpr_function
-def layouts(warps, score_warps, key_warps, query_warps, transposed):
-    """Of the accumulators of scores, of dK and dV, and of dQ."""
+def layouts(warps, score_warps, key_warps, query_warps, transposed, scores_apart, keys_apart):
+    """Of the accumulators of scores, of dK and dV, of dQ, and, of both by half of the warps each, of scores and dP."""
     if transposed:
         score_warps, key_warps = warps, warps
-    return tuple(mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+    scores, keys, queries = (mma_layout(down, warps // down) for down in (score_warps, key_warps, query_warps))
+    pair = scores
+    if scores_apart:
+        pair = pair_layout(score_warps, warps)
+    if keys_apart:
+        keys = pair_layout(key_warps, warps)
+    return scores, keys, queries, pair
+
+
+@gluon.constexpr_function
+def row_layout(scores, transposed, pair, halves):
+    """Of the numbers of queries."""
+    return pair_row(pair) if halves else gl.SliceLayout(0 if transposed else 1, scores)
 
 
 @gluon.jit
@@ -153,37 +183,86 @@ def _ask_queries(smem, head, m, form):
 
 
 @gluon.jit
+def _times_v(dp, smem, held, FIRST: gl.constexpr, COLUMNS: gl.constexpr, form):
+    """dp plus what columns [FIRST, FIRST + COLUMNS) of dO and of V, which is ``held`` in registers, add to it."""
+    do = smem.do.slice(FIRST, COLUMNS, 1)
+    if form.TRANSPOSED:
+        dp = mma_v2(held, do.permute([1, 0]).load(operand_b(form.SCORES)), dp)
+    else:
+        dp = mma_v2(do.load(operand_a(form.SCORES)), held, dp)
+    return dp
+
+
+@gluon.jit
+def _none(form):
+    """Zeros for scores or dP."""
+    if form.TRANSPOSED:
+        zeros = gl.zeros([form.BLOCK_N, form.BLOCK_M], gl.float32, layout=form.SCORES)
+    else:
+        zeros = gl.zeros([form.BLOCK_M, form.BLOCK_N], gl.float32, layout=form.SCORES)
+    return zeros
+
+
+@gluon.jit
+def _scores(smem, form):
+    """Q K^T [BLOCK_M, BLOCK_N], or transposed."""
+    if form.TRANSPOSED:
+        s = a_bt(_none(form), smem.k, smem.q, form.HEAD_DIM, STEP, form.SCORES)
+    else:
+        s = a_bt(_none(form), smem.q, smem.k, form.HEAD_DIM, STEP, form.SCORES)
+    return s
+
+
+@gluon.jit
+def _dp(smem, form):
+    """dO V^T, as scores are."""
+    dp = _none(form)
+    if form.V_IN_REGISTERS:
+        dp = _times_v(dp, smem, smem.v_first, 0, form.DV_FIRST, form)
+        if form.DV_OTHER > 0:
+            dp = _times_v(dp, smem, smem.v_other, form.DV_FIRST, form.DV_OTHER, form)
+    elif form.TRANSPOSED:
+        dp = a_bt(dp, smem.v, smem.do, form.HEAD_DIM_V, STEP, form.SCORES)
+    else:
+        dp = a_bt(dp, smem.do, smem.v, form.HEAD_DIM_V, STEP, form.SCORES)
+    return dp
+
+
+@gluon.jit
+def _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form):
+    """dK and dV plus what P and dS in shared memory add."""
+    ROWS: gl.constexpr = form.BLOCK_M
+    if form.KEYS_APART:
+        dk_acc, dk_more = pair_at_b(
+            dk_acc, dk_more, smem.pairs[3], smem.pairs[0], ROWS, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
+        )
+    else:
+        dv_acc, dv_more = at_b(dv_acc, dv_more, smem.p, smem.do, ROWS, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS)
+        dk_acc, dk_more = at_b(dk_acc, dk_more, smem.ds, smem.q, ROWS, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS)
+    return dk_acc, dk_more, dv_acc, dv_more
+
+
+@gluon.jit
 def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form, MASK: gl.constexpr):
     """Queries [m, m + BLOCK_M) of a head, whose peaks are at hand. The last block asks for itself once more, which is never
     read."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
     SCORES: gl.constexpr = form.SCORES
-    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, SCORES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.SCORES_APART)
     dtype: gl.constexpr = smem.k.dtype
     r = gl.arange(0, BLOCK_M, layout=ROW)
     rows = m + r
     after = gl.minimum(m + BLOCK_M, end - BLOCK_M)
     async_copy.wait_group(0)
     delta = gl.load(gl.multiple_of(head.deltas + rows, [8]))  # whole blocks of padded rows
-    if form.TRANSPOSED:
-        s = a_bt(
-            gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-            smem.k,
-            smem.q,
-            form.HEAD_DIM,
-            STEP,
-            SCORES,
-        )
+    if form.SCORES_APART:
+        ds_by_halves(smem, peak, delta, m, call, STEP, form, MASK)
+        dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
+    elif form.TRANSPOSED:
+        s = _scores(smem, form)
         if form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-                smem.v,
-                smem.do,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         p = gl.exp2(gl.fma(s, call.qk_scale, peak[None, :]))
         if MASK:
             if form.CAUSAL:
@@ -193,14 +272,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             else:
                 p = form.HIDE_QUERIES(p, call.columns, m, call.offset, call.seqlen_k, call.window, SCORES)
         if not form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=SCORES),
-                smem.v,
-                smem.do,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         ds = (p * (dp - delta[None, :])).to(dtype)
         smem.ds.store(ds)
         p_tile = gl.convert_layout(p.to(dtype), operand_a(form.KEYS))
@@ -212,23 +284,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dk_acc, dk_more, ds_tile, smem.q, 0, BLOCK_M, form.DK_FIRST, form.DK_OTHER, form.KEYS
         )
     else:
-        s = a_bt(
-            gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-            smem.q,
-            smem.k,
-            form.HEAD_DIM,
-            STEP,
-            SCORES,
-        )
+        s = _scores(smem, form)
         if form.EARLY:
-            dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                smem.do,
-                smem.v,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
         weight = gl.fma(s, call.qk_scale, peak[:, None])
         if MASK:
             if form.CAUSAL:
@@ -242,14 +300,7 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             dv_acc, dv_more = at_b(
                 dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
             )
-            dp = a_bt(
-                gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                smem.do,
-                smem.v,
-                form.HEAD_DIM_V,
-                STEP,
-                SCORES,
-            )
+            dp = _dp(smem, form)
             p = smem.p.load(SCORES).to(gl.float32)
             smem.p.store((p * (dp - delta[:, None])).to(dtype))
             dk_acc, dk_more = at_b(
@@ -257,21 +308,9 @@ def _trip(dk_acc, dk_more, dv_acc, dv_more, peak, m, end, head, smem, call, form
             )
         else:
             if not form.EARLY:
-                dp = a_bt(
-                    gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES),
-                    smem.do,
-                    smem.v,
-                    form.HEAD_DIM_V,
-                    STEP,
-                    SCORES,
-                )
+                dp = _dp(smem, form)
             smem.ds.store((p * (dp - delta[:, None])).to(dtype))
-            dv_acc, dv_more = at_b(
-                dv_acc, dv_more, smem.p, smem.do, BLOCK_M, STEP, form.DV_FIRST, form.DV_OTHER, form.KEYS
-            )
-            dk_acc, dk_more = at_b(
-                dk_acc, dk_more, smem.ds, smem.q, BLOCK_M, STEP, form.DK_FIRST, form.DK_OTHER, form.KEYS
-            )
+            dk_acc, dk_more, dv_acc, dv_more = _add_keys(dk_acc, dk_more, dv_acc, dv_more, smem, form)
     peak = gl.load(gl.multiple_of(head.peaks + (after + r), [8]))
     _ask_queries(smem, head, after, form)
     dq = none_yet(BLOCK_M, form.DQ_FIRST, form.QUERIES)
@@ -298,35 +337,78 @@ def _over_queries(dk_acc, dk_more, dv_acc, dv_more, peak, first, stop, end, head
 
 
 @gluon.jit
+def _ask_keys(smem, source, start_n, DIM: gl.constexpr, COLUMNS: gl.constexpr, form):
+    step = source.stride
+    if form.IN_TURNS:
+        step = in_place(source.stride)
+    ask(smem, Source(source.base, step, source.end), start_n, form.BLOCK_N, DIM, COLUMNS, form.WARPS, True)
+
+
+@gluon.jit
+def _held(v, form):
+    """V [BLOCK_N, columns] of shared memory as an operand of dP."""
+    if form.TRANSPOSED:  # noqa: SIM108
+        tile = v.load(operand_a(form.SCORES))
+    else:
+        tile = v.permute([1, 0]).load(operand_b(form.SCORES))
+    return tile
+
+
+@gluon.jit
 def over_heads(heads, k, v, blocks_of, call, form):
     """A tile of keys over all queries of all query heads that read its key head: dK and dV, each in two accumulators, and dS K
     added to the sums. ``k``, ``v``: Sources; ``blocks_of``: QUERY_BLOCKS of the mask."""
     BLOCK_M: gl.constexpr = form.BLOCK_M
     BLOCK_N: gl.constexpr = form.BLOCK_N
-    ROW: gl.constexpr = gl.SliceLayout(0 if form.TRANSPOSED else 1, form.SCORES)
+    ROW: gl.constexpr = row_layout(form.SCORES, form.TRANSPOSED, form.PAIR, form.SCORES_APART)
     dtype: gl.constexpr = k.base.dtype.element_ty
     q = heads.q
     do = heads.do
     peaks = heads.peaks
     deltas = heads.deltas
     sums = heads.sums
+    start_n = call.start_n
+    q_do, k_v, p_dp, ds_p, raw = start_n, start_n, start_n, start_n, (start_n, start_n)  # where there is nothing
+    v_first, v_other = start_n, start_n
+    if form.V_IN_REGISTERS:  # V goes there first, through memory that Q and dO then take
+        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+        _ask_keys(v_smem, v, start_n, form.HEAD_DIM_V, form.BLOCK_DV, form)
+        async_copy.commit_group()
+        _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
+        async_copy.wait_group(0)
+        v_first = _held(v_smem.slice(0, form.DV_FIRST, 1), form)
+        if form.DV_OTHER > 0:
+            v_other = _held(v_smem.slice(form.DV_FIRST, form.DV_OTHER, 1), form)
     # allocated by the tile: what dK and dV go out through may then take the place of what is read no more
-    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
-    do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
-    k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
-    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    if form.SCORES_APART or form.KEYS_APART:
+        q_do, q_smem, do_smem = pair_of_tiles(dtype, BLOCK_M, form.BLOCK_D)
+    else:
+        q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        do_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
+    if form.SCORES_APART:
+        k_v, k_smem, v_smem = pair_of_tiles(dtype, BLOCK_N, form.BLOCK_D)
+    elif not form.V_IN_REGISTERS:
+        k_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_D], shared_layout(form.BLOCK_D))
+        v_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, form.BLOCK_DV], shared_layout(form.BLOCK_DV))
     if form.TRANSPOSED:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], shared_layout(BLOCK_M))
         p_smem = ds_smem
+    elif form.KEYS_APART:
+        ds_p, ds_smem, p_smem = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
     else:
         ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
         p_smem = ds_smem
         if not form.ONE:
             p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
-    smem = Shared(k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem)
+    if form.SCORES_APART:
+        p_dp, raw_p, raw_dp = pair_of_tiles(dtype, BLOCK_M, BLOCK_N)
+        raw = (raw_p, raw_dp)
+    smem = Shared(
+        k_smem, v_smem, q_smem, do_smem, p_smem, ds_smem, raw, v_first, v_other, (q_do, k_v, p_dp, ds_p)
+    )  # fmt: skip
 
     # queries in whole blocks: [begin, full) under the mask, [full, full_end) see every key of the tile, then its left side
-    start_n = call.start_n
     blocks = blocks_of(start_n, start_n + BLOCK_N, call.seqlen_q, call.seqlen_k, call.window, BLOCK_M)
     begin = gl.to_tensor(blocks[0]) * BLOCK_M
     end = blocks[3] * BLOCK_M
@@ -336,22 +418,19 @@ def over_heads(heads, k, v, blocks_of, call, form):
     if form.LEFT_BOUNDED:
         full_end = gl.maximum(blocks[2] * BLOCK_M, full)
 
-    k_step = k.stride
-    if form.IN_TURNS:
-        k_step = in_place(k.stride)
-    ask(
-        k_smem, Source(k.base, k_step, k.end), start_n, BLOCK_N, form.HEAD_DIM, form.BLOCK_D, form.WARPS, True
-    )  # fmt: skip
-    v_step = v.stride
-    if form.IN_TURNS:
-        v_step = in_place(v.stride)
-    ask(
-        v_smem, Source(v.base, v_step, v.end), start_n, BLOCK_N, form.HEAD_DIM_V, form.BLOCK_DV, form.WARPS, True
-    )  # fmt: skip
-    dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
-    dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
-    dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
-    dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
+    if not form.V_IN_REGISTERS:
+        _ask_keys(k_smem, k, start_n, form.HEAD_DIM, form.BLOCK_D, form)
+        _ask_keys(v_smem, v, start_n, form.HEAD_DIM_V, form.BLOCK_DV, form)
+    if form.KEYS_APART:
+        dk_acc = pair_none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
+        dk_more = pair_none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
+        dv_acc = gl.to_tensor(0)
+        dv_more = gl.to_tensor(0)
+    else:
+        dk_acc = none_yet(BLOCK_N, form.DK_FIRST, form.KEYS)
+        dk_more = none_yet(BLOCK_N, form.DK_OTHER, form.KEYS)
+        dv_acc = none_yet(BLOCK_N, form.DV_FIRST, form.KEYS)
+        dv_more = none_yet(BLOCK_N, form.DV_OTHER, form.KEYS)
     m = gl.maximum(gl.minimum(begin, end - BLOCK_M), 0)  # no query may see this tile
     for _g in range(heads.count):
         async_copy.wait_group(0)  # the copies of the head before, which are not read
@@ -384,27 +463,28 @@ def put_keys(
     dk, dv, dk_acc, dk_more, dv_acc, dv_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, form
 ):  # fmt: skip
     """dK and dV of a tile to the heads at ``dk`` and ``dv``."""
-    put(
-        dk,
-        dk_acc * softmax_scale,
-        stride_dkn,
-        start_n,
-        seqlen_k,
-        form.BLOCK_N,
-        form.HEAD_DIM,
-        form.DK_FIRST,
-        form.WARPS,
-    )
-    put(dv, dv_acc, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_FIRST, form.WARPS)
-    if form.DK_OTHER > 0:
-        put(
-            dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM, form.DK_OTHER, form.WARPS,
-            form.DK_FIRST,
+    ROWS: gl.constexpr = form.BLOCK_N
+    WARPS: gl.constexpr = form.WARPS
+    if form.KEYS_APART:
+        put_pair(
+            dk, dv, dk_acc, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM, form.DK_FIRST,
+            WARPS, 0, form.KEYS,
         )  # fmt: skip
-    if form.DV_OTHER > 0:
-        put(
-            dv, dv_more, stride_dvn, start_n, seqlen_k, form.BLOCK_N, form.HEAD_DIM_V, form.DV_OTHER, form.WARPS, form.DV_FIRST
-        )  # fmt: skip
+        if form.DK_OTHER > 0:
+            put_pair(
+                dk, dv, dk_more, stride_dkn, stride_dvn, start_n, seqlen_k, softmax_scale, ROWS, form.HEAD_DIM,
+                form.DK_OTHER, WARPS, form.DK_FIRST, form.KEYS,
+            )  # fmt: skip
+    else:
+        put(dk, dk_acc * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_FIRST, WARPS)
+        put(dv, dv_acc, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_FIRST, WARPS)
+        if form.DK_OTHER > 0:
+            put(
+                dk, dk_more * softmax_scale, stride_dkn, start_n, seqlen_k, ROWS, form.HEAD_DIM, form.DK_OTHER, WARPS,
+                form.DK_FIRST,
+            )  # fmt: skip
+        if form.DV_OTHER > 0:
+            put(dv, dv_more, stride_dvn, start_n, seqlen_k, ROWS, form.HEAD_DIM_V, form.DV_OTHER, WARPS, form.DV_FIRST)
 
 
 def constants(spec: Specialization, config: Config) -> dict[str, Any]:

@@ -27,8 +27,8 @@ def bwd_fused_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
-    DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
-    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, SCORES_APART: gl.constexpr, KEYS_APART: gl.constexpr, DK_FIRST: gl.constexpr,
+    DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV]; peaks, deltas [B, Hq, rows_padded] float32 and sums [B, Hq,
     rows_padded, BLOCK_D] float32, as kernels/sm80/bwd_prepare.py leaves them -> dk [B, Hkv, Sk, D], dv [B, Hkv, Sk, DV], and
@@ -39,17 +39,21 @@ def bwd_fused_sm80_kernel(
     P_THROUGH "shared": scores [queries, keys]; P and dS go to the products of dK and dV through shared memory. "one": through
     the same buffer, one after the other, so that a block may have more queries. "registers": scores [keys, queries]; P and dS
     are operands where they are, and dS goes through shared memory for dQ alone. EARLY: dP comes before the exponentials.
+    V_IN_REGISTERS: V is there as an operand of dP, and takes no shared memory. SCORES_APART: half of the warps have scores,
+    the others dP. KEYS_APART: half have dK, the others dV.
     Q and dO of the next block are asked for when dK is done, so that they come during dQ and its sums.
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     in the workspaces from block cu_seqlens_q[s] // UNIT + s on. Rows behind the last one: dk = dv = 0.
     """
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
-    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED)
+    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, SCORES_APART, KEYS_APART)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUTS[0])
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, IN_TURNS=False, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=SCORES_APART,
+        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=False, HIDE=HIDE,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

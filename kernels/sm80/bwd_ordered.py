@@ -25,18 +25,20 @@ def bwd_ordered_sm80_kernel(
     QUERY_BLOCKS: gl.constexpr, HIDE: gl.constexpr, HIDE_QUERIES: gl.constexpr, LEFT_BOUNDED: gl.constexpr,
     CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
     SCORE_WARPS: gl.constexpr, KEY_WARPS: gl.constexpr, QUERY_WARPS: gl.constexpr, P_THROUGH: gl.constexpr, EARLY: gl.constexpr,
-    DK_FIRST: gl.constexpr, DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr,
-    DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, SCORES_APART: gl.constexpr, KEYS_APART: gl.constexpr, DK_FIRST: gl.constexpr,
+    DK_OTHER: gl.constexpr, DV_FIRST: gl.constexpr, DV_OTHER: gl.constexpr, DQ_FIRST: gl.constexpr, DQ_OTHER: gl.constexpr,
 ):  # fmt: skip
     """As kernels/sm80/bwd_fused.py, but for sums [DQ_BUFFERS, B, Hq, rows_padded, BLOCK_D] float32, all zeros before. Where
     there are fewer tiles of keys than DQ_BUFFERS some programs have nothing to do."""
     TRANSPOSED: gl.constexpr = P_THROUGH == "registers"
-    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED)
+    LAYOUTS: gl.constexpr = layouts(WARPS, SCORE_WARPS, KEY_WARPS, QUERY_WARPS, TRANSPOSED, SCORES_APART, KEYS_APART)
     COLUMN: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUTS[0])
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCORES=LAYOUTS[0], KEYS=LAYOUTS[1], QUERIES=LAYOUTS[2], TRANSPOSED=TRANSPOSED, ONE=P_THROUGH == "one",
-        EARLY=EARLY, IN_TURNS=True, HIDE=HIDE, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
+        EARLY=EARLY, V_IN_REGISTERS=V_IN_REGISTERS, SCORES_APART=SCORES_APART,
+        KEYS_APART=KEYS_APART, PAIR=LAYOUTS[3], IN_TURNS=True, HIDE=HIDE,
+        HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, CAUSAL=CAUSAL,
         DK_FIRST=DK_FIRST, DK_OTHER=DK_OTHER, DV_FIRST=DV_FIRST, DV_OTHER=DV_OTHER, DQ_FIRST=DQ_FIRST, DQ_OTHER=DQ_OTHER,
     )  # fmt: skip
     heads_kv = heads_q // group

@@ -12,6 +12,7 @@ from fa2tune.kernels.lib.ampere import (
     LOWEST,
     MINUS_INFINITY,
     Source,
+    a_b,
     a_bt,
     ask,
     for_lanes,
@@ -23,6 +24,7 @@ from fa2tune.kernels.lib.ampere import (
     operand_b,
     put,
     raise_peak,
+    raised_in,
     scaled_if,
     shared_layout,
 )
@@ -35,6 +37,8 @@ from fa2tune.spec.variant import Variant
 
 #: Columns of Q and K that one step of Q K^T takes where Q is read from shared memory.
 STEP_COLUMNS = gl.constexpr(STEP)
+#: Keys that one step of P V takes where P is read from shared memory.
+STEP_KEYS = gl.constexpr(STEP)
 
 
 class Form(NamedTuple):
@@ -53,6 +57,7 @@ class Form(NamedTuple):
     HIDE: gl.constexpr
     CAUSAL: gl.constexpr
     SUMS: gl.constexpr
+    O_IN_HALVES: gl.constexpr
     FIRST: gl.constexpr
     OTHER: gl.constexpr
 
@@ -70,6 +75,8 @@ class Buffers(NamedTuple):
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor  #: O_IN_HALVES: what goes to the warps that share a row of O
+    shrink: gl.shared_memory_descriptor
 
 
 class Call(NamedTuple):
@@ -83,6 +90,12 @@ class Call(NamedTuple):
     seqlen_k: gl.tensor
     window: tuple
     qk_scale: gl.tensor
+
+
+@gluon.constexpr_function
+def out_layout(warps, in_halves):
+    """Accumulator of O."""
+    return mma_layout(warps // 2, 2) if in_halves else mma_layout(warps, 1)
 
 
 @gluon.jit
@@ -119,6 +132,22 @@ def _add_rows(total, p_tile, shrink, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
 
 
 @gluon.jit
+def _add_through(acc, more, p, shrink, now, form):
+    """O times shrink [BLOCK_M, 4], plus P V. P [BLOCK_M, BLOCK_N] and shrink go through shared memory, as the warps of a row of
+    O are not those of its scores: each has twice the rows and half the columns, so that it reads half of V."""
+    OUT: gl.constexpr = out_layout(form.WARPS, True)
+    now.p.store(p.to(now.v.dtype))
+    now.shrink.store(shrink)
+    parts: gl.constexpr = lanes(acc).type.layout
+    shrink = now.shrink.load(gl.SliceLayout(1, gl.SliceLayout(3, parts)))
+    raised = raised_in(shrink, form.WARPS // 2)
+    acc = scaled_if(raised, acc, shrink, form.WARPS)
+    if form.OTHER > 0:
+        more = scaled_if(raised, more, shrink, form.WARPS)
+    return a_b(acc, more, now.p, now.v, form.BLOCK_N, STEP_KEYS, form.FIRST, form.OTHER, OUT)
+
+
+@gluon.jit
 def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl.constexpr):
     """Key block ``block``, down to the first. "fa2": ``now`` is all there is. What is asked for beyond the first block is that
     block once more, which is never read."""
@@ -151,16 +180,20 @@ def _trip(acc, more, total, peak, block, query, now, other, call, form, MASK: gl
     top = gl.convert_layout(gl.max(gl.max(parts, 3), 1) * call.qk_scale, peak.type.layout, assert_trivial=True)
     peak, shrink, raised = raise_peak(peak, top, form.WARPS)
     p = gl.exp2(gl.fma(parts, call.qk_scale, for_lanes(-peak, parts)))
-    acc = scaled_if(raised, acc, shrink, form.WARPS)
-    if form.OTHER > 0:
-        more = scaled_if(raised, more, shrink, form.WARPS)
+    if not form.O_IN_HALVES:
+        acc = scaled_if(raised, acc, shrink, form.WARPS)
+        if form.OTHER > 0:
+            more = scaled_if(raised, more, shrink, form.WARPS)
     p = gl.convert_layout(p.reshape([BLOCK_M, BLOCK_N]), MMA, assert_trivial=True)
     p_tile = gl.convert_layout(p.to(now.v.dtype), operand_a(MMA))
     if form.SUMS == "first":
         total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
-    acc = mma_v2(p_tile, now.v.slice(0, form.FIRST, 1).load(operand_b(MMA)), acc)
-    if form.OTHER > 0:
-        more = mma_v2(p_tile, now.v.slice(form.FIRST, form.OTHER, 1).load(operand_b(MMA)), more)
+    if form.O_IN_HALVES:
+        acc, more = _add_through(acc, more, p, shrink, now, form)
+    else:
+        acc = mma_v2(p_tile, now.v.slice(0, form.FIRST, 1).load(operand_b(MMA)), acc)
+        if form.OTHER > 0:
+            more = mma_v2(p_tile, now.v.slice(form.FIRST, form.OTHER, 1).load(operand_b(MMA)), more)
     if form.SUMS == "mma":
         total = _add_rows(total, p_tile, shrink, BLOCK_M, BLOCK_N, MMA)
     elif form.SUMS == "add":
@@ -194,7 +227,8 @@ def fwd_sm80_kernel(
     BLOCKS_BELOW: gl.constexpr, FIRST_BLOCK: gl.constexpr, CLEAR_BLOCKS: gl.constexpr, HIDE: gl.constexpr,
     SEES_A_KEY: gl.constexpr, LEFT_BOUNDED: gl.constexpr, RIGHT_BOUNDED: gl.constexpr, NEGATE: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
-    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, FIRST: gl.constexpr, OTHER: gl.constexpr,
+    SCHEDULE: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, SUMS: gl.constexpr, O_IN_HALVES: gl.constexpr,
+    FIRST: gl.constexpr, OTHER: gl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV] -> o [B, Hq, Sq, DV], lse [B, Hq, Sq] float32, natural log.
 
@@ -203,11 +237,14 @@ def fwd_sm80_kernel(
     SCHEDULE "fa2": one buffer of K and of V; V of a block is asked for before its Q K^T, K of the next one before the softmax
     (two barriers a block). "double": two of each, both asked for a block ahead (one barrier). FIRST and OTHER: columns of O in
     one accumulator and in a second, as ``head_dim_parts`` has them. SUMS of rows: "add"; or by
-    products with ones, "mma" after P V, "first" before it, which hides their latency. CAUSAL: the mask is that one, which HIDE
+    products with ones, "mma" after P V, "first" before it, which hides their latency. O_IN_HALVES: two warps share
+    a row of O, half of the columns each; P goes to them through shared memory. CAUSAL: the mask is that one, which HIDE
     does not compute, but ``hidden_behind``. RAGGED: as kernels/portable/fwd.py has it.
     """
     MMA: gl.constexpr = mma_layout(WARPS, 1)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    OUT: gl.constexpr = out_layout(WARPS, O_IN_HALVES)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     DOUBLE: gl.constexpr = SCHEDULE == "double"
     dtype: gl.constexpr = q.dtype.element_ty
     rows_of_head = seqlen_q
@@ -263,15 +300,13 @@ def fwd_sm80_kernel(
     if LEFT_BOUNDED:
         n_clear = gl.maximum(gl.minimum(below - clear_begin, n_blocks), n_masked)
 
-    even = Buffers(k0, v0)
-    odd = Buffers(k1, v1)
     call = Call(
         Source(k, stride_kn, seqlen_k), Source(v, stride_vn, seqlen_k), first, below, offset, seqlen_k, window, qk_scale
     )  # fmt: skip
     form: gl.constexpr = Form(
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
         WARPS=WARPS, SCHEDULE=SCHEDULE, Q_IN_REGISTERS=Q_IN_REGISTERS, NEGATE=NEGATE, HIDE=HIDE, CAUSAL=CAUSAL, SUMS=SUMS,
-        FIRST=FIRST, OTHER=OTHER,
+        O_IN_HALVES=O_IN_HALVES, FIRST=FIRST, OTHER=OTHER,
     )  # fmt: skip
     last = (below - 1) * BLOCK_N
     ask(q_smem, Source(q, stride_qm, seqlen_q), start_m, BLOCK_M, HEAD_DIM, BLOCK_D, WARPS, True)
@@ -286,9 +321,16 @@ def fwd_sm80_kernel(
         async_copy.wait_group(1)
         q_tile = q_smem.load(operand_a(MMA))
     query = Query(q_smem, q_tile, rows)
+    p_smem = k0
+    shrink_smem = k0
+    if O_IN_HALVES:  # after Q is read, whose memory they take if it is in registers
+        p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], shared_layout(BLOCK_N))
+        shrink_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_M, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    even = Buffers(k0, v0, p_smem, shrink_smem)
+    odd = Buffers(k1, v1, p_smem, shrink_smem)
 
-    acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=MMA)
-    more = none_yet(BLOCK_M, OTHER, MMA)
+    acc = gl.zeros([BLOCK_M, FIRST], gl.float32, layout=OUT)
+    more = none_yet(BLOCK_M, OTHER, OUT)
     by_thread = gl.sum(gl.sum(lanes(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)), 3), 1)
     if SUMS != "add":  # noqa: SIM108
         total = gl.zeros([BLOCK_M, 8], gl.float32, layout=MMA)
@@ -308,7 +350,7 @@ def fwd_sm80_kernel(
         row_total = gl.max(total, 1)
     else:
         row_total = gl.convert_layout(gl.sum(total, 1), ROW)
-    scale = 1.0 / row_total
+    scale = gl.convert_layout(1.0 / row_total, OUT_ROW)
     out = acc * scale[:, None]
     rest = more
     if OTHER > 0:
@@ -318,9 +360,10 @@ def fwd_sm80_kernel(
         sees_a_key = SEES_A_KEY(rows, offset, seqlen_k, window)
         if RAGGED:
             sees_a_key = sees_a_key & (seqlen_k > 0)
-        out = gl.where(sees_a_key[:, None], out, 0.0)
+        shown = gl.convert_layout(sees_a_key, OUT_ROW)
+        out = gl.where(shown[:, None], out, 0.0)
         if OTHER > 0:
-            rest = gl.where(sees_a_key[:, None], rest, 0.0)
+            rest = gl.where(shown[:, None], rest, 0.0)
         word = gl.where(sees_a_key, word, float("-inf"))
     gl.store(lse + (b.to(gl.int64) * heads_q + h) * rows_of_head + rows, word, mask=rows < seqlen_q)
     o += b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh

@@ -35,19 +35,24 @@ def padded_rows(problem: Problem) -> int:
 
 
 def shared_bytes(config: Config, spec: Specialization) -> int:
-    """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P."""
+    """What a program takes: K, V, Q, dO, dS and, where it goes through shared memory, P. V in registers comes by the memory of
+    Q, dO, P and dS."""
     d, dv = block_dims(spec)
     m, n = config["BLOCK_M"], config["BLOCK_N"]
-    scores = m * n * (2 if config["P_THROUGH"] == "shared" else 1)
-    return int(2 * ((n + m) * (d + dv) + scores))
+    scores = 4 if config.get("SCORES_APART") else 2 if config["P_THROUGH"] == "shared" else 1  # tiles
+    others = m * (d + dv) + m * n * scores
+    if config.get("V_IN_REGISTERS"):
+        return int(2 * max(n * d + max(n * dv, others), n * max(d, dv)))
+    return int(2 * (n * (d + dv) + others))
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
     """Of a thread through the loop: dK, dV, and scores and dP or dQ, whichever are more."""
     d, dv = sum(head_dim_parts(spec.head_dim)), sum(head_dim_parts(spec.head_dim_v))
     m, n = config["BLOCK_M"], config["BLOCK_N"]
+    held = n * dv // 2 * config["SCORE_WARPS"] if config.get("V_IN_REGISTERS") else 0  # two to a register
     return int(
-        (n * (d + dv) + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
+        (n * (d + dv) + held + max((1 if config["P_THROUGH"] == "one" else 2) * m * n, m * d))
         // (config["num_warps"] * THREADS)
     )
 
@@ -56,9 +61,10 @@ def _warps_fit(config: Config, spec: Specialization) -> bool:
     """Whether every warp has 16 rows and 8 columns of each product."""
     d, dv = block_dims(spec)
     warps, m, n = config["num_warps"], config["BLOCK_M"], config["BLOCK_N"]
-    shapes = [(config["KEY_WARPS"], n, min(d, dv)), (config["QUERY_WARPS"], m, d)]
+    keys = 2 * n if config.get("KEYS_APART") else n  # two results, one below the other
+    shapes = [(config["KEY_WARPS"], keys, min(d, dv)), (config["QUERY_WARPS"], m, d)]
     if config["P_THROUGH"] != "registers":
-        shapes.append((config["SCORE_WARPS"], m, n))
+        shapes.append((config["SCORE_WARPS"], 2 * m if config.get("SCORES_APART") else m, n))
     return all(down <= warps and 16 * down <= rows and 8 * (warps // down) <= columns for down, rows, columns in shapes)
 
 
@@ -89,6 +95,11 @@ SPACE = SearchSpace(
         # scores [keys, queries], whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
+        "V_IN_REGISTERS": added(False, older=False),  # as an operand of dP; not searched: not timed
+        # scores by half of the warps and dP by the others, and dK and dV so: warps read less of the operands; not searched: not
+        # timed
+        "SCORES_APART": added(False, older=False),
+        "KEYS_APART": added(False, older=False),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),
@@ -105,6 +116,18 @@ SPACE = SearchSpace(
             "warps_have_rows",
             "a warp computes at least 16 rows and 8 columns of a product; more warps than that would repeat each other's work",
             lambda config, spec, arch: _warps_fit(config, spec),
+        ),
+        Constraint(
+            "products_apart_are_alike",
+            "half of the warps each have one of two products of the same shape, whose factors P and dS are in shared memory",
+            lambda config, spec, arch: (
+                not (config["SCORES_APART"] or config["KEYS_APART"])
+                or (
+                    spec.head_dim == spec.head_dim_v
+                    and config["P_THROUGH"] == "shared"
+                    and not (config["SCORES_APART"] and (config["V_IN_REGISTERS"] or config["SCORE_WARPS"] == 1))
+                )
+            ),
         ),
         Constraint(
             "p_in_registers_has_one_split",

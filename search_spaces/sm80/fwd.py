@@ -12,7 +12,7 @@ from fa2tune.search_spaces.lib.ampere import (
 )
 from fa2tune.search_spaces.lib.common import REGISTER_CAP_BINDS, rows_per_warp
 from fa2tune.spec.problem import Config, Specialization, head_dim_parts
-from fa2tune.spec.variant import Constraint, SearchSpace
+from fa2tune.spec.variant import Constraint, SearchSpace, added
 
 STEP = 16  #: columns of Q and K that are in registers at once, where Q is read from shared memory
 
@@ -35,8 +35,11 @@ def buffers(config: Config) -> int:
 def shared_bytes(config: Config, spec: Specialization) -> int:
     """What a program takes."""
     d, dv = block_dims(spec)
-    through_k = config["BLOCK_M"] * dv  # O leaves by memory that is free by then
-    return int(2 * max(config["BLOCK_M"] * d + buffers(config) * config["BLOCK_N"] * (d + dv), through_k))
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    exchanged = m * (n + 8) if config.get("O_IN_HALVES") else 0  # P, and four float32 a row
+    q = max(m * d, exchanged) if config["Q_IN_REGISTERS"] else m * d + exchanged
+    through_k = m * dv  # O leaves by memory that is free by then
+    return int(2 * max(q + buffers(config) * n * (d + dv), through_k))
 
 
 def live_registers(config: Config, spec: Specialization) -> int:
@@ -66,6 +69,7 @@ SPACE = SearchSpace(
         # one buffer of K and of V, asked for in turns, two barriers a block; or two of each, asked for a block ahead, and one
         "SCHEDULE": ("fa2", "double"),
         "Q_IN_REGISTERS": (False, True),  # or read from shared memory once per key block
+        "O_IN_HALVES": added(False, older=False),  # two warps share a row of O; not searched: not timed
         "SUMS": ("add", "mma", "first"),  # of rows: by additions, or by products with ones, after P V or before it
         "HEADS_PER_WAVE": (1, 4, 16),
         "num_warps": (4, 8),
@@ -77,6 +81,17 @@ SPACE = SearchSpace(
         COPIES_ARE_ALIGNED,
         REGISTER_CAP_BINDS,
         rows_per_warp("BLOCK_M"),
+        Constraint(
+            "halves_of_o_have_rows",
+            "a warp with half of O's columns has 32 rows: with 16 it would read as much of V as with all columns",
+            lambda config, spec, arch: (
+                not config["O_IN_HALVES"]
+                or (
+                    config["BLOCK_M"] >= 16 * config["num_warps"]
+                    and min(filter(None, head_dim_parts(spec.head_dim_v))) >= 16
+                )
+            ),
+        ),
         Constraint(
             "registers_hold_loop",
             "output, scores and Q, where it stays, live through the loop; beyond 224 of the 255 registers of a thread (or with "

@@ -129,6 +129,11 @@ def built(variant: Any, spec: Specialization, arch: int, **changes: Any) -> tupl
     return binary, subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+#: 128 keys and V in registers, which fit 99 KiB.
+HELD = {
+    "V_IN_REGISTERS": True, "P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "SCORE_WARPS": 2,
+    "KEY_WARPS": 4, "QUERY_WARPS": 2,
+}  # fmt: skip
 FORMS = [
     (FORWARD, 64, "causal", 80, {}),
     (FORWARD, 128, "full", 86, {}),
@@ -143,6 +148,18 @@ FORMS = [
     (BACKWARD, 256, "causal", 120, {}),
     (BACKWARD, 64, "band", 80, {}),
     (BACKWARD, 128, "chunked", 86, {}),
+    # not searched
+    (FORWARD, 256, "full", 80, {"O_IN_HALVES": True, "BLOCK_N": 64, "SCHEDULE": "fa2"}),
+    (FORWARD, 256, "causal", 89, {"O_IN_HALVES": True}),
+    (BACKWARD, 256, "causal", 80, {"SCORES_APART": True, "KEYS_APART": True, "SCORE_WARPS": 4, "KEY_WARPS": 2}),
+    (
+        BACKWARD,
+        256,
+        "full",
+        89,
+        {**HELD, "BLOCK_M": 32, "BLOCK_N": 64, "SCORE_WARPS": 2, "KEY_WARPS": 2, "QUERY_WARPS": 2},
+    ),
+    (BACKWARD, 96, "full", 89, {**HELD, "KEYS_APART": True}),
     (ORDERED, 64, "causal", 86, {}),
     (ORDERED, 128, "full", 80, {}),
     (ORDERED, 64, "band", 120, {}),
@@ -226,6 +243,22 @@ def test_a_raised_reference_is_a_branch() -> None:
     of_o = config["BLOCK_M"] * 128 // (32 * config["num_warps"])
     ways = sass.counts(binary.cubin_path)
     assert min(loop.fp32 for loop in ways) < of_o < max(loop.fp32 for loop in ways)
+
+
+def test_the_race_takes_forms_next_to_shipped_rows() -> None:
+    """No form where there is none, and none that breaks a limit."""
+    race = script("sm80_race")
+    found = list(race.cells(("fwd", "bwd"), (64, 256), ("causal",), (512, 4096), 0, "l4", 0, forms=True))
+    assert [(cell.pass_, cell.head_dim, cell.length) for cell in found] == [
+        ("fwd", 256, 512), ("fwd", 256, 4096), ("bwd", 256, 512), ("bwd", 256, 4096),
+    ]  # fmt: skip
+    for cell in found:
+        variant, spec = FORWARD if cell.pass_ == "fwd" else BACKWARD, spec_of(256, "causal")
+        (row,) = race.shipped(variant, spec, cell.length, gpus.named("l4"))
+        assert row in cell.configs and cell.configs[0] == variant.space.default(spec, 89)
+        assert all(variant.space.broken(config, spec, 89) is None for config in cell.configs)
+        new = ("O_IN_HALVES", "V_IN_REGISTERS", "SCORES_APART", "KEYS_APART")
+        assert any(config.get(name) for config in cell.configs for name in new)
 
 
 def test_workspaces_hold_whole_blocks() -> None:

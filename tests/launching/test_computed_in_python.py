@@ -454,6 +454,35 @@ def test_forward_of_wide_heads_in_99_kib(monkeypatch: pytest.MonkeyPatch) -> Non
     check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
 
 
+#: Warps that share a row of O: head dims of Q and V, mask.
+SHARED_ROWS = [
+    (256, 256, CAUSAL), (256, 256, band(40, 10)), (192, 192, FULL), (192, 128, CAUSAL), (128, 256, Mask("chunked", 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("schedule", "sums", "held"), [("fa2", "first", True), ("double", "mma", True), ("fa2", "add", False)]
+)
+@pytest.mark.parametrize(("dim", "dim_v", "mask"), SHARED_ROWS, ids=str)
+def test_forward_whose_warps_share_rows(
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    dim_v: int,
+    mask: Mask,
+    schedule: str,
+    sums: str,
+    held: bool,
+    packed: bool,
+) -> None:
+    call = Call(PACKING if packed else ((150, 170),), (2, 1), (dim, dim_v), mask, packed=packed)
+    changes = {
+        "BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "SCHEDULE": schedule, "SUMS": sums, "Q_IN_REGISTERS": held,
+        "O_IN_HALVES": True,
+    }  # fmt: skip
+    check_forward(PythonGpu(monkeypatch, values=True, arch=80), call, changes, "sm80/fwd")
+
+
 @pytest.mark.parametrize("through_lse", [False, True])
 @pytest.mark.parametrize(("call", "settings"), PACKED_BY_MMA_SYNC, ids=str)
 def test_packed_backward_by_mma_sync(
@@ -467,6 +496,41 @@ def test_packed_backward_by_mma_sync(
 def test_packed_backward_by_mma_sync_of_parts_of_groups(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     call = Call(PACKING, (4, 1), (64, 64), CAUSAL, packed=True)
     check_backward(PythonGpu(monkeypatch, values=True, arch=80), call, {}, "sm80/bwd_fused", parts=parts)
+
+
+#: What is not searched: V in registers; two products at the same time, each by half of the warps.
+HELD = {"V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 2, "KEY_WARPS": 2}
+APART = {"P_THROUGH": "shared", "BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 8, "SCORE_WARPS": 4, "KEY_WARPS": 2}
+HELD_TRANSPOSED = {**THROUGH_REGISTERS, "V_IN_REGISTERS": True, "BLOCK_M": 32, "BLOCK_N": 64}
+NOT_SEARCHED = [
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), HELD),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**HELD, "P_THROUGH": "shared", "KEYS_APART": True}),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**HELD, **ONE, "BLOCK_M": 64}),
+    (Call(((100, 130),), (2, 2), (64, 128), Mask("chunked", 48)), HELD_TRANSPOSED),
+    (Call(PACKING, (2, 1), (192, 128), CAUSAL, packed=True), HELD),
+    (Call(PACKING, (2, 2), (64, 64), FULL, packed=True), HELD_TRANSPOSED),
+    (Call(((70, 140),), (2, 1), (256, 256), CAUSAL), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((140, 70),), (1, 1), (192, 192), FULL), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((140, 70),), (1, 1), (128, 128), FULL), {**APART, "BLOCK_N": 128, "SCORES_APART": True}),
+    (Call(((90, 140),), (2, 1), (96, 96), band(40, 10)), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(((100, 130),), (2, 2), (128, 128), Mask("chunked", 48)), {**APART, "SCORES_APART": True}),
+    (Call(((100, 130),), (2, 2), (96, 96), CAUSAL), {**APART, "KEYS_APART": True}),
+    (Call(PACKING, (2, 1), (256, 256), CAUSAL, packed=True), {**APART, "SCORES_APART": True, "KEYS_APART": True}),
+    (Call(PACKING, (2, 1), (128, 128), FULL, packed=True), {**APART, "KEYS_APART": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
+@pytest.mark.parametrize(("call", "settings"), NOT_SEARCHED, ids=str)
+def test_backward_by_forms_that_are_not_searched(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, call: Call, settings: dict[str, Any]
+) -> None:
+    gpu = PythonGpu(monkeypatch, values=True, arch=80)
+    if kernel == "bwd_ordered":
+        if call.packed:
+            return
+        settings = {**settings, "DQ_BUFFERS": 2}
+    check_backward(gpu, call, settings, f"sm80/{kernel}")
 
 
 @pytest.mark.parametrize("kernel", ["bwd_fused", "bwd_ordered"])
