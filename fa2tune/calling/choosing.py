@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from fa2tune.calling.defaults import better_default, portable_default
+from fa2tune.calling.defaults import better_default, portable_default, small_tiles
 from fa2tune.calling.kinds import Kind, kind_of, kinds_in_turn, kinds_of, other_kind
 from fa2tune.calling.schedules import (
     forward_schedule,
@@ -262,6 +262,10 @@ class Chooser:
 
     def portable_default(self, kernel: str) -> Choice:
         return choice_of(kernel, portable_default(kernel, self.problem, self.gpu.arch))
+
+    def in_small_tiles(self, kernel: str) -> Choice:
+        """What serves where no other config compiles."""
+        return choice_of(kernel, small_tiles(kernel, self.problem, self.gpu.arch))
 
     def _of_other_lengths(self, answer: lookup.Answer) -> list[Fitted]:
         found, row = self._known.of_other_lengths, answer.row

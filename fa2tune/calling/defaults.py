@@ -31,12 +31,24 @@ SM80, SM80_FROM = "sm80", {"fwd": 64, "bwd_fused": 64}
 #: Compute capabilities of the limits that these defaults were raced under, as sm_80 code on an H200: an A100's and an L4's.
 SM80_ARCHS = (80, 86, 87, 88, 89, 120, 121)
 
+#: Rows and keys of the tiles that serve where nothing else does.
+SMALL = 32
+
 
 def portable_default(kernel: str, problem: Problem, arch: int) -> Config:
     """Of the portable variant, with pointer loads where its descriptors cannot address the tensors."""
     spec = problem.specialization
     by_descriptor = problem.tma and not problem.extent.ragged
     return portable_of(kernel).space.default(spec if by_descriptor else replace(spec, aligned=False), arch)
+
+
+def small_tiles(kernel: str, problem: Problem, arch: int) -> Config:
+    """Of the portable variant where nothing else compiles: 32 rows are too few for the products of Hopper's warpgroups, whose
+    operands ptxas may look for at wrong addresses. Slow."""
+    config = portable_default(kernel, problem, arch)
+    warps = config["num_warps"] if problem.dtype == "fp32" else 4
+    tile = {name: min(config[name], SMALL) for name in ("BLOCK_M", "BLOCK_N")}
+    return {**config, **tile, "num_warps": warps, "num_stages": 1}
 
 
 def variant_default(kernel: str, spec: Specialization, gpu: Gpu, specialized: bool) -> Config | None:

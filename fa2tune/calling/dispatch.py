@@ -106,14 +106,15 @@ Make = Callable[[Mapping[str, Choice]], Made]
 
 def _plan(chooser: Chooser, first: Mapping[str, Choice], make: Make[Made]) -> Made:
     """Make the plan of the first choice. Where its config does not compile or load here, the row's own is tried, then the best
-    portable row, then the default configs, and the log says so; the row's own, too, where there is nothing to compile another
-    form of it with. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
+    portable row, then the default configs, at last one in small tiles, and the log says so; the row's own, too, where there is
+    nothing to compile another form of it with. CaptureMiss: a kernel is not loaded yet, and a CUDA graph is being captured."""
     ladder: tuple[tuple[str, Callable[[str], Choice]], ...] = (
         ("", first.__getitem__),
         ("the row's own config", lambda kernel: first[kernel].of_row),
         ("the best portable row", lambda kernel: chooser.choose(kernel, False)),
         ("default config", chooser.default),
         ("portable default", chooser.portable_default),
+        ("small tiles", chooser.in_small_tiles),
     )
     failure: BaseException | None = None
     tried: list[dict[str, tuple[Config, str]]] = []
@@ -181,14 +182,21 @@ def _plan_in_capture(miss: CaptureMiss, chooser: Chooser, kernels: Sequence[str]
         raise ValueError(f"{CAPTURE_MISS}: got {setting!r:.40}, allowed are {RAISE} and {TAKE_DEFAULT}") from None
     warn_once(f"{', '.join(kernels)} first called while a CUDA graph is captured: default config")
     with relaxed_capture():
+        plan = _first_to_compile((chooser.default, chooser.portable_default, chooser.in_small_tiles), kernels, make)
+    SERVED["default, in a capture"] += len(kernels)
+    return plan
+
+
+def _first_to_compile(ladder: Sequence[Callable[[str], Choice]], kernels: Sequence[str], make: Make[Made]) -> Made:
+    """The plan of the first choices that compile and load here; the last ones' error."""
+    *others, last = ladder
+    for chosen in others:
         try:
-            plan = make({kernel: chooser.default(kernel) for kernel in kernels})
+            return make({kernel: chosen(kernel) for kernel in kernels})
         except Exception as error:
             if not is_refusal(error):
                 raise
-            plan = make({kernel: chooser.portable_default(kernel) for kernel in kernels})
-    SERVED["default, in a capture"] += len(kernels)
-    return plan
+    return make({kernel: last(kernel) for kernel in kernels})
 
 
 def _remember(memo: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:

@@ -11,7 +11,7 @@ from cache_rows import FULL as ROW
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.defaults import default_config, portable_default
+from fa2tune.calling.defaults import default_config, portable_default, small_tiles
 from fa2tune.compiling import limits
 from fa2tune.compiling.registry import variant_of
 from fa2tune.rows import reader
@@ -72,6 +72,14 @@ def test_a_fused_backward_is_no_default() -> None:
 def test_by_pointer_where_no_descriptor_can_address() -> None:
     for dims in ((64, 64), (128, 128)):
         assert portable_default("fwd", problem(dims, tma=False), 90)["LOADS"] == "pointer"
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (256, 16), (64, 64)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_small_tiles_are_too_small_for_products_of_warpgroups(kernel: str, dims: tuple[int, int], dtype: str) -> None:
+    config = small_tiles(kernel, problem(dims, dtype=dtype), 90)
+    assert max(config["BLOCK_M"], config["BLOCK_N"]) <= 32
 
 
 @pytest.mark.parametrize(
