@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, serving
-from fa2tune.calling.schedules import group_parts_schedule
+from fa2tune.calling.schedules import group_parts_schedule, stored_ds_schedule
 from fa2tune.calling.schedules import split_backward_schedule as schedule
 from fa2tune.compiling import compiler, limits
 from fa2tune.compiling.choice import Choice
@@ -197,6 +197,7 @@ def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         return "plan"
 
     monkeypatch.setattr(backward_plans, "BackwardPlan", plan)
+    monkeypatch.setattr(stored_ds_schedule, "STORED_DS", False)  # which serves next
     for _ in range(2):
         assert backward_plans.backward_plan(FEW, "split", chosen(FEW), H200, {}, True) == "plan"
     assert made == [{"bwd_dq": parts(FEW)}, {}, {}]

@@ -67,7 +67,8 @@ def choices(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> d
 
 def chosen(problem: Problem, gpu: Gpu = H200, deterministic: bool = False) -> Config | None:
     served = choices(problem, gpu, deterministic)
-    return backward_plans.one_tile(problem, served, backward_plans.division(problem, served, gpu), gpu)[0]
+    whole, _ = backward_plans.whole(problem, served, backward_plans.division(problem, served, gpu), gpu)
+    return whole.config if whole is not None and whole.kernel == one_key_tile.KERNEL else None
 
 
 def form_of(config: Config) -> tuple[int, int, bool]:

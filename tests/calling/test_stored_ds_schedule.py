@@ -1,0 +1,157 @@
+"""Which backwards go through dS in memory, next to recorded times, in how many slices, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from benchmark_scripts import BENCHMARKS, script
+
+from fa2tune import gpus
+from fa2tune.calling import backward_plans, choosing, serving
+from fa2tune.calling.schedules import split_backward_schedule, stored_ds_schedule
+from fa2tune.compiling import compiler
+from fa2tune.compiling.compiler import CompileError
+from fa2tune.fleet import precompile
+from fa2tune.launching import stored_ds
+from fa2tune.launching.beside import DKDV, DQ
+from fa2tune.search_spaces.sm90 import bwd_dkdv_ds
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask
+from fa2tune.spec.problem import Problem
+from fa2tune.spec.score import Score
+
+H200 = gpus.named("h200")
+RECORD = json.loads((BENCHMARKS / "calls/stored_ds.json").read_text("utf-8"))["calls"]
+CALLS: dict[str, Problem] = {name: problem for name, (problem, _) in script("dense_backwards").STORED_CALLS.items()}
+LONG = CALLS["176"]
+#: What was timed: "dS in memory" by the number of groups that the race began with, "other groups" by the other one.
+FIRST, OTHER = "dS in memory", "other groups"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_refused() -> Iterator[None]:
+    yield
+    backward_plans.forget()
+
+
+@cache
+def choices(problem: Problem, deterministic: bool = False) -> Any:
+    return choosing.choose_backward(choosing.Chooser(problem, H200), deterministic)[1]
+
+
+def whole(problem: Problem, deterministic: bool = False) -> backward_plans.Whole | None:
+    chosen = choices(problem, deterministic)
+    found, _ = backward_plans.whole(problem, chosen, backward_plans.division(problem, chosen, H200), H200)
+    return found if found is not None and found.kernel == stored_ds.KERNEL else None
+
+
+def best(problem: Problem) -> tuple[float, Any]:
+    found = stored_ds_schedule._best(problem, tuple(choices(problem)[DKDV].of_row.config.items()), H200)
+    assert found is not None
+    return found
+
+
+def test_estimates_are_near_the_times_that_they_were_fitted_to() -> None:
+    errors = {}
+    for name, call in RECORD.items():
+        time, config = best(CALLS[name])
+        if config["SLICES"] == 1:  # slices were not timed
+            us = min(call["us"][form] for form in (FIRST, OTHER) if form in call["us"])
+            errors[name] = math.log(time / us)
+    assert len(errors) >= 12 and max(map(abs, errors.values())) < 0.1, errors
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_what_is_taken_was_faster_and_what_gained_a_tenth_is_taken(name: str) -> None:
+    us = RECORD[name]["us"]
+    gain = us["served"] / min(us.get(form, math.inf) for form in (FIRST, OTHER))
+    taken = whole(CALLS[name])
+    assert taken is None or gain > 1.0
+    assert gain < 1.1 or taken is not None
+
+
+def test_memory_is_bounded_by_slices() -> None:
+    limit = int(H200.hbm_bytes * stored_ds_schedule.MOST_MEMORY)
+    large = CALLS["160, causal"]
+    taken = whole(large)
+    assert taken is not None and taken.config["SLICES"] > 1
+    for one in (part.of(large) for part in stored_ds.slices(large, taken.config["SLICES"])):
+        rows, keys = (-(-length // 64) * 64 for length in (one.seqlen_q, one.seqlen_k))
+        assert 2 * one.batch * one.heads_q * rows * keys <= 1.02 * limit
+    assert whole(replace(large, batch=1, heads_q=2, heads_kv=2, seqlen_q=40000, seqlen_k=40000)) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"head_dim": 128, "head_dim_v": 128}, {"seqlen_k": 0}, {"batch": 0}, {"tma": False}, {"dtype": "fp32"},
+     {"mask": Mask("band", 300, 0)}, {"score": Score("softcap", 20.0)}, {"batch": 1, "extent": Extent(RAGGED, 4, 3821)}],
+    ids=str,
+)  # fmt: skip
+def test_calls_that_keep_their_kernels(other: dict[str, Any]) -> None:
+    assert whole(LONG) is not None
+    assert whole(replace(LONG, **other)) is None
+
+
+def test_deterministic_calls_take_it_too() -> None:
+    assert whole(LONG, True) is not None
+
+
+def test_off_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_ds_schedule, "STORED_DS", False)
+    assert whole(LONG) is None
+    assert not stored_ds_schedule.all_kernels(LONG, choices(LONG)[DKDV], 90)
+
+
+def test_it_has_to_be_worth_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, _ = best(LONG)
+    for share, taken in ((1.04, False), (1.06, True)):
+        monkeypatch.setattr(split_backward_schedule, "predicted_us", lambda *_, share=share, **__: share * time)
+        assert (whole(LONG) is not None) is taken
+
+
+def test_what_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def stored(problem: Problem, **given: Any) -> str:
+        made.append("stored")
+        raise CompileError("ptxas failed")
+
+    def plan(problem: Problem, **given: Any) -> str:
+        made.append("strategy")
+        return "plan"
+
+    monkeypatch.setattr(backward_plans, "StoredDsPlan", stored)
+    monkeypatch.setattr(backward_plans, "BackwardPlan", plan)
+    for _ in range(2):
+        assert backward_plans.backward_plan(LONG, "split", choices(LONG), H200, {}, True) == "plan"
+    assert made == ["stored", "strategy", "strategy"]
+    found = serving.explain_problem(LONG, H200, ("bwd",))
+    assert "bwd: dS in memory is expected to be faster, but ptxas failed." in str(found)
+
+
+def test_explain_names_the_kernels_and_slices() -> None:
+    found = serving.explain_problem(CALLS["160, causal"], H200, ("bwd",))
+    assert "batch and key heads in 4 slices, one after the other." in str(found)
+    assert found.as_dict()["kernels"][0]["stored_ds"]["SLICES"] == 4
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_files_of_binaries_have_what_any_call_loads(mask: Mask) -> None:
+    def binaries(kernels: Any) -> set[object]:
+        return {(one.name, problem.specialization, tuple(sorted(compiler.binary_config(one, config).items())))
+                for one, config, problem in kernels}  # fmt: skip
+
+    problem = replace(LONG, mask=mask)
+    filed = set[object]()
+    for kernel in (DQ, DKDV):
+        filed |= binaries(precompile._by_shape(kernel, problem, choices(problem)[kernel], 90))
+    for call in (problem, replace(problem, batch=30), replace(problem, seqlen_q=300, seqlen_k=900)):
+        for config in stored_ds_schedule.configs(call, choices(problem)[DKDV].of_row.config):
+            assert binaries(stored_ds.kernels(call, {**config, "SLICES": 1}, 90)) <= filed
+    assert bwd_dkdv_ds.SPACE.dimensions["SLICES"]
