@@ -95,11 +95,10 @@ SPACE = SearchSpace(
         # scores [keys, queries], whose P and dS are operands in registers
         "P_THROUGH": ("shared", "registers", "one"),
         "EARLY": (False, True),  # dP ahead of the exponentials, whose stores its loads cannot pass
-        "V_IN_REGISTERS": added(False, older=False),  # as an operand of dP; not searched: not timed
-        # scores by half of the warps and dP by the others, and dK and dV so: warps read less of the operands; not searched: not
-        # timed
-        "SCORES_APART": added(False, older=False),
-        "KEYS_APART": added(False, older=False),
+        "V_IN_REGISTERS": added(False, True, older=False),  # as an operand of dP
+        # scores by half of the warps and dP by the others, and dK and dV so: warps read less of the operands
+        "SCORES_APART": added(False, True, older=False),
+        "KEYS_APART": added(False, True, older=False),
         "SCORE_WARPS": (1, 2, 4),  # warps along the rows of scores, of dK and dV, and of dQ; the others along columns
         "KEY_WARPS": (2, 4, 8),
         "QUERY_WARPS": (1, 2, 4),

@@ -1,4 +1,4 @@
-"""Which packed calls would get tiles of several query heads, estimates beside the record, and that none does yet."""
+"""Which packed calls get tiles of several query heads, and estimates and choices next to what was recorded."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ DRAWN = drawn()
 WINDOW, SHORT = DRAWN[22][0], DRAWN[19][0]
 
 
-@pytest.fixture
-def serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
-
-
 def chosen(problem: Problem) -> Config | None:
     choice = choosing.choose(problem, "fwd", H200, True)
     found, refused = forward_plans.split_of(problem, choice, H200)
@@ -63,13 +58,24 @@ def chosen(problem: Problem) -> Config | None:
     return found
 
 
-def test_none_is_served_yet() -> None:
-    assert not packed_grouped_schedule.SERVES
+def test_off_none_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_grouped_schedule, "SERVES", False)
     assert not any(chosen(problem) for problem, _ in DRAWN.values())
     assert not [*packed_grouped_schedule.all_kernels(SHORT, 90)]
 
 
-def test_which_drawn_calls_would_take_them(serves: None) -> None:
+TIMED = json.loads((RECORD.parent / "packed_choices_3.json").read_text("utf-8"))["calls"]
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_what_is_taken_was_faster_and_near_the_best(name: str) -> None:
+    us, config = TIMED[name]["us"]["fwd"], chosen(DRAWN[int(name.split()[0])][0])
+    if config is not None:
+        form = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
+        assert us[form] < 0.97 * us["chosen"] and us[form] <= 1.1 * min(us.values())
+
+
+def test_which_drawn_calls_take_them() -> None:
     taken = {number: config for number, (problem, _) in DRAWN.items() if (config := chosen(problem))}
     assert set(taken) == {0, 1, 19, 22, 27, 33, 38, 56}
     for number, config in taken.items():
@@ -132,16 +138,14 @@ def test_visited_blocks_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch, 
     ],
     ids=str,
 )
-def test_calls_that_the_kernel_is_not_asked_for(
-    serves: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
-) -> None:
+def test_calls_that_the_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
     for margin in ("MARGIN", "SHARING_MARGIN"):
         monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
     assert chosen(SHORT) is not None
     assert chosen(replace(SHORT, **other)) is None
 
 
-def test_they_have_to_be_worth_their_margins(serves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_have_to_be_worth_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
     time, config = packed_grouped_schedule.best(WINDOW, H200) or (0.0, {})
     for name, margin in (("ordinary_us", "MARGIN"), ("_ungrouped_us", "SHARING_MARGIN")):
         for share, taken in ((0.99, config), (1.01, None)):
@@ -152,7 +156,7 @@ def test_they_have_to_be_worth_their_margins(serves: None, monkeypatch: pytest.M
         monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
 
 
-def test_explain_and_precompile(serves: None) -> None:
+def test_explain_and_precompile() -> None:
     found = serving.explain_problem(WINDOW, H200, ("fwd",))
     assert set(found.kernels[0].binaries or {}) == {"packed_order", "sm90/fwd_grouped"}
     assert "fwd: short sequences or a narrow window, so sm90/fwd_grouped runs instead" in str(found)

@@ -31,8 +31,8 @@ from fa2tune.spec.mask import FULL
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
-#: Whether packed calls are served by such tiles at all. Off: no GPU has run them (benchmarks/packed_choices.py --drawing 3).
-SERVES = False
+#: Whether packed calls are served by such tiles at all (benchmarks/calls/packed_choices_3.json).
+SERVES = True
 #: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head
 #: by the same model: what those gain is for the tuned kernel to gain.
 MARGIN, SHARING_MARGIN = 0.15, 0.08
