@@ -303,7 +303,7 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     )
     assert f"of random lengths | {least[0]} to {most[0]} | {least[1]} to {most[1]} |" in README
     drawn = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_3.json.gz").read_bytes()))["calls"]
-    later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_6.json.gz").read_bytes()))["calls"]
+    later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_7.json.gz").read_bytes()))["calls"]
     ratios = [[[call[pass_]["ratio"] for call in its.values()] for pass_ in ("fwd", "bwd")] for its in (drawn, later)]
     level = [[sum(ratio >= 0.99 for ratio in its) for its in each] for each in ratios]
     for place in (0, 1):  # forward, backward
