@@ -84,10 +84,12 @@ def _with_whole(whole: Served, problem: Problem, one: Whole, refused: str, gpu: 
     found = _Runs(one.kernels(problem, gpu.arch), gpu)
     if why := refused or found.lacking:
         return replace(whole, unsplit=why, unsplit_of=one.config)
-    kind = {"one_tile" if one.kernel == one_key_tile.KERNEL else "stored_ds": one.config}
-    return replace(
-        whole, config=one.config, **kind, otherwise=whole.config, runs=found.configs, binaries=found.binaries
+    served = replace(
+        whole, config=one.config, otherwise=whole.config, runs=found.configs, binaries=found.binaries
     )  # fmt: skip
+    if one.kernel == one_key_tile.KERNEL:
+        return replace(served, one_tile=one.config)
+    return replace(served, stored_ds=one.config)
 
 
 def _with_keys_split(one: Served, in_parts: _Runs, why: str, order: str) -> Served:
