@@ -7,15 +7,15 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or small: forms not served yet
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or small: next to what serves
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
 columns; also with rows prepared and dQ finished beside), each in the number of parts that is chosen for it, and the choice in
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
---forms, each next to what serves: apart (V_APART of the fused kernel), stored (dS in memory, sm90/bwd_dkdv_ds.py), small (calls
-of few microseconds: programs of one tile, both groups in one partition, other orders).
+--forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
+small (calls of few microseconds in programs of one tile).
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -42,11 +42,16 @@ from launch_choices import race
 
 from fa2tune import gpus
 from fa2tune.calling import backward_plans, choosing, dispatch
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, split_backward_schedule
+from fa2tune.calling.schedules import (
+    fused_schedule,
+    group_parts_schedule,
+    split_backward_schedule,
+    stored_ds_schedule,
+)
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
 from fa2tune.gpus import Gpu
-from fa2tune.launching import beside, group_parts, passes
+from fa2tune.launching import beside, group_parts, passes, stored_ds
 from fa2tune.search_spaces.sm90 import bwd_dkdv_ds, bwd_fused
 from fa2tune.spec.mask import CAUSAL, FULL, row_mask_named
 from fa2tune.spec.problem import STRATEGIES, Problem
@@ -235,14 +240,23 @@ def key_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
-# ---- forms that nothing is served by yet
+# ---- forms, each next to what serves
 
 
-def served(problem: Problem, gpu: Gpu) -> Ordered:
-    """What serves: with keys of dQ in parts, in its order, and started early, where that is chosen."""
+def split(problem: Problem, gpu: Gpu) -> Ordered:
+    """What a strategy's kernels are: with keys of dQ in parts, in their order, and started early, where that is chosen."""
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
     divided = backward_plans.division(problem, choices, gpu)
     return {name: (one, divided.parts.get(name, 1)) for name, one in choices.items()}, divided.order
+
+
+def served(problem: Problem, gpu: Gpu) -> Ordered:
+    """What serves: those, or dS in memory."""
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), False)
+    whole, _ = backward_plans.whole(problem, choices, backward_plans.division(problem, choices, gpu), gpu)
+    if whole is None or whole.kernel != stored_ds.KERNEL:
+        return split(problem, gpu)
+    return {FUSED_KERNEL: (Choice(variant_named(whole.kernel), whole.config), 1)}, ""
 
 
 def _fused_form(problem: Problem, choice: Choice, gpu: Gpu, **changes: Any) -> Ordered | None:
@@ -272,18 +286,17 @@ def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 
 
 def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """dS in memory. Each also with two stages of Q and dO, and with the other number of groups behind it."""
-    found, kernel = {"served": served(problem, gpu)}, variant_named("sm90/bwd_dkdv_ds")
-    row = chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config
-    config = bwd_dkdv_ds.of_row(problem, row)
+    """dS in memory, and the split kernels. Also with the other number of groups behind it, and in slices."""
+    found, kernel = {"served": served(problem, gpu), "split": split(problem, gpu)}, variant_named(stored_ds.KERNEL)
+    config = bwd_dkdv_ds.of_row(problem, chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config)
+    config["SLICES"] = max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY)))
     changes: dict[str, dict[str, Any]] = {
-        "dS in memory": {}, "two stages": {"STAGES": 2}, "other groups": {"DQ_GROUPS": 5 - config["DQ_GROUPS"]},
-        "heads 4": {"HEADS_PER_WAVE": 4},
+        "dS in memory": {}, "other groups": {"DQ_GROUPS": 5 - config["DQ_GROUPS"]}, "slices": {"SLICES": 2 * config["SLICES"]},
     }  # fmt: skip
     for name, change in changes.items():
         changed = {**config, **change}
-        repeated = any(name in found and changed == {**config, **changes[name]} for name in changes)
-        if not repeated and kernel.space.broken(changed, problem.specialization, gpu.arch) is None:
+        able = kernel.space.broken(changed, problem.specialization, gpu.arch) is None
+        if able and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]:
             found[name] = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
     return found
 
@@ -408,10 +421,14 @@ def measured(problem: Problem, raced: Callable[[Problem, Gpu], dict[str, Ordered
     calls: dict[str, Callable[[], Sequence[torch.Tensor]]] = {}
     for name, (named, order) in (raced or candidates)(ours, gpu).items():
         strategy = next(one for one, kernels in STRATEGIES.items() if set(kernels) == set(named))
-        plan = passes.BackwardPlan(
-            ours, do, None, q, k, v, o, scale, strategy, {kernel: choice for kernel, (choice, _) in named.items()},
-            {kernel: parts for kernel, (_, parts) in named.items() if parts > 1}, order,
-        )  # fmt: skip
+        plan: passes.BackwardPlan | stored_ds.StoredDsPlan
+        if named[next(iter(named))][0].variant.name == stored_ds.KERNEL:
+            plan = stored_ds.StoredDsPlan(ours, do, None, q, k, v, o, scale, named[FUSED_KERNEL][0].config)
+        else:
+            plan = passes.BackwardPlan(
+                ours, do, None, q, k, v, o, scale, strategy, {kernel: choice for kernel, (choice, _) in named.items()},
+                {kernel: parts for kernel, (_, parts) in named.items() if parts > 1}, order,
+            )  # fmt: skip
         calls[name] = lambda plan=plan: plan(do, None, q, k, v, o, lse)
         found = dict(zip(("dq", "dk", "dv"), (one.transpose(1, 2) for one in calls[name]()), strict=True))
         if (why := workloads.wrong(found, want, problem.group)) is not None:
@@ -431,7 +448,7 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--split", "predicted", is_flag=True, help="Print what an H200 would save with both split kernels at a time."
 )
 @click.option("--keys", is_flag=True, help="Keys of dQ in parts, of calls of few queries, instead.")
-@click.option("--forms", type=click.Choice(list(FORMS)), help="Forms that nothing is served by yet, instead.")
+@click.option("--forms", type=click.Choice(list(FORMS)), help="Forms next to what serves, instead.")
 @click.option(
     "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
 )

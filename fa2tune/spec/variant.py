@@ -158,7 +158,8 @@ class Variant:
     name: str = ""  #: its path in kernels/: "portable/fwd", "sm90/fwd", ...; given by registry.Variants
     #: kernel of problem.KERNELS that it implements, written as ``serves="..."`` in its file; "": none, it runs around others
     serves: str = ""
-    #: dimensions of the search that are no parameters of the kernel, because only the grid depends on them
+    #: dimensions of the search that are no parameters of the kernel, because only grids depend on them, its own or of what runs
+    #: after it
     grid_dimensions: tuple[str, ...] = ()
     #: paths of the kernels that run right before and right after, untuned: their default configs and what
     #: ``passes_on(spec, config)`` says

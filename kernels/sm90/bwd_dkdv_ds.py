@@ -201,6 +201,7 @@ VARIANT = Variant(
     rest_of={"q_rest": "q", "k_rest": "k", "v_rest": "v", "do_rest": "do", "dk_rest": "dk", "dv_rest": "dv"},
     grid=lambda problem, config, _sm_count, _early: problem.key_tiles(config["BLOCK_N"]) * problem.heads_kv,
     constants=lambda spec, config: part_dims(spec, config),
+    grid_dimensions=("DQ_GROUPS", "SLICES"),
     min_arch=90,
     max_arch=90,
     before=("portable/bwd_delta",),
