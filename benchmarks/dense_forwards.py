@@ -17,13 +17,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import multiprocessing
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ahead
 import click
 import few_queries
 import side_by_side
@@ -35,14 +34,14 @@ from launch_choices import race
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
 from fa2tune.calling.schedules import few_tiles, key_splits_schedule
-from fa2tune.compiling import compiler, operandcheck
+from fa2tune.compiling import compiler
 from fa2tune.compiling.registry import variant_named
+from fa2tune.fleet.precompile import BinaryJob
 from fa2tune.gpus import Gpu
 from fa2tune.launching import key_splits, passes
 from fa2tune.search_spaces.sm90.fwd import of_tiles
-from fa2tune.spec.problem import Config, Problem, Specialization
+from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.score import NONE
-from fa2tune.spec.variant import Variant
 
 BEHIND = 1.0
 BURST_MS = 3.0
@@ -93,31 +92,17 @@ def candidates(problem: Problem, gpu: Gpu) -> dict[str, Config]:
     return {label(one): one for one in made}
 
 
-Job = tuple[Variant, Specialization, tuple[tuple[str, Any], ...]]
-
-
-def compile_one(job: Job) -> None:
-    """Into Triton's cache; what does not compile is refused again when it is made a plan."""
-    variant, spec, config = job
-    with contextlib.suppress(compiler.CompileError):
-        operandcheck.compile_kernel(variant, spec, dict(config), 90)
-
-
-def compile_all(problems: Iterable[Problem], gpu: Gpu) -> int:
-    """What the candidates launch, in processes on all cores."""
-    jobs: dict[Job, None] = {}
-    for problem in problems:
-        for config in candidates(problem, gpu).values():
-            if few_queries.in_place(config):
-                kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
-            else:
-                spec = problem.specialization
-                kernels = [(v, c, spec) for v, c in passes.runs("fwd", spec, config, gpu.arch)]
-            for variant, one, spec in kernels:
-                jobs[variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))] = None
-    with multiprocessing.get_context("spawn").Pool(min(len(os.sched_getaffinity(0)), len(jobs))) as pool:
-        pool.map(compile_one, jobs, chunksize=1)
-    return len(jobs)
+def launched(problem: Problem, gpu: Gpu) -> Iterator[BinaryJob]:
+    """The binaries of the candidates."""
+    for config in candidates(problem, gpu).values():
+        if few_queries.in_place(config):
+            kernels = [(v, c, its.specialization) for v, c, its in key_splits.kernels(problem, config, gpu.arch)]
+        else:
+            kernels = [
+                (v, c, problem.specialization) for v, c in passes.runs("fwd", problem.specialization, config, gpu.arch)
+            ]
+        for variant, one, spec in kernels:
+            yield variant, spec, tuple(sorted(compiler.binary_config(variant, one).items()))
 
 
 def measured(problem: Problem, gpu: Gpu) -> tuple[dict[str, float], dict[str, str]]:
@@ -183,7 +168,8 @@ def main(records: tuple[Path, ...], listed: bool, every: int | None, compiled: b
             click.echo(f"{name}: {workloads.described(problem)}: {'; '.join(candidates(problem, gpus.named('h200')))}")
         return
     if compiled:
-        click.echo(f"{compile_all((problem for problem, _ in wanted.values()), gpus.named('h200'))} binaries")
+        gpu = gpus.named("h200")
+        ahead.compile_all((job for problem, _ in wanted.values() for job in launched(problem, gpu)), gpu)
         return
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
 

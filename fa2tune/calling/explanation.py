@@ -62,9 +62,8 @@ class Served:
     split: Config | None = None
     unsplit: str = ""  #: why it does not although that is expected to be faster
     one_tile: Config | None = None  #: of the kernel that makes all of a backward in place of the rows' ones, of "bwd"
-    stored_ds: Config | None = (
-        None  #: of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd"
-    )
+    #: Of the kernel that writes dS, of which dQ is made, in place of the rows' ones, of "bwd".
+    stored_ds: Config | None = None
     #: of the kernel with tiles of several heads, if it is that one that does not; of the one for all of "bwd"
     unsplit_of: Config | None = None
     few_tiles: bool = False  #: whether the row's kernel has the schedule model's config for few tiles, or would have it
