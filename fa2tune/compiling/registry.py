@@ -275,6 +275,12 @@ def refused_mask(variant: Variant, spec: Specialization) -> str | None:
     return None
 
 
+def computes(name: str, spec: Specialization) -> bool:
+    """Whether this Triton has a kernel, and the kernel the call's mask."""
+    variant = variants().get(name)
+    return variant is not None and refused_mask(variant, spec) is None
+
+
 def refused_score(variant: Variant, spec: Specialization) -> str | None:
     """Why a tuned kernel cannot compute a call's score term, or None."""
     hooks = {"APPLY"} if variant.serves == "fwd" else {"APPLY", "GRAD"}

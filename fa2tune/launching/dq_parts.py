@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching.beside import DQ
 from fa2tune.launching.group_parts import Bound
 from fa2tune.launching.launch import Strides
@@ -26,8 +26,7 @@ def can(problem: Problem, tuned: Variant, arch: int = 90) -> bool:
     spec = problem.specialization
     if tuned.space is not bwd_dq.SPACE or not problem.tma or not bwd_dq_split.fits(spec, arch):
         return False
-    split = variants().get(SPLIT_KERNEL)
-    return split is not None and refused_mask(split, spec) is None
+    return computes(SPLIT_KERNEL, spec)
 
 
 def checked(problem: Problem, tuned: Variant, parts: int) -> int:

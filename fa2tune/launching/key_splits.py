@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from fa2tune.compiling.compiler import around
-from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.launch import InterpretedChain, Place, Workspace, bind, chain, form, strides_of
@@ -97,8 +97,7 @@ def all_kernels(problem: Problem, arch: int) -> list[tuple[Variant, Config, Prob
 
 def hopper_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
     """Rows that a tile of kernels/sm90/fwd_split.py may have; none, where it cannot compute this call, or this Triton it."""
-    variant = variants().get(HOPPER_KERNEL)
-    if variant is None or not problem.tma or refused_mask(variant, problem.specialization):
+    if not problem.tma or not computes(HOPPER_KERNEL, problem.specialization):
         return ()
     return hopper_split.tiles(problem.specialization, arch)
 
@@ -106,8 +105,7 @@ def hopper_tiles(problem: Problem, arch: int) -> tuple[int, ...]:
 def grouped_tiles(problem: Problem, arch: int) -> tuple[tuple[int, int], ...]:
     """(rows, keys of a block) that a tile of kernels/sm90/fwd_grouped.py may have; none, where it cannot compute this call, or
     this Triton it."""
-    variant = variants().get(GROUPED_KERNEL)
-    if variant is None or problem.group < 2 or not problem.tma or refused_mask(variant, problem.specialization):
+    if problem.group < 2 or not problem.tma or not computes(GROUPED_KERNEL, problem.specialization):
         return ()
     return fwd_grouped.tiles(problem.specialization, arch)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching import group_parts, launch
 from fa2tune.launching.cuda import Chain
 from fa2tune.launching.group_parts import Bound
@@ -30,10 +30,7 @@ _PARTS_OF = {name: group_parts.PARTS_OF[name] for name in ("dk", "dv")}
 def able(problem: Problem, arch: int) -> bool:
     """Whether the kernel can compute such calls of few keys, and this Triton it."""
     spec = problem.specialization
-    if not problem.tma or not bwd_one_tile.fits(spec, arch):
-        return False
-    kernel = variants().get(KERNEL)
-    return kernel is not None and refused_mask(kernel, spec) is None
+    return problem.tma and bwd_one_tile.fits(spec, arch) and computes(KERNEL, spec)
 
 
 def can(problem: Problem, arch: int) -> bool:

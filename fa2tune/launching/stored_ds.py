@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fa2tune.compiling.compiler import around
-from fa2tune.compiling.registry import refused_mask, variant_named, variants
+from fa2tune.compiling.registry import computes, variant_named
 from fa2tune.launching import launch
 from fa2tune.launching.cuda import Chain, Launch
 from fa2tune.launching.launch import Strides, Workspace, bind, form, strides_of
@@ -49,10 +49,7 @@ class Slice(NamedTuple):
 def able(problem: Problem, arch: int) -> bool:
     """Whether the kernels can compute such calls, and this Triton them."""
     spec = problem.specialization
-    if not problem.tma or not bwd_dkdv_ds.fits(spec, arch):
-        return False
-    kernel = variants().get(KERNEL)
-    return kernel is not None and refused_mask(kernel, spec) is None
+    return problem.tma and bwd_dkdv_ds.fits(spec, arch) and computes(KERNEL, spec)
 
 
 def ds_bytes(problem: Problem) -> int:

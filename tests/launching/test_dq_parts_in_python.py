@@ -131,7 +131,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 
 def test_one_part_does_not_import_the_kernel_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dq_parts, "variants", lambda: pytest.fail("imported"))
+    monkeypatch.setattr(dq_parts, "computes", lambda *_: pytest.fail("imported"))
     asked = Problem("bf16", 1, 1, 1, 64, 64, 256, 256, FULL)
     assert dq_parts.checked(asked, variant_named("sm90/bwd_dq"), 1) == 1
     assert not dq_parts.can(asked, variant_named("portable/bwd_dq"))
