@@ -96,7 +96,7 @@ ROADS = [
     Road((113, 203), (72, 72), FULL, ("sm90/fwd", *SPLIT), deterministic=True),
     Road((113, 203), (96, 96), CAUSAL, ("sm90/fwd", *FUSED), dtype="fp16"),
     Road((133, 144), (192, 128), CAUSAL, ("sm90/fwd", *AT_A_TIME)),
-    Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (4, 2)),
+    Road((133, 144), (40, 96), CAUSAL, ("sm90/fwd", SPREAD, *FUSED, GATHER), (8, 2)),
     Road((133, 144), (80, 80), CAUSAL, ("sm90/fwd", *FUSED, GATHER), (4, 1)),
     Road((1, 600), (128, 128), CAUSAL, (FEW, COMBINE, *SPLIT), (4, 2), True),
     Road((3, 1), (128, 128), CAUSAL, ("sm90/fwd", *SPLIT), (2, 1), True),
