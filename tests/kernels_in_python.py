@@ -162,6 +162,8 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
         return load_words(given[0])
     elif "shfl" in text or text.startswith("mov.b32 $0, $1"):
         return given[0]
+    elif "st.release" in text:
+        store_words(given[0], given[1])
     elif "st.relaxed" in text:
         store_words(given[0], 1, given[1] != 0)
     elif "global.add.u32" in text:

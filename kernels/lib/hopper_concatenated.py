@@ -30,7 +30,7 @@ from fa2tune.kernels.lib.hopper_fused import (
 )
 from fa2tune.kernels.lib.hopper_packed import store_packed
 from fa2tune.kernels.lib.hopper_sums import DONE, add_from_registers, hand_over
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, received_number
+from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def consume_concatenated(words, dk, dv, smem, barriers, channel, tiles_done, cal
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, form.BLOCK_D, 16])
     offset = seqlen_k - call.seqlen_q
     laps = laps_of(call, form)
-    taken = gl.program_id(0)
+    taken = first_number(call, form)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees

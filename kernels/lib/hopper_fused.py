@@ -16,7 +16,7 @@ from fa2tune.kernels.lib.hopper import (
 from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_packed import send_place
 from fa2tune.kernels.lib.hopper_parts import expect_both, expect_tiles, load_parts, product_layout
-from fa2tune.kernels.lib.hopper_tiles import laps_of, take, work
+from fa2tune.kernels.lib.hopper_tiles import first_number, laps_of, take, work
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 GROUPS = gl.constexpr(space.GROUPS)
@@ -69,6 +69,7 @@ class Form(NamedTuple):
     COUNTS: gl.constexpr  #: tiles are counted, for sm90/bwd_finish
     TELLS: gl.constexpr  #: consumers say when they have added all of a tile's dQ
     RAGGED: gl.constexpr
+    IN_ORDER: gl.constexpr  #: key tiles add to a block's dQ in turns
     QUERY_BLOCKS: gl.constexpr
     HIDE_QUERIES: gl.constexpr
     LEFT_BOUNDED: gl.constexpr
@@ -244,7 +245,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
     the kernel before has ended, for which K and V of the first tile, and its first Q and dO, do not wait. RAGGED: as
     hopper_packed.py has it."""
     laps = laps_of(call, form)
-    taken = gl.program_id(0)
+    taken = first_number(call, form)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
@@ -340,7 +341,7 @@ def produce(q, k, v, do, terms, flags, counter, smem, barriers, channel, call, o
         if form.EARLY_START:  # of a first tile that no query sees; the kernel before sets the counter to 0
             do_once(PREPARED)
         if form.DYNAMIC and not form.RAGGED:
-            taken, laps = take(lap, counter, channel, call)
+            taken, laps = take(lap, counter, channel, call, form)
         lap += 1
     if form.BESIDE:  # a kernel that follows this one follows the overlapped one too
         do_once(_ALL_PREPARED)

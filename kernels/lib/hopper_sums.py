@@ -4,8 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fa2tune.kernels.lib.hopper import fence_async_shared, mbarrier, thread_barrier, tma_reduce_add, tma_store_wait
-from fa2tune.kernels.lib.hopper_blocks import block_at
+from fa2tune.kernels.lib.hopper_blocks import block_at, query_blocks
 from fa2tune.kernels.lib.hopper_fused import (
+    BLOCK_N,
     CHUNK,
     GROUP_AND_WARP,
     GROUPS,
@@ -17,7 +18,7 @@ from fa2tune.kernels.lib.hopper_fused import (
     do_once,
     meet,
 )
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, next_tile, received_number
+from fa2tune.kernels.lib.hopper_tiles import first_number, laps_behind, laps_of, next_tile, received_number
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 
 #: Tiles that may be done before they are counted, and one: taking is never more than two ahead of counting.
@@ -136,12 +137,52 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
         gl.inline_asm_elementwise(_COUNT, "=r,l,r", [at.to(gl.int64), mine], dtype=gl.int32, is_pure=False, pack=1)
 
 
+_TURN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
+_NEXT = gl.constexpr("st.release.gpu.global.b32 [$1], $2; mov.b32 $0, 0;")
+#: What was seen added before this, adding follows.
+_BEHIND = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _turn_of(turns, h, block, tile, call, form):
+    """Where the turn of a block's dQ stands."""
+    rows: gl.constexpr = space.TURN_ROWS
+    head = (tile.b * call.heads_kv * call.group + h) * (call.rows_padded // rows)
+    return (turns + head + block * (form.BLOCK_M // rows)).to(gl.int64)
+
+
+@gluon.jit
+def _first_of_above(tile, call, form):
+    """The first query block that sees the key tile above this one, which adds to it and to all behind it before this one does."""
+    above = tile.start_n + BLOCK_N
+    first, _full, _end, _rotation = query_blocks(
+        above, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
+    )
+    return gl.where(above < call.seqlen_k, first, tile.end)
+
+
+@gluon.jit
+def _await_turn(turn, number):
+    """Until the key tile above, whose number is one more, has added."""
+    seen = 0
+    while seen != number + 2:
+        seen = gl.inline_asm_elementwise(_TURN, "=r,l", [turn], dtype=gl.int32, is_pure=False, pack=1)
+    do_once(_BEHIND)
+
+
+@gluon.jit
+def _pass_turn(turn, number):
+    """What this warp has added is there; the key tile below may add."""
+    do_once(_ALL_ADDED)
+    gl.inline_asm_elementwise(_NEXT, "=r,l,r", [turn, number + 1], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def add(sums, counts, smem, channel, tiles_done, call, form):
     """One warp. ADDS: dQ of each block (CONCATENATED), or each group's piece of it, from shared memory to its sums; without it
     others add, from registers. COUNTS: of every query head, counted over the batch, how many tiles have been added:
     sm90/bwd_finish may start, and waits until all are. EARLY_START: it may start, and waits for this kernel's end; without
-    any of these there is nothing to do. RAGGED: counts
+    any of these there is nothing to do. IN_ORDER: counts are the turns of blocks (kernels/sm90/bwd_fused.py). RAGGED: counts
     [Hq, rows_padded / CHUNK], of each sequence that where its rows start; behind them how many programs are done, and 1 once
     all are."""
     laps = laps_of(call, form)
@@ -150,7 +191,7 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
     if form.EARLY_START and form.ADDS:
         do_once(PREPARED)
     if form.ADDS or form.COUNTS:
-        taken = gl.program_id(0)
+        taken = first_number(call, form)
         lap = 0
         while lap < laps:
             tile = next_tile(lap, taken, channel, call, 1, form)
@@ -159,11 +200,18 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
             if form.ADDS:
                 n_blocks = tile.end - tile.first
                 total = gl.where(tile.alive, call.group * n_blocks, 0)
+                number = tile.start_n // BLOCK_N
+                if form.IN_ORDER:
+                    first_of_above = _first_of_above(tile, call, form)
                 for i in range(total):
                     h = tile.h_kv * call.group + i // n_blocks
                     place = tile.first + i % n_blocks
                     block = block_at(place, tile.first, tile.end, tile.rotation, form.LEFT_BOUNDED)
                     row = block * form.BLOCK_M + tile.own_row
+                    if form.IN_ORDER:
+                        turn = _turn_of(counts, h, block, tile, call, form)
+                        if block >= first_of_above:
+                            _await_turn(turn, number)
                     if form.CONCATENATED:
                         meet(PIECE_READY, GROUPS_AND_WARP)
                         tma_reduce_add(sums, [tile.b, h, row, 0], smem.dq.index(0))
@@ -175,6 +223,8 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                             add_piece(sums, smem.dq, tile.b, h, row, c, form.BLOCK_M)
                             tma_store_wait(0)
                             come(PIECE_GONE + c, GROUP_AND_WARP)
+                    if form.IN_ORDER:
+                        _pass_turn(turn, number)
             if form.COUNTS:
                 if tile.alive:
                     if form.ADDS:

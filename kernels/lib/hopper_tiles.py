@@ -57,6 +57,22 @@ def _share(call, form):
 
 
 @gluon.jit
+def _count_tiles(call):
+    """Key tiles of all heads."""
+    return gl.cdiv(call.seqlen_k, BLOCK_N) * call.batch * call.heads_kv
+
+
+@gluon.jit
+def first_number(call, form):
+    """Of this program's first tile. IN_ORDER: of none, so that all are taken from the counter. Then every tile that another
+    waits for is taken before it, by a program that runs."""
+    number = gl.program_id(0)
+    if form.IN_ORDER:
+        number = _count_tiles(call)
+    return number
+
+
+@gluon.jit
 def laps_of(call, form):
     """Laps of this program, as far as it knows."""
     _tiles, together, shares = _share(call, form)
@@ -90,6 +106,8 @@ def work(lap, taken, call, form):
         other = tiles - 1 - tile
         alive = alive & ((lap % 2 == 0) | (other != tile))  # the tile in the middle has no other
         tile = gl.where(lap % 2 == 0, tile, other)
+    if form.IN_ORDER:  # a tile adds to dQ behind the one above it, which is to be taken before
+        tile = tiles - 1 - tile
     start_n = tile * BLOCK_N
     first, full, end, rotation = query_blocks(
         start_n, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED
@@ -100,14 +118,16 @@ def work(lap, taken, call, form):
 @gluon.jit
 def _laps_with(lap, taken, call):
     """Laps of this program, once the number of its next tile is known: one more than this, or no more."""
-    return gl.where(taken < gl.cdiv(call.seqlen_k, BLOCK_N) * call.batch * call.heads_kv, lap + 2, 0)
+    return gl.where(taken < _count_tiles(call), lap + 2, 0)
 
 
 @gluon.jit
-def take(lap, counter, channel, call):
+def take(lap, counter, channel, call, form):
     """The producer takes this program's tile of the next lap and sends it to the other warps: (its number, laps)."""
     tile_smem, sent, received = channel
-    taken = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    taken = gl.atomic_add(counter, 1, sem="relaxed")
+    if not form.IN_ORDER:
+        taken = gl.num_programs(0) + taken
     slot = lap % 2
     mbarrier.wait(received.index(slot), ((lap // 2) & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -60,7 +60,14 @@ from fa2tune.kernels.lib.hopper_parts import (
     zeros_for,
 )
 from fa2tune.kernels.lib.hopper_sums import DONE, add, hand_over, make_tiles_done, reduce_dq
-from fa2tune.kernels.lib.hopper_tiles import laps_behind, laps_of, make_tile_channel, next_tile, received_number
+from fa2tune.kernels.lib.hopper_tiles import (
+    first_number,
+    laps_behind,
+    laps_of,
+    make_tile_channel,
+    next_tile,
+    received_number,
+)
 from fa2tune.search_spaces.sm90 import bwd_fused as space
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import Variant, Workspaces
@@ -184,7 +191,7 @@ def _consume(sums, words, dk, dv, smem, barriers, channel, tiles_done, call, CON
     offset = seqlen_k - call.seqlen_q
     laps = laps_of(call, form)
     k_tile = tiles_in(smem.k, CONSUMER)
-    taken = gl.program_id(0)
+    taken = first_number(call, form)
     lap = 0
     base = 0  # turns of the rings before this tile
     filled = 0  # tiles before this one that any query sees
@@ -272,8 +279,8 @@ def bwd_fused_hopper_kernel(
     PART_DV: gl.constexpr, REST_DV: gl.constexpr,
     STAGES: gl.constexpr, REDUCE: gl.constexpr, SCORES_AHEAD: gl.constexpr, EXPONENTIALS_FIRST: gl.constexpr,
     DQ_BEHIND: gl.constexpr, PAIRS: gl.constexpr, DYNAMIC: gl.constexpr, BESIDE: gl.constexpr,
-    FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, K_STAGES: gl.constexpr, TILE_ROWS: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    FINISH_BESIDE: gl.constexpr, EARLY_START: gl.constexpr, IN_ORDER: gl.constexpr, K_STAGES: gl.constexpr,
+    TILE_ROWS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, do [B, Hq, Sq, D or DV], k, v [B, Hkv, Sk, D or DV] by descriptors, D <= BLOCK_D; columns behind PART_D or
     PART_DV, where REST_D or REST_DV is not 0, by descriptors of their own, q_rest, ..., dv_rest; terms [2 B, Hq,
@@ -285,7 +292,9 @@ def bwd_fused_hopper_kernel(
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
-    before.
+    before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so that sums have the
+    same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more than
+    the number of the key tile that has added last.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
@@ -329,6 +338,8 @@ def bwd_fused_hopper_kernel(
     tiles_done = make_tiles_done(PARTS, TELLS)
     heads = heads_q if RAGGED else batch * heads_q
     counts = flags + heads * (rows_padded // CHUNK)
+    if IN_ORDER:
+        counts = counter + 1
     fence_async_shared()
     smem = Shared(q_smem, k_smem, v_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem, out_v)
     call = Call(
@@ -339,7 +350,7 @@ def bwd_fused_hopper_kernel(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
-        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED,
+        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, IN_ORDER=IN_ORDER,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
@@ -368,11 +379,17 @@ def _grid(problem: Problem, config: Config, sm_count: int, early: bool) -> int:
     return min(shares, own) if config["PERSISTENT"] else shares
 
 
+def _counts(problem: Problem, config: Config) -> int:
+    """Numbers that are 0 at first: tiles taken, and turns."""
+    turns = problem.batch * problem.heads_q * (space.padded_rows(problem) // space.TURN_ROWS)
+    return int(config["DYNAMIC"]) + (turns if config.get("IN_ORDER") else 0)
+
+
 def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization, config)), "fp32")
-    counter = ((1,), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
+    counter = ((_counts(problem, config),), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
     counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
     flags = ((*rows[:2], chunks + counts), "i32") if config["BESIDE"] else "words"
@@ -386,7 +403,7 @@ def _scalars(problem: Problem, config: Config, early: bool) -> dict[str, int]:
         seen = problem.keys_seen if problem.mask.measured else space.keys_worked(problem)
         part, whole = space.ROWS_WORTH, round(seen)
     return {
-        "rows_padded": space.padded_rows(problem), "counts": int(config["DYNAMIC"]), "rows_worth": part,
+        "rows_padded": space.padded_rows(problem), "counts": _counts(problem, config), "rows_worth": part,
         "keys_seen": max(1, whole) if early else 1,  # beside nothing, all multiprocessors prepare
         "heads_at_once": config["HEADS_PER_WAVE"],
     }  # fmt: skip

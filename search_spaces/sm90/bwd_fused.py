@@ -17,6 +17,7 @@ GROUPS, KEYS = 2, 64  #: consumer groups of four warps, and the keys of each
 REGISTERS = 240  #: that a consumer thread gets: what 64 Ki leave beside a producer of 24
 TERMS = 8  #: bfloat16 numbers a row, in memory, that lse or delta is the sum of
 TERM_COLUMNS = 16  #: and in shared memory, where one step of a wgmma adds them up
+TURN_ROWS = 64  #: of dQ, to which key tiles add in turns with IN_ORDER
 CHUNK = 128  #: query rows that kernels/sm90/bwd_beside.py signals at once
 #: Keys whose products with a query row take one multiprocessor as long as preparing that row beside others: 45 to 60 measured
 #: (docs/experiments.md), and some more, as main waits for what is late
@@ -178,6 +179,13 @@ def permuted_columns(spec: Specialization, config: Config) -> int:
 PACKED = {"PERSISTENT": True, "PAIRS": False, "DYNAMIC": True}
 
 
+#: What tiles that add to dQ in a fixed order need.
+TURNS = {
+    "REDUCE": "tma", "ORDER": "together", "PERSISTENT": True, "PAIRS": False, "DYNAMIC": True, "BESIDE": False,
+    "FINISH_BESIDE": False, "EARLY_START": False, "IN_PARTS": False, "V_APART": False,
+}  # fmt: skip
+
+
 def suited(problem: Problem, config: Config) -> Config:
     """The config for this problem: of packed sequences, in the form that they can have."""
     return {**config, **PACKED} if problem.extent.ragged else config
@@ -247,6 +255,8 @@ SPACE = SearchSpace(
         # each kernel started before the one before it ends, for whose end it waits; not searched: calls of a few microseconds
         # have it (fa2tune/calling/schedules/fused_schedule.py)
         "EARLY_START": added(False, older=False),
+        # key tiles add to dQ in a fixed order; not searched: deterministic calls have it (fa2tune/calling/schedules/ordered.py)
+        "IN_ORDER": added(False, older=False),
         "HEADS_PER_WAVE": (1, 4, 8, 16, 32),
         "IN_PARTS": added(
             False, True, older=False
@@ -347,6 +357,14 @@ SPACE = SearchSpace(
             "overlapped kernels wait for flags, not for each other's end; and a packed tile's place comes from the counter, so "
             "nothing of it can be loaded before the kernel before has ended",
             lambda config, spec, arch: not config["EARLY_START"] or (not config["BESIDE"] and not spec.ragged),
+        ),
+        Constraint(
+            "order_of_tiles_that_are_taken_in_it",
+            "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, so it "
+            "adds to dQ; kernels that overlap count tiles, not turns",
+            lambda config, spec, arch: (
+                not config["IN_ORDER"] or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))
+            ),
         ),
         Constraint(
             "packed_sequences_in_one_form",
