@@ -7,7 +7,7 @@ documented default config does (``default`` in the kernel's search space), and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -75,7 +75,7 @@ class Known:
     layers: Sequence[reader.Layer]
     node: lookup.Toolchain
     fitted: dict[int, Fitted] = field(default_factory=dict)  #: by identity of the row, which it holds
-    of_other_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, by its identity
+    of_all_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, it first, by its identity
     found: dict[tuple[object, ...], Lookup] = field(
         default_factory=dict
     )  #: by kernel and kind, backward and deterministic
@@ -267,11 +267,20 @@ class Chooser:
         """What serves where no other config compiles."""
         return choice_of(kernel, small_tiles(kernel, self.problem, self.gpu.arch))
 
-    def _of_other_lengths(self, answer: lookup.Answer) -> list[Fitted]:
-        found, row = self._known.of_other_lengths, answer.row
+    def _of_all_lengths(self, answer: lookup.Answer) -> list[Fitted]:
+        """The answer's row, then those of other lengths that could serve."""
+        found, row = self._known.of_all_lengths, answer.row
         if id(row) not in found:
-            found[id(row)] = [self.fitted(other) for other in lookup.of_other_lengths(answer, self.node)]
+            others = map(self.fitted, lookup.of_other_lengths(answer, self.node))
+            found[id(row)] = [self.fitted(row), *(one for one in others if one.refused is None)]
         return found[id(row)]
+
+    def among(self, kernel: str) -> Iterator[Choice]:
+        """By each row that ``choose`` may take for a kernel, whatever a call's batch, heads and lengths are."""
+        answer, _ = self.find_preferring(kernel, None)
+        for one in self._of_all_lengths(answer) if answer else []:
+            assert one.variant is not None  # of what could serve
+            yield Choice(one.variant, one.variant.suited(self.problem, one.row.config), one.given, answer)
 
     def suited(self, answer: lookup.Answer) -> Choice:
         """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
@@ -285,7 +294,7 @@ class Chooser:
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             return fused_schedule.of_dense(problem, choice, self.gpu)
-        rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
+        rows = {id(one.row): one for one in self._of_all_lengths(answer)}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
             model = window_schedule if window_schedule.covers(problem) else forward_schedule
@@ -308,8 +317,7 @@ class Chooser:
         choice = Choice(variant, own.row.config, answer.row, answer)
         if not forward_schedule.covers(variant):
             return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, gpu)
-        others = [one for one in self._of_other_lengths(answer) if one.refused is None]
-        served, *able = ((one.given, one.row.config) for one in (own, *others))
+        served, *able = ((one.given, one.row.config) for one in self._of_all_lengths(answer))
         row, config = packed_schedule.best(problem, served, able, gpu)
         few = packed_schedule.is_for_few_tiles(problem, config, row, gpu.arch)
         return replace(choice, config=config, row=row, few_tiles=few, otherwise=choice.config if few else None)

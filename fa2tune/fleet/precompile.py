@@ -126,9 +126,11 @@ def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
 def _choices(
     problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
 ) -> Iterator[tuple[str, Choice]]:  # fmt: skip
-    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
+    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward; of the forward,
+    whose row another batch, heads and lengths may change, by every row that it chooses among."""
     chooser = choosing.Chooser(problem, gpu, layers, node)
     yield "fwd", chooser.choose("fwd")
+    yield from (("fwd", one) for one in chooser.among("fwd"))
     for deterministic in (False, True):
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
