@@ -3,6 +3,7 @@
     python benchmarks/packed_tiles.py            # the table of docs/experiments/packed-tiles.md
     python benchmarks/packed_tiles.py --fit      # constants of packed_schedule, from all records but the one held out
     python benchmarks/packed_tiles.py --changed  # calls of the drawings whose choice is another one now
+    python benchmarks/packed_tiles.py --ahead    # what packed_choices.py --drawing 4 is expected to time
 
 The records: benchmarks/calls/random_packings_2.json to _4 with the forms that served them (packed_served.json; the Chooser of
 the commit that each was drawn by), and the forms that packed_choices.json and packed_choices_3.json raced. random_packings_4
@@ -25,12 +26,19 @@ from unittest import mock
 
 import click
 import numpy as np
-from packed_choices import masks, posed
+from packed_choices import ALL_TILES, candidates, masks, packings, posed
 from random_packings import Packing
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.schedules import few_tiles, packed_lengths, packed_schedule, window_schedule
+from fa2tune.calling.schedules import (
+    few_tiles,
+    packed_grouped_schedule,
+    packed_lengths,
+    packed_schedule,
+    window_schedule,
+)
+from fa2tune.launching import key_splits
 from fa2tune.spec.problem import Config, Problem
 
 CALLS = Path(__file__).parent / "calls"
@@ -184,6 +192,22 @@ def changed() -> Iterator[str]:
             )
 
 
+def ahead() -> Iterator[str]:
+    """Of each call of TILES: microseconds by candidate, by the lengths that were drawn."""
+    for name, (packing, call) in packings(ALL_TILES).items():
+        problem = posed(packing)
+        named = candidates(problem, H200, ALL_TILES)["fwd"]
+        said = []
+        with lengths_of(packing):
+            for label, (choice, _) in named.items():
+                config, grouped = choice.config, key_splits.is_grouped(choice.config)
+                estimate = packed_grouped_schedule.grouped_us if grouped else packed_schedule.expected_us
+                said.append(f"{label} {estimate(problem, config, H200):.1f}")
+        us = call["fwd"]["us"]
+        peer = min(time for which, time in us.items() if which != "fa2tune")
+        yield f"{name}: drawn {us['fa2tune']}, peer {peer}; {'; '.join(said)}"
+
+
 def table() -> Iterator[str]:
     for held in (False, True):
         known = [one for one in samples() if (one.record == HELD_OUT) == held]
@@ -200,11 +224,12 @@ def table() -> Iterator[str]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--fit", "fitting", is_flag=True)
-@click.option("--changed", "asked", is_flag=True)
-def main(fitting: bool, asked: bool) -> None:
+@click.option("--changed", "differ", is_flag=True)
+@click.option("--ahead", "predicted", is_flag=True)
+def main(fitting: bool, differ: bool, predicted: bool) -> None:
     if fitting:
         fit()
-    for line in changed() if asked else table():
+    for line in changed() if differ else ahead() if predicted else table():
         click.echo(line)
 
 
