@@ -46,7 +46,7 @@ HELD_OUT, SPILLED = "_4", ("_2", "raced")
 MOST_COLUMNS = 256
 H200 = gpus.named("h200")
 #: Constants that --fit moves: (name, key of a dictionary).
-FITTED = (("ORDER_US", None), ("HIDDEN", 1), ("HIDDEN", 2), ("MEMORY_RATE", None))
+FITTED = (("ORDER_US", None), ("SECOND_Q_US", None), ("HIDDEN", 1), ("HIDDEN", 2), ("MEMORY_RATE", None))
 
 
 @dataclass(frozen=True)

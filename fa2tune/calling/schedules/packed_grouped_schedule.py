@@ -30,7 +30,7 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 SERVES = True
 #: They must be predicted to be faster by this share than tiles of one head by the same model, too: what those gain is for the
 #: tuned kernel to gain.
-SHARING_MARGIN = 0.04
+SHARING_MARGIN = 0.03
 #: Queries a sequence has on average, up to which such tiles are asked for without a window: of more little is wasted.
 MOST_QUERIES = 512
 
