@@ -103,7 +103,7 @@ ALL_TILES = 4  #: that means TILES
 #: Drawing -> calls: in a window; of one length; short or few; and some whose tiles stayed.
 TILES = {
     2: (10, 32, 2, 69, 14, 27, 73, 59, 55),
-    3: (21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57),
+    3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57),
     4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44),
 }
 MOST_PARTS = 8
