@@ -96,8 +96,8 @@ def test_which_drawn_calls_take_them() -> None:
     ids=str,
 )
 def test_calls_that_the_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
-    monkeypatch.setattr(packed_schedule, "MARGIN", -math.inf)
-    monkeypatch.setattr(packed_grouped_schedule, "SHARING_MARGIN", -math.inf)
+    for margin in ("MARGIN", "SHARING_MARGIN"):
+        monkeypatch.setattr(packed_grouped_schedule, margin, -math.inf)
     assert chosen(SHORT) is not None
     assert chosen(replace(SHORT, **other)) is None
 
@@ -106,7 +106,7 @@ def test_they_have_to_be_worth_their_margins(monkeypatch: pytest.MonkeyPatch) ->
     time, config = packed_grouped_schedule.best(WINDOW, H200) or (0.0, {})
     choice = choosing.choose(WINDOW, "fwd", H200)
     for module, name, margin in (
-        (packed_schedule, "expected_us", packed_schedule.MARGIN),
+        (packed_schedule, "expected_us", packed_grouped_schedule.MARGIN),
         (packed_grouped_schedule, "_ungrouped_us", packed_grouped_schedule.SHARING_MARGIN),
     ):
         for share, taken in ((0.99, config), (1.01, None)):

@@ -28,9 +28,9 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
 #: Whether packed calls are served by such tiles at all (benchmarks/calls/packed_choices_3.json).
 SERVES = True
-#: They must be predicted to be faster by this share than tiles of one head by the same model, too: what those gain is for the
-#: tuned kernel to gain.
-SHARING_MARGIN = 0.03
+#: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head
+#: by the same model: what those gain is for the tuned kernel to gain.
+MARGIN, SHARING_MARGIN = 0.08, 0.03
 #: Queries a sequence has on average, up to which such tiles are asked for without a window: of more little is wasted.
 MOST_QUERIES = 512
 
@@ -89,7 +89,7 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None) -> Co
     if not SERVES or row is None or implementation_of(config) != WARP_SPECIALIZED or not asked(problem, gpu):
         return None
     otherwise, found = packed_schedule.expected_us(problem, config, gpu), best(problem, gpu)
-    if otherwise is None or found is None or found[0] >= (1 - packed_schedule.MARGIN) * otherwise:
+    if otherwise is None or found is None or found[0] >= (1 - MARGIN) * otherwise:
         return None
     return found[1] if found[0] < (1 - SHARING_MARGIN) * _ungrouped_us(problem, gpu) else None
 
