@@ -52,7 +52,7 @@ from fa2tune.calling.schedules import (
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, key_splits, passes
-from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem, bucket_of
@@ -103,9 +103,10 @@ ALL_TILES = 4  #: that means TILES
 #: Drawing -> calls: in a window; of one length; short or few; and some whose tiles stayed.
 TILES = {
     2: (10, 32, 2, 69, 14, 27, 73, 59, 55),
-    3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57),
-    4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44),
+    3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57, 52, 55),
+    4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44, 94, 78, 72),
 }
+LONG = 1024  #: keys a sequence has on average, from which TILES have 192 x 64, too, which no packed call is offered
 MOST_PARTS = 8
 ONE_BAND = 32
 BURST_MS = 4.0
@@ -189,6 +190,11 @@ def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     problem, chosen = chooser.problem, chooser.choose("fwd")
     *tuned, _ = forwards(chooser)
     yield from tuned
+    if problem.mask.measured and problem.seqlen_k >= LONG * problem.extent.given:
+        for how in ("lazy", "never"):
+            config = {**fwd.of_tiles(problem.specialization, 192, 64, 0), "RESCALE": how}
+            if fwd.SPACE.broken(config, problem.specialization, chooser.gpu.arch) is None:
+                yield f"192 x 64, {how}", replace(tuned[0][1], config=config), 1
     if (heads := chosen.config["HEADS_PER_WAVE"]) != 0:
         for name, choice, _ in tuned:
             yield (
