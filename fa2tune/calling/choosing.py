@@ -287,8 +287,11 @@ class Chooser:
         problem, own = self.problem, self.fitted(answer.row)
         variant = own.variant
         assert variant is not None  # of an answer
-        if problem.extent.ragged and problem.mask.measured and packed_schedule.covers(variant):
+        if problem.extent.ragged and forward_schedule.covers(variant) and packed_schedule.covers_mask(problem):
             return self._suited_to_packed(answer, own)
+        if problem.extent.ragged and packed_schedule.covers_backward(variant) and problem.mask.measured:
+            choice = Choice(variant, own.row.config, answer.row, answer)
+            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
         by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
@@ -311,16 +314,18 @@ class Chooser:
         return choice
 
     def _suited_to_packed(self, answer: lookup.Answer, own: Fitted) -> Choice:
-        """The same for packed sequences. Their forms do not depend on lengths, so a fitted row has them (``_fit``)."""
+        """The same for a forward of packed sequences. Their forms do not depend on lengths, so a fitted row has them
+        (``_fit``)."""
         problem, gpu, variant = self.problem, self.gpu, own.variant
         assert variant is not None
-        choice = Choice(variant, own.row.config, answer.row, answer)
-        if not forward_schedule.covers(variant):
-            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, gpu)
-        served, *able = ((one.given, one.row.config) for one in self._of_all_lengths(answer))
+        rows = {id(one.row): one for one in self._of_all_lengths(answer)}
+        if not problem.mask.measured:
+            like = forward_schedule.of_like_work(problem, own.row, [one.row for one in rows.values()])
+            rows = {id(like): rows[id(like)], **rows}
+        served, *able = ((one.given, one.row.config) for one in rows.values())
         row, config = packed_schedule.best(problem, served, able, gpu)
         few = packed_schedule.is_for_few_tiles(problem, config, row, gpu.arch)
-        return replace(choice, config=config, row=row, few_tiles=few, otherwise=choice.config if few else None)
+        return Choice(variant, config, row, answer, few, served[1] if few else None)
 
 
 def choose(
