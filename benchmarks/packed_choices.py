@@ -5,16 +5,20 @@
     python benchmarks/packed_choices.py --drawing 2 --pass bwd --out benchmarks/calls/packed_choices_2.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 3                # tiles of several query heads
     python benchmarks/packed_choices.py --drawing 3 --out benchmarks/calls/packed_choices_3.json
+    python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 4                # tiles of forwards, of all drawings
+    python benchmarks/packed_choices.py --drawing 4 --out benchmarks/calls/packed_choices_4.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
 number, which had few key heads, few tokens or short sequences, or a head dim between powers of two, and some that the choices
 should leave as they were. Of the third drawing, forward alone: calls of short sequences or narrow windows, and some that have
-neither, for the kernel whose tiles have several query heads (kernels/sm90/fwd_grouped.py). Forward: the row's config as packed
-calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the row's config
-with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and the choice;
-of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with float32
-arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
+neither, for the kernel whose tiles have several query heads (kernels/sm90/fwd_grouped.py). 4 is TILES, of the drawings since
+the second, forward alone: windows, sequences of one length, short and few ones, in the tiles of all rows, small ones, those of
+several heads, and with the chosen bands of heads. What they are expected to take: packed_tiles.py --ahead. Forward: the row's
+config as packed calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the
+row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and
+the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with
+float32 arithmetic as benchmarks/random_packings.py does; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what the peers took when the calls were drawn.
 Needs a GPU of compute capability 9.0.
 """
@@ -38,18 +42,24 @@ from random_packings import Packing
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, dispatch
-from fa2tune.calling.schedules import fused_schedule, group_parts_schedule, grouped_schedule, packed_schedule
+from fa2tune.calling.schedules import (
+    fused_schedule,
+    group_parts_schedule,
+    grouped_schedule,
+    packed_grouped_schedule,
+    packed_schedule,
+)
 from fa2tune.compiling import registry
 from fa2tune.compiling.choice import Choice
 from fa2tune.launching import group_parts, key_splits, passes
-from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.search_spaces.sm90 import bwd_fused, fwd
 from fa2tune.spec.extent import RAGGED, Extent
 from fa2tune.spec.mask import CAUSAL, FULL, Mask
 from fa2tune.spec.problem import FUSED, Problem, bucket_of
 
 DRAWINGS = {
     number: Path(__file__).parent / f"calls/random_packings{rest}.json"
-    for number, rest in ((1, ""), (2, "_2"), (3, "_3"))
+    for number, rest in ((1, ""), (2, "_2"), (3, "_3"), (4, "_4"))
 }
 #: Of the drawn calls: that lost with few key heads or tokens; and whose choice is to stay, or to pay where sequences are short.
 #: Of the second drawing all whose choice changed, or might have, but for head dims above 128.
@@ -89,6 +99,14 @@ CALLS = {
     3: (22, 0, 56, 1, 38, 19, 48, 25, 27, 33, 46, 12),
 }
 SEVERAL_HEADS = 3  #: the drawing of that kernel
+ALL_TILES = 4  #: that means TILES
+#: Drawing -> calls: in a window; of one length; short or few; and some whose tiles stayed.
+TILES = {
+    2: (10, 32, 2, 69, 14, 27, 73, 59, 55),
+    3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57, 52, 55),
+    4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44, 94, 78, 72),
+}
+LONG = 1024  #: keys a sequence has on average, from which TILES have 192 x 64, too, which no packed call is offered
 MOST_PARTS = 8
 ONE_BAND = 32
 BURST_MS = 4.0
@@ -106,12 +124,15 @@ def masks(said: str) -> Mask:
 
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
-    found, calls = {}, CALLS[drawing]
-    for name, call in json.loads(DRAWINGS[drawing].read_text("utf-8"))["calls"].items():
-        if int(name.split()[0]) in calls:
-            heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
-            found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
-    return dict(sorted(found.items(), key=lambda one: calls.index(int(one[0].split()[0]))))
+    found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
+    for which, calls in TILES.items() if drawing == ALL_TILES else [(drawing, CALLS[drawing])]:
+        drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
+        for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
+            if int(name.split()[0]) in calls:
+                call = drawn[name]
+                heads = (call[side] for side in ("heads_q", "heads_kv", "head_dim"))
+                found[name] = Packing(tuple(call["of_q"]), tuple(call["of_k"]), *heads, masks(call["mask"])), call
+    return found
 
 
 def posed(packing: Packing) -> Problem:
@@ -162,6 +183,34 @@ def several_heads(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]
     if few is not None:
         yield "small tiles", replace(chosen, config=few), 1
     yield "chosen", chosen, 1
+
+
+def tiles(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
+    """What may serve a forward, and what does."""
+    problem, chosen = chooser.problem, chooser.choose("fwd")
+    *tuned, _ = forwards(chooser)
+    yield from tuned
+    if problem.mask.measured and problem.seqlen_k >= LONG * problem.extent.given:
+        for how in ("lazy", "never"):
+            config = {**fwd.of_tiles(problem.specialization, 192, 64, 0), "RESCALE": how}
+            if fwd.SPACE.broken(config, problem.specialization, chooser.gpu.arch) is None:
+                yield f"192 x 64, {how}", replace(tuned[0][1], config=config), 1
+    if (heads := chosen.config["HEADS_PER_WAVE"]) != 0:
+        for name, choice, _ in tuned:
+            yield (
+                f"{name}, bands of {heads} heads",
+                replace(choice, config={**choice.config, "HEADS_PER_WAVE": heads}),
+                1,
+            )
+    if packed_grouped_schedule.asked(problem, chooser.gpu):
+        grouped = packed_grouped_schedule.best(problem, chooser.gpu)
+        if grouped is not None:
+            config = grouped[1]
+            name = f"grouped M{config['BLOCK_M']} N{config['BLOCK_N']} of {config['MEMBERS']} heads"
+            yield name, Choice(registry.variant_named(key_splits.GROUPED_KERNEL), config), 1
+    several = packed_grouped_schedule.config_of(problem, chosen.config, chooser.gpu, chosen.row)
+    served = chosen if several is None else Choice(registry.variant_named(key_splits.GROUPED_KERNEL), several)
+    yield "chosen", served, 1
 
 
 def backwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
@@ -231,6 +280,8 @@ def candidates(problem: Problem, gpu: gpus.Gpu, drawing: int = 1, only: str = ""
     chooser = choosing.Chooser(problem, gpu)
     if drawing == SEVERAL_HEADS:
         return {"fwd": _distinct(several_heads(chooser)), "bwd": {}}
+    if drawing == ALL_TILES:
+        return {"fwd": _distinct(tiles(chooser)), "bwd": {}}
     back = backwards if drawing == 1 else beside_choice
     found = {"fwd": _distinct(forwards(chooser)), "bwd": _distinct(back(chooser))}
     if only == "bwd":
@@ -284,7 +335,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 3), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 4), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")

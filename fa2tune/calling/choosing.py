@@ -7,7 +7,7 @@ documented default config does (``default`` in the kernel's search space), and a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -75,7 +75,7 @@ class Known:
     layers: Sequence[reader.Layer]
     node: lookup.Toolchain
     fitted: dict[int, Fitted] = field(default_factory=dict)  #: by identity of the row, which it holds
-    of_other_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, by its identity
+    of_all_lengths: dict[int, list[Fitted]] = field(default_factory=dict)  #: rows beside one, it first, by its identity
     found: dict[tuple[object, ...], Lookup] = field(
         default_factory=dict
     )  #: by kernel and kind, backward and deterministic
@@ -267,25 +267,37 @@ class Chooser:
         """What serves where no other config compiles."""
         return choice_of(kernel, small_tiles(kernel, self.problem, self.gpu.arch))
 
-    def _of_other_lengths(self, answer: lookup.Answer) -> list[Fitted]:
-        found, row = self._known.of_other_lengths, answer.row
+    def _of_all_lengths(self, answer: lookup.Answer) -> list[Fitted]:
+        """The answer's row, then those of other lengths that could serve."""
+        found, row = self._known.of_all_lengths, answer.row
         if id(row) not in found:
-            found[id(row)] = [self.fitted(other) for other in lookup.of_other_lengths(answer, self.node)]
+            others = map(self.fitted, lookup.of_other_lengths(answer, self.node))
+            found[id(row)] = [self.fitted(row), *(one for one in others if one.refused is None)]
         return found[id(row)]
+
+    def among(self, kernel: str) -> Iterator[Choice]:
+        """By each row that ``choose`` may take for a kernel, whatever a call's batch, heads and lengths are."""
+        answer, _ = self.find_preferring(kernel, None)
+        for one in self._of_all_lengths(answer) if answer else []:
+            assert one.variant is not None  # of what could serve
+            yield Choice(one.variant, one.variant.suited(self.problem, one.row.config), one.given, answer)
 
     def suited(self, answer: lookup.Answer) -> Choice:
         """The config for this batch, these heads and lengths, and the row it comes from: the answer's, or of another length."""
         problem, own = self.problem, self.fitted(answer.row)
         variant = own.variant
         assert variant is not None  # of an answer
-        if problem.extent.ragged and problem.mask.measured and packed_schedule.covers(variant):
+        if problem.extent.ragged and forward_schedule.covers(variant) and packed_schedule.covers_mask(problem):
             return self._suited_to_packed(answer, own)
+        if problem.extent.ragged and packed_schedule.covers_backward(variant) and problem.mask.measured:
+            choice = Choice(variant, own.row.config, answer.row, answer)
+            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, self.gpu)
         by_schedule = forward_schedule.covers(variant) and not problem.extent.ragged
         by_work = not problem.mask.measured and answer.row.specialized
         if not by_schedule and not by_work:
             choice = Choice(variant, variant.suited(problem, own.row.config), answer.row, answer)
             return fused_schedule.of_dense(problem, choice, self.gpu)
-        rows = {id(one.row): one for one in (own, *self._of_other_lengths(answer)) if one.refused is None}
+        rows = {id(one.row): one for one in self._of_all_lengths(answer)}
         served, *able = (one.row for one in rows.values())
         if by_schedule:
             model = window_schedule if window_schedule.covers(problem) else forward_schedule
@@ -302,17 +314,18 @@ class Chooser:
         return choice
 
     def _suited_to_packed(self, answer: lookup.Answer, own: Fitted) -> Choice:
-        """The same for packed sequences. Their forms do not depend on lengths, so a fitted row has them (``_fit``)."""
+        """The same for a forward of packed sequences. Their forms do not depend on lengths, so a fitted row has them
+        (``_fit``)."""
         problem, gpu, variant = self.problem, self.gpu, own.variant
         assert variant is not None
-        choice = Choice(variant, own.row.config, answer.row, answer)
-        if not forward_schedule.covers(variant):
-            return packed_schedule.of_backward(problem, answer.row.key.kernel, choice, gpu)
-        others = [one for one in self._of_other_lengths(answer) if one.refused is None]
-        served, *able = ((one.given, one.row.config) for one in (own, *others))
+        rows = {id(one.row): one for one in self._of_all_lengths(answer)}
+        if not problem.mask.measured:
+            like = forward_schedule.of_like_work(problem, own.row, [one.row for one in rows.values()])
+            rows = {id(like): rows[id(like)], **rows}
+        served, *able = ((one.given, one.row.config) for one in rows.values())
         row, config = packed_schedule.best(problem, served, able, gpu)
         few = packed_schedule.is_for_few_tiles(problem, config, row, gpu.arch)
-        return replace(choice, config=config, row=row, few_tiles=few, otherwise=choice.config if few else None)
+        return Choice(variant, config, row, answer, few, served[1] if few else None)
 
 
 def choose(

@@ -126,9 +126,11 @@ def _nodes(layers: Sequence[Layer]) -> list[Toolchain]:
 def _choices(
     problem: Problem, gpu: Gpu, layers: Sequence[Layer], node: Toolchain
 ) -> Iterator[tuple[str, Choice]]:  # fmt: skip
-    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward."""
+    """(kernel, choice) of everything that a node's dispatcher would choose for a problem, forward and backward; of the forward,
+    whose row another batch, heads and lengths may change, by every row that it chooses among."""
     chooser = choosing.Chooser(problem, gpu, layers, node)
     yield "fwd", chooser.choose("fwd")
+    yield from (("fwd", one) for one in chooser.among("fwd"))
     for deterministic in (False, True):
         yield from choosing.choose_backward(chooser, deterministic)[1].items()
 
@@ -158,7 +160,7 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
     # calls of few queries have no pass over all keys
     if forward_schedule.covers(variant) and own.config["RESCALE"] == "never":
         yield from ((*one, problem) for one in runs(kernel, spec, {**own.config, "RESCALE": "lazy"}, arch))
-    if problem.mask.measured and forward_schedule.covers(variant):
+    if forward_schedule.covers(variant):
         for few in _for_few_tiles(problem, arch):
             yield from ((*one, problem) for one in runs(kernel, spec, few, arch))
 
@@ -166,9 +168,9 @@ def _by_shape(kernel: str, problem: Problem, choice: Choice, arch: int) -> Itera
 def _for_few_tiles(problem: Problem, arch: int) -> Sequence[Config]:
     """Configs that calls of few tiles have in place of a row's."""
     if not problem.extent.ragged:
-        return few_tiles.configs(problem.specialization, arch)
+        return few_tiles.configs(problem.specialization, arch) if problem.mask.measured else []
     packed = packed_schedule.for_few_tiles(problem.specialization, arch)
-    return [] if packed is None else [packed]
+    return [packed] if packed is not None and packed_schedule.covers_mask(problem) else []
 
 
 def jobs(gpu: Gpu, layers: Sequence[Layer], wanted: Wanted) -> tuple[list[BinaryJob], int]:

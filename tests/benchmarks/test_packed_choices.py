@@ -21,16 +21,21 @@ H200 = gpus.named("h200")
 def test_the_calls_are_those_that_were_drawn() -> None:
     for drawing, numbers in choices.CALLS.items():
         assert [int(name.split()[0]) for name in choices.packings(drawing)] == list(numbers)
+    tiled = choices.packings(choices.ALL_TILES)
+    assert [int(name.split()[0]) for name in tiled] == [n for numbers in choices.TILES.values() for n in numbers]
     for name, (packing, call) in {**choices.packings(1), **choices.packings(2)}.items():
         assert name.endswith(str(packing)) and {"fwd", "bwd"} <= set(call)
     assert choices.masks("causal") == CAUSAL and choices.masks("window 7, 0") == Mask("band", 7, 0)
 
 
-@pytest.mark.parametrize("drawing", [1, 2])
+@pytest.mark.parametrize("drawing", [1, 2, 4])
 def test_every_candidate_can_run_and_the_choice_is_one_of_them(drawing: int) -> None:
     for packing, _ in choices.packings(drawing).values():
         problem = choices.posed(packing)
         for pass_, named in choices.candidates(problem, H200, drawing).items():
+            if (drawing, pass_) == (choices.ALL_TILES, "bwd"):
+                assert not named
+                continue
             assert [name for name in named if name.endswith("chosen")] == list(named)[-1:] and len(named) > 1
             for choice, parts in named.values():
                 assert limits.before_compile(choice.variant, problem.specialization, choice.config, H200) is None

@@ -8,7 +8,7 @@ import pytest
 
 from fa2tune import gpus
 from fa2tune.calling import choosing
-from fa2tune.calling.schedules import packed_lengths, packed_schedule
+from fa2tune.calling.schedules import packed_schedule
 from fa2tune.compiling import limits, registry
 from fa2tune.launching.launch import _addressed
 from fa2tune.rows import lookup
@@ -175,24 +175,6 @@ def test_a_pass_over_the_keys_is_for_calls_that_it_is_short_in(problem: Problem,
     assert choice.row is not None
     found = {form["RESCALE"] for form in packed_schedule.forms(problem, choice.of_row)}
     assert found == ({"lazy", choice.row.config["RESCALE"]} if problem.mask.measured else set())
-
-
-def test_a_sequence_alone_has_its_own_length() -> None:
-    for mask in (CAUSAL, FULL):
-        alone = sequences(1, (4, 2), (9209, 9209), 128, mask, 16384)
-        assert packed_lengths.unlike(alone) == (1.0, ((9209, 9209),))
-        blocks = packed_schedule.busiest(alone, forward(alone).config, 132)
-        pairs = mask.pairs(9209, 9209) * 4 / (128 * 128) / 132
-        assert 1 < blocks / pairs < 1.2
-
-
-@pytest.mark.parametrize("longest", [0, 512, 2048, 16384])
-@pytest.mark.parametrize("rows", [(5000, 5000), (700, 5000), (5000, 900)])
-def test_lengths_that_stand_for_all_have_as_many_rows(rows: tuple[int, int], longest: int) -> None:
-    for count in (1, 2, 7, 200):
-        each, kinds = packed_lengths.unlike(sequences(count, (2, 2), rows, 64, CAUSAL, longest))
-        for side, total in zip(zip(*kinds, strict=True), rows, strict=True):
-            assert each * sum(side) == pytest.approx(total, abs=count) and min(side) >= 0
 
 
 def test_heads_share_a_band_where_few_tiles_would_end_unevenly() -> None:

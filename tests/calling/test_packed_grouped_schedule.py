@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fa2tune import gpus
 from fa2tune.calling import choosing, forward_plans, serving
-from fa2tune.calling.choosing import Chooser
-from fa2tune.calling.schedules import packed_grouped_schedule, packed_lengths
+from fa2tune.calling.schedules import packed_grouped_schedule, packed_schedule
 from fa2tune.compiling import limits
 from fa2tune.fleet import precompile
 from fa2tune.launching import key_splits
@@ -77,51 +74,11 @@ def test_what_is_taken_was_faster_and_near_the_best(name: str) -> None:
 
 def test_which_drawn_calls_take_them() -> None:
     taken = {number: config for number, (problem, _) in DRAWN.items() if (config := chosen(problem))}
-    assert set(taken) == {0, 1, 19, 22, 27, 33, 38, 56}
+    assert set(taken) == {0, 1, 19, 22, 27, 32, 33, 38, 48, 56}
     for number, config in taken.items():
         problem, _ = DRAWN[number]
         assert 2 * config["MEMBERS"] > problem.group and key_splits.is_grouped(config)
         assert limits.before_compile(key_splits.splitting(config), problem.specialization, config, H200) is None
-
-
-def test_the_tuned_kernel_takes_what_it_is_estimated_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the lengths that the host does not know; nothing here was fitted to these calls."""
-    errors = []
-    for problem, call in DRAWN.values():
-        own = tuple((rows, keys) for rows, keys in zip(call["of_q"], call["of_k"], strict=True) if rows)
-        monkeypatch.setattr(packed_lengths, "each", lambda _, own=own: own)
-        packed_grouped_schedule._kinds.cache_clear()
-        packed_grouped_schedule._visited.cache_clear()
-        choice = Chooser(problem, H200).choose("fwd")
-        assert choice.row is not None
-        us = packed_grouped_schedule.ordinary_us(problem, choice.row, choice.config, H200.sm_count)
-        errors.append(math.log((us or 0.0) / call["fwd"]["us"]["fa2tune"]))
-    packed_grouped_schedule._kinds.cache_clear()
-    packed_grouped_schedule._visited.cache_clear()
-    assert abs(sum(errors) / len(errors)) < 0.05
-    assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.16
-
-
-@pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(20, 30)], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_visited_blocks_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch, mask: Mask, seed: int) -> None:
-    draw = random.Random(seed)
-    lengths = tuple((draw.randrange(1, 300), draw.randrange(1, 300)) for _ in range(6))
-    monkeypatch.setattr(packed_lengths, "each", lambda _: lengths)
-    problem = Problem("bf16", 1, 4, 1, 900 + seed, 901, 64, 64, mask, extent=Extent(RAGGED, 6))
-    rows, columns = draw.choice(((32, 64), (128, 128), (16, 64)))
-    found = []
-    for queries, keys in lengths:
-        for first in range(0, queries, rows):
-            row = torch.arange(first, first + rows)[:, None] + keys - queries
-            key, (left, right) = torch.arange(keys), mask.arguments(queries, keys)
-            seen = (key >= row - left) & (key <= row + right) if mask.window else key <= row
-            seen = torch.ones_like(seen) if mask == FULL else seen
-            blocks = {int(one) // columns for one in key[seen.any(0)]}
-            found.append(max(1, max(blocks, default=0) - min(blocks, default=0) + 1))
-    packed_grouped_schedule._kinds.cache_clear()
-    assert packed_grouped_schedule._visited(problem, rows, columns) == (len(found), sum(found), max(found))
-    packed_grouped_schedule._kinds.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -147,13 +104,16 @@ def test_calls_that_the_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch,
 
 def test_they_have_to_be_worth_their_margins(monkeypatch: pytest.MonkeyPatch) -> None:
     time, config = packed_grouped_schedule.best(WINDOW, H200) or (0.0, {})
-    for name, margin in (("ordinary_us", "MARGIN"), ("_ungrouped_us", "SHARING_MARGIN")):
+    choice = choosing.choose(WINDOW, "fwd", H200)
+    for module, name, margin in (
+        (packed_schedule, "expected_us", packed_grouped_schedule.MARGIN),
+        (packed_grouped_schedule, "_ungrouped_us", packed_grouped_schedule.SHARING_MARGIN),
+    ):
         for share, taken in ((0.99, config), (1.01, None)):
-            us = time / (1 - getattr(packed_grouped_schedule, margin)) / share
-            monkeypatch.setattr(packed_grouped_schedule, name, lambda *_, us=us: us)
-            assert chosen(WINDOW) == taken
+            us = time / (1 - margin) / share
+            monkeypatch.setattr(module, name, lambda *_, us=us: us)
+            assert packed_grouped_schedule.config_of(WINDOW, choice.config, H200, choice.row) == taken
         monkeypatch.undo()
-        monkeypatch.setattr(packed_grouped_schedule, "SERVES", True)
 
 
 def test_explain_and_precompile() -> None:

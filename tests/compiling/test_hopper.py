@@ -179,7 +179,8 @@ def packed_forwards() -> Iterator[Case]:
         (64, "causal", {"BLOCK_N": 64, "STAGES": 3, **never}), (64, "full", {"Q_STAGES": 1, "STAGES": 3, **never}),
         (64, "causal", never), (64, "full", never), (64, "causal", {"BLOCK_M": 128, "Q_STAGES": 2, **never}),
         (128, "causal", never), (128, "full", {"Q_STAGES": 1, **never}), (128, "causal", "few tiles"),
-        (128, "full", "few tiles"),
+        (128, "full", "few tiles"), (128, "band", "few tiles"), (96, "band", "few tiles"), (96, "causal", "few tiles"),
+        (80, "full", "few tiles"),
     ):  # fmt: skip
         spec = bf16(dim, dim, mask, extent=RAGGED)
         config = fwd.few_tiles(spec) if isinstance(settings, str) else {**variant.space.default(spec, 90), **settings}

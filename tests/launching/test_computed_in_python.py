@@ -245,6 +245,15 @@ def test_packed_forward(gpu: PythonGpu, dim: int, mask: Mask, settings: dict[str
     check_forward(gpu, Call(PACKING, (2, 1), (dim, dim), mask, packed=True), settings)
 
 
+@pytest.mark.parametrize("dims", [(96, 96), (128, 128), (80, 80), (192, 128)], ids=str)
+@pytest.mark.parametrize("mask", [band(40, 0), CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize("heads", [0, 1], ids=["all heads", "one head a band"])
+def test_packed_forward_of_few_tiles(gpu: PythonGpu, dims: tuple[int, int], mask: Mask, heads: int) -> None:
+    few = packed_schedule.for_few_tiles(Specialization("fp16", *dims, mask.name), 90)
+    if few is not None:
+        check_forward(gpu, Call(PACKING, (2, 1), dims, mask, packed=True), {**few, "HEADS_PER_WAVE": heads})
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
 @pytest.mark.parametrize("settings", [{}, BOUNDED], ids=["maxima", "bounds"])
 def test_what_is_packed_with_a_sequence_changes_no_bit(

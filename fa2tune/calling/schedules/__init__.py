@@ -13,7 +13,7 @@ window_schedule             forward   which row's config in a window bounded on 
 packed_schedule             both      which row's config, tiles and bands of heads for packed sequences
 key_splits_schedule         forward   whether keys are split among programs
 grouped_schedule            forward   whether tiles have several query heads; what of both runs (``instead_of``)
-packed_grouped_schedule     forward   the same of packed sequences; serves nothing yet
+packed_grouped_schedule     forward   the same of packed sequences
 fused_schedule              backward  the fused Hopper kernel: alone or overlapped, half blocks, early start
 split_backward_schedule     backward  dQ's and dK/dV's kernels: at a time or not, keys of dQ in parts, early start
 group_parts_schedule        backward  into how many parts query groups are split

@@ -89,20 +89,33 @@ def _at(values: Sequence[float], columns: float, between: int = 128) -> float:
     return values[first] + (values[first + 1] - values[first]) * (place - first)
 
 
+def columns(problem: Problem, config: Config) -> int:
+    """Columns of K and V together, of all parts, at least those that were timed."""
+    return max(LEAST_COLUMNS, columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]))
+
+
+def paces_us(problem: Problem, config: Config) -> tuple[float, float, float] | None:
+    """Microseconds of a launch, of a key block, and of a tile's start and end, with a config of the Hopper forward; None: of
+    its form nothing was measured."""
+    pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
+    if pace is None:
+        return None
+    wide = columns(problem, config)
+    block, start = _at(pace.block, wide), _at(pace.start, wide, 256)
+    launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
+    if config["RESCALE"] == "never":
+        block *= _at(NEVER, min(max(wide, 128), 384))
+        start += NEVER_START + NEVER_START_WIDER * (wide / 128 - 1)
+        launch += NEVER_US + _bytes_of_k(problem) / NEVER_BYTES_PER_US
+    return launch, block * sector_cost(problem, config), start
+
+
 def expected_us(problem: Problem, config: Config, sm_count: int) -> float | None:
     """Microseconds that a config of the Hopper forward is expected to take for a dense call; None: of its form nothing was
     measured."""
-    pace = PACES.get((config["BLOCK_M"], config["BLOCK_N"], config["maxnreg"]))
-    if pace is None or not covers(problem):
+    if not covers(problem) or (paces := paces_us(problem, config)) is None:
         return None
-    columns = max(LEAST_COLUMNS, columns_of_parts(problem.specialization, SPACE.completed(config)["IN_PARTS"]))
-    block, start = _at(pace.block, columns), _at(pace.start, columns, 256)
-    launch = LAUNCH_US[PROGRAMS[config["maxnreg"]]] + (SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0)
-    if config["RESCALE"] == "never":
-        block *= _at(NEVER, min(max(columns, 128), 384))
-        start += NEVER_START + NEVER_START_WIDER * (columns / 128 - 1)
-        launch += NEVER_US + _bytes_of_k(problem) / NEVER_BYTES_PER_US
-    block *= sector_cost(problem, config)
+    launch, block, start = paces
     return launch + block * busiest(problem, config, sm_count, start / block)
 
 

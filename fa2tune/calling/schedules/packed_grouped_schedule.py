@@ -3,31 +3,26 @@ lengths.
 
 The tuned kernel has tiles of each query head: a sequence of 40 tokens fills a third of 128 rows, and a tile of 128 queries in a
 window of 7 keys computes two or three blocks that are mostly hidden. A tile of four heads has 32 queries, and wastes less of
-both. Both are estimated here, by the block costs of ``grouped_schedule`` and of the row, over the same lengths
-(``packed_lengths.each``). Against what was recorded: docs/experiments/few-heads-packed.md.
+both. Both are estimated over the same lengths, by the block costs of ``grouped_schedule`` and by ``packed_schedule``. Against
+what was recorded: docs/experiments/packed-tiles.md, few-heads-packed.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-
-import numpy as np
 
 from fa2tune.calling.schedules import (
     few_tiles,
     grouped_schedule,
     key_splits_schedule,
-    packed_lengths,
     packed_schedule,
     window_schedule,
 )
 from fa2tune.gpus import Gpu
 from fa2tune.launching.key_splits import grouped_tiles
 from fa2tune.rows.row import Row
-from fa2tune.search_spaces.sm90 import fwd, fwd_grouped
-from fa2tune.spec.mask import FULL
+from fa2tune.search_spaces.sm90 import fwd_grouped
 from fa2tune.spec.problem import Config, Problem
 from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 
@@ -35,58 +30,20 @@ from fa2tune.spec.variant import WARP_SPECIALIZED, Variant, implementation_of
 SERVES = True
 #: They must be predicted to be faster by the first share than what serves otherwise, and by the second than tiles of one head
 #: by the same model: what those gain is for the tuned kernel to gain.
-MARGIN, SHARING_MARGIN = 0.15, 0.08
+MARGIN, SHARING_MARGIN = 0.08, 0.03
 #: Queries a sequence has on average, up to which such tiles are asked for without a window: of more little is wasted.
 MOST_QUERIES = 512
-
-
-@lru_cache(maxsize=1024)
-def _kinds(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(queries, keys, how many) of sequences of each length."""
-    counted = Counter(packed_lengths.each(problem))
-    queries, keys = np.array(list(counted)).T
-    return queries, keys, np.array(list(counted.values()))
-
-
-@lru_cache(maxsize=4096)
-def _visited(problem: Problem, rows: int, columns: int) -> tuple[int, int, int]:
-    """Of one head of all sequences: (tiles of so many queries, the blocks of keys that they visit, those of the longest)."""
-    queries, keys, counts = _kinds(problem)
-    tiles = -(-queries // rows)
-    kind = np.repeat(np.arange(len(tiles)), tiles)  # [tiles]
-    first = (np.arange(len(kind)) - np.repeat(tiles.cumsum() - tiles, tiles)) * rows
-    first_key, most = first + (keys - queries)[kind], np.maximum(keys, 1)[kind]
-    left, right = problem.mask.arguments(problem.seqlen_q, problem.seqlen_k)
-    end = most if problem.mask == FULL else np.clip(first_key + rows + right, 1, most)
-    begin = 0 * first if problem.mask.window is None else np.maximum(first_key - left, 0)
-    blocks = np.maximum(-(-end // columns) - begin // columns, 1)
-    times = counts[kind]
-    return int(times.sum()), int((times * blocks).sum()), int(blocks.max())
-
-
-def _busiest(problem: Problem, config: Config, sm_count: int, more: float = 0.0) -> float:
-    """As ``packed_schedule.busiest``, of the tuned kernel."""
-    start = window_schedule.START if window_schedule.covers(problem) else packed_schedule.START[config["Q_STAGES"]]
-    visited = _visited(problem, config["BLOCK_M"], config["BLOCK_N"])
-    return packed_schedule.shared_out(visited, problem.heads_q, start + more, sm_count, fwd.programs(config))
 
 
 def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Microseconds by tiles of several heads, estimated."""
     rows, queries = config["BLOCK_M"], config["BLOCK_M"] // config["MEMBERS"]
-    blocks = packed_schedule.shared_out(
-        _visited(problem, queries, config["BLOCK_N"]), fwd_grouped.query_heads(problem, config), grouped_schedule.START,
-        gpu.sm_count, fwd_grouped.HELD[rows][0],
-    )  # fmt: skip
+    found, held = packed_schedule.visited(problem, queries, config["BLOCK_N"]), fwd_grouped.HELD[rows][0]
+    heads = fwd_grouped.query_heads(problem, config)
+    blocks = packed_schedule.shared_out(found, heads, grouped_schedule.START, gpu.sm_count, held)
     spent = grouped_schedule.block_us(problem, config) * blocks
-    return packed_schedule.LAUNCHES_US + max(spent, grouped_schedule.memory_us(problem, gpu))
-
-
-def ordinary_us(problem: Problem, row: Row, config: Config, sm_count: int) -> float | None:
-    """Microseconds by a row's config, by the same lengths; None: the row has no time, or its kernel is another."""
-    if implementation_of(config) != WARP_SPECIALIZED:
-        return None
-    return packed_schedule.predicted_us(problem, row, config, sm_count, _busiest)
+    launch = grouped_schedule.LAUNCH_US[rows] + packed_schedule.ORDER_US
+    return launch + max(spent, packed_schedule.memory_us(problem, gpu))
 
 
 def candidates(problem: Problem, arch: int) -> Iterator[Config]:
@@ -129,9 +86,9 @@ def asked(problem: Problem, gpu: Gpu) -> bool:
 def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None) -> Config | None:
     """The tiles of several heads of a packed forward that ``config``, by ``row``, would serve otherwise; None: they are not
     expected to be faster, or serve nothing (SERVES)."""
-    if not SERVES or row is None or not asked(problem, gpu):
+    if not SERVES or row is None or implementation_of(config) != WARP_SPECIALIZED or not asked(problem, gpu):
         return None
-    otherwise, found = ordinary_us(problem, row, config, gpu.sm_count), best(problem, gpu)
+    otherwise, found = packed_schedule.expected_us(problem, config, gpu), best(problem, gpu)
     if otherwise is None or found is None or found[0] >= (1 - MARGIN) * otherwise:
         return None
     return found[1] if found[0] < (1 - SHARING_MARGIN) * _ungrouped_us(problem, gpu) else None

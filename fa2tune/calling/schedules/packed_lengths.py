@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
 
 from fa2tune.spec.problem import BUCKETS, Problem
 
-#: Lengths that stand for those of all sequences.
-KINDS = 8
-MOST_KINDS = 32  #: where each sequence has one
+MOST_KINDS = 32  #: lengths, where each sequence has one
+NORMAL = NormalDist()
+#: Shares of the sequences whose lengths are below the median, by length; the longer ones are half of those, and so on.
+LOWER = (0.25, 0.25)
+LEAST_SPREAD = 0.05  #: of logarithms, below which all have one length
 GOLDEN = (math.sqrt(5) - 1) / 2
 #: The longest over the mean, where it is not known: of documents rather than of equal sequences.
 TOP = 4.0
 
 
 @lru_cache(maxsize=1024)
-def _shares(top: float, kinds: int = KINDS) -> tuple[float, ...]:
+def _shares(top: float, kinds: int) -> tuple[float, ...]:
     """Numbers of mean 1, the largest near ``top``: at even distances up to 2, else by the same ratio."""
     if top <= 2:
         return tuple(1 + (top - 1) * ((2 * nth + 1) / kinds - 1) for nth in range(kinds))
@@ -30,35 +35,51 @@ def _shares(top: float, kinds: int = KINDS) -> tuple[float, ...]:
     return tuple(share * kinds / sum(found) for share in found)
 
 
-def unlike(problem: Problem) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """(sequences of each kind, (queries, keys) of each kind): lengths on both sides of the mean, so that what a tile reaches
-    past a sequence's end counts as for lengths that are no multiple of anything. Of other totals, the fewer queries or keys
-    vary, and each sequence has as many more of the others."""
-    given = max(1, problem.extent.given)
-    queries, keys = problem.seqlen_q, problem.seqlen_k
-    if given == 1:
-        return 1.0, ((queries, keys),)
-    fewer = min(queries, keys)
-    known = problem.extent.longest and queries == keys
-    shares = _shares(min(max(1.0, problem.extent.longest * given / fewer if known else TOP), given, KINDS))
-    more_q, more_k = (queries - fewer) / given, (keys - fewer) / given
-    varied = [fewer * share / given for share in shares]
-    return given / KINDS, tuple((round(own + more_q), round(own + more_k)) for own in varied)
+def _more(problem: Problem) -> tuple[int, float, float]:
+    """Of other totals the fewer queries or keys vary, and each sequence has as many more of the others: (the fewer rows of all
+    sequences; queries and keys that each has more)."""
+    fewer = min(problem.seqlen_q, problem.seqlen_k)
+    more_q, more_k = ((total - fewer) / max(1, problem.extent.given) for total in (problem.seqlen_q, problem.seqlen_k))
+    return fewer, more_q, more_k
+
+
+def _top(problem: Problem) -> float:
+    """The longest over the mean: it has the middle of its bucket, by ratio."""
+    given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
+    if not (bucket := problem.extent.longest):
+        return min(TOP, math.sqrt(given))
+    longest = (bucket / math.sqrt(2) - max(more)) * given / max(1, fewer)
+    return max(
+        1.0, longest if bucket > BUCKETS[0] else min(longest, TOP, math.sqrt(given))
+    )  # that one has all shorter ones
+
+
+@lru_cache(maxsize=1024)
+def kinds(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(queries, keys, sequences) of each length: their logarithms are spread as a normal distribution is, by the longest of so
+    many; the longer, the fewer are taken to be of one length."""
+    given, (fewer, *more) = max(1, problem.extent.given), _more(problem)
+    top = min(_top(problem), given) if problem.seqlen_q == problem.seqlen_k else min(_top(problem), TOP, given)
+    highest = NORMAL.inv_cdf((given - 0.375) / (given + 0.25))  # of so many
+    spread = highest - math.sqrt(max(0.0, highest**2 - 2 * math.log(top)))
+    if spread < LEAST_SPREAD:
+        shares, counts = np.ones(1), np.full(1, float(given))
+    else:
+        counts = given * np.array([*LOWER, *(0.5 ** (2 + nth) for nth in range(max(1, given.bit_length() - 2)))])
+        counts[-1] += given - counts.sum()
+        middles = (counts.cumsum() - counts / 2) / given
+        shares = np.exp([spread * NORMAL.inv_cdf(middle) for middle in middles])
+        shares *= given / (shares * counts).sum()
+    queries, keys = (np.rint(shares * (fewer / given) + one).astype(np.int64) for one in more)
+    return queries, keys, counts
 
 
 @lru_cache(maxsize=1024)
 def each(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) of every sequence, where the longest one matters: it has the middle of its bucket, by ratio. Longer and
-    shorter ones are mixed, as their order is not known either."""
-    given = max(1, problem.extent.given)
-    fewer = min(problem.seqlen_q, problem.seqlen_k)
-    more_q, more_k = ((total - fewer) / given for total in (problem.seqlen_q, problem.seqlen_k))
-    top = min(TOP, math.sqrt(given))
-    if bucket := problem.extent.longest:
-        longest = (bucket / math.sqrt(2) - max(more_q, more_k)) * given / max(1, fewer)
-        top = max(1.0, longest if bucket > BUCKETS[0] else min(longest, top))  # the first one has all shorter ones, too
+    """(queries, keys) of every sequence. Longer and shorter ones are mixed, as their order is not known either."""
+    given, (fewer, more_q, more_k) = max(1, problem.extent.given), _more(problem)
     kinds = min(given, MOST_KINDS)
-    shares = _shares(min(top, kinds), kinds)
+    shares = _shares(min(_top(problem), kinds), kinds)
     # the golden section, by which any run of neighbours has lengths of all kinds
     mixed = sorted(range(given), key=lambda nth: nth * GOLDEN % 1)
     found = [shares[nth * kinds // given] for nth in mixed]

@@ -1,56 +1,60 @@
 """Which tuned config suits a call of packed sequences: arithmetic on the host, which does not know the lengths.
 
-Rows are measured without packing, at lengths that are multiples of every tile. Packed tiles come from a queue, the longest
-first, so the time of a forward is that of all tiles over all programs, or of the longest tile: what a tile is larger than its
-sequence, and how many tiles there are, decide between rows. The backward takes tiles in the order of ``cu_seqlens``, in bands
-of heads, and may leave multiprocessors to what runs overlapped with it.
+Rows are measured without packing, at lengths that are multiples of every tile. A packed tile takes as long as a dense one of
+its form (``few_tiles``), and tiles come from a queue, the longest first, so the time of a forward is that of all tiles over all
+programs, or of the longest tile: what a tile is larger than its sequence, and how many tiles there are, decide. The backward
+takes tiles in the order of ``cu_seqlens``, in bands of heads, and may leave multiprocessors to what runs overlapped with it.
 
-Against what was measured: docs/experiments/few-heads-packed.md.
+Against what was measured: docs/experiments/packed-tiles.md, few-heads-packed.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from fa2tune.calling.schedules import (
     few_tiles,
-    forward_schedule,
     fused_schedule,
     group_parts_schedule,
+    grouped_schedule,
+    packed_lengths,
     tile_order,
     window_schedule,
 )
 from fa2tune.calling.schedules.fused_schedule import apart
-from fa2tune.calling.schedules.packed_lengths import unlike
 from fa2tune.compiling.choice import Choice
 from fa2tune.gpus import Gpu
 from fa2tune.launching import group_parts
 from fa2tune.rows.row import Row
 from fa2tune.search_spaces.lib.hopper import block_dims
 from fa2tune.search_spaces.sm90 import bwd_fused, fwd
-from fa2tune.spec.mask import FULL, Mask
-from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization
+from fa2tune.spec.mask import FULL
+from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, bucket_of
 from fa2tune.spec.variant import Variant
 
-#: Start and end of a packed tile, in key blocks, by Q_STAGES; and microseconds of the launches: the order of the tiles, and the
-#: kernel. Fitted to benchmarks/calls/random_packings.json.
-START = {1: 1.2, 2: 1.0}
-LAUNCHES_US = 7.0
-#: Time of a block with RESCALE "lazy" over that with "never", by columns of the wider of Q and V: what packed calls with "lazy"
-#: took beside dense ones with "never" (docs/experiments/varlen.md, benchmarks/calls/random_packings.json).
-NEVER_GAIN = {64: 1.13, 128: 1.06}
-#: Key blocks of a tile that have maxima in any case: the first one, and those under the mask.
-WITH_MAXIMA = 1.5
-#: The same of tiles of 64 rows, two programs a multiprocessor (``for_few_tiles``), over tiles of two groups, for as many pairs
-#: of a query and a key: the model without it is better than what was measured (docs/experiments/forward.md) by 1.03 to 1.18.
-FEW_COST = 1.2
+#: Microseconds that a packed forward takes besides a dense one: the kernel that orders the tiles, and the queue. Fitted, as the
+#: next three, to benchmarks/calls/random_packings_2.json, _3.json and packed_choices*.json.
+ORDER_US = 1.9
+#: What a packed tile takes longer with two Q tiles, in microseconds: perhaps as the queue tells late which one is next.
+SECOND_Q_US = 0.4
+#: A block of which a window hides keys takes longer by this share: in tiles of one group, and of several, which wait for each
+#: other.
+HIDDEN = {1: 0.24, 2: 0.4}
+#: Share of the memory's rate at which Q, K, V and O are moved.
+MEMORY_RATE = 0.75
+#: What is left uneven at the end, in mean tiles, where every program has one tile.
+UNEVEN = 0.75
 #: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
 FEW_TILES_ABOVE = 64
 #: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
-MARGIN = 0.06
+#: The second one: in a window.
+MARGIN, WINDOW_MARGIN = 0.08, 0.15
 #: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
 #: as they keep more of Q, dO and dQ in use at once; or by the other one, where all of that stays in the L2.
 BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
@@ -59,10 +63,6 @@ BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
 SHORT, FEW_KEYS = 1024, 512
 #: Share of the GPU's memory that float32 sums of dQ may take where most of their rows are padding.
 MOST_MEMORY = 1 / 32
-
-
-def covers(variant: Variant) -> bool:
-    return variant.space is fwd.SPACE or covers_backward(variant)
 
 
 def covers_backward(variant: Variant) -> bool:
@@ -92,61 +92,76 @@ def forms(problem: Problem, choice: Choice) -> list[Config]:
 # ---- the forward
 
 
+def covers_mask(problem: Problem) -> bool:
+    """Whether the tiles of a forward are chosen for."""
+    return problem.mask.measured or window_schedule.covers(problem)
+
+
+class Visited(NamedTuple):
+    """Of one head of all sequences."""
+
+    tiles: float
+    blocks: float  #: of keys, of all tiles
+    longest: int  #: blocks of the longest tile
+    hidden: float  #: of ``blocks``, those of which a window hides keys
+
+
 @lru_cache(maxsize=4096)
-def _tiles(queries: int, keys: int, mask: Mask, rows: int, columns: int) -> tuple[int, int, int]:
-    """Of one head of one sequence: (tiles, their key blocks, those of the longest)."""
-    most = max(1, -(-keys // columns))
+def visited(problem: Problem, rows: int, columns: int) -> Visited:
+    """What tiles of so many queries visit, by the lengths of ``packed_lengths.kinds``."""
+    queries, keys, counts = packed_lengths.kinds(problem)
     tiles = -(-queries // rows)
-    if mask == FULL:
-        return tiles, tiles * most, most
-    ends = (min(max(1, keys - queries + (nth + 1) * rows), max(1, keys)) for nth in range(tiles))
-    blocks = [-(-end // columns) for end in ends]
-    return tiles, sum(blocks), max(blocks, default=0)
+    kind = np.repeat(np.arange(len(tiles)), tiles)  # [tiles]
+    first = (np.arange(len(kind)) - np.repeat(tiles.cumsum() - tiles, tiles)) * rows
+    first_key, most, times = first + (keys - queries)[kind], np.maximum(keys, 1)[kind], counts[kind]
+    if len(kind) == 0:
+        return Visited(0.0, 0.0, 0, 0.0)
+    left, right = problem.mask.arguments(problem.seqlen_q, problem.seqlen_k)
+    end = most if problem.mask == FULL else np.minimum(np.maximum(first_key + rows + right, 1), most)
+    begin = 0 * first if problem.mask.window is None else np.maximum(first_key - left, 0)
+    blocks, hidden = np.maximum(-(-end // columns) - begin // columns, 1), 0.0
+    if window_schedule.covers(problem):
+        # whole blocks that all queries of a tile see
+        clear = np.minimum(first_key + right + 1, most) // columns
+        clear = clear - np.maximum(-(-(first_key + rows - 1 - left) // columns), begin // columns)
+        hidden = float((times * (blocks - np.maximum(clear, 0))).sum())
+    return Visited(float(times.sum()), float((times * blocks).sum()), int(blocks.max()), hidden)
 
 
-def busiest(problem: Problem, config: Config, sm_count: int, more: float = 0.0) -> float:
-    """Key blocks that the busiest multiprocessor works through, START and ``more`` a tile included, over the programs that it
-    holds at once."""
-    each, kinds = unlike(problem)
-    found = [_tiles(*kind, problem.mask, config["BLOCK_M"], config["BLOCK_N"]) for kind in kinds]
-    visited = each * sum(one[0] for one in found), each * sum(one[1] for one in found), max(one[2] for one in found)
-    start = START[config["Q_STAGES"]] + more
-    return shared_out(visited, problem.batch * problem.heads_q, start, sm_count, fwd.programs(config))
-
-
-def shared_out(visited: tuple[float, float, int], heads: int, start: float, sm_count: int, held: int) -> float:
-    """The same of tiles that ``held`` programs a multiprocessor take from a queue. ``visited``: of a head (tiles, their key
-    blocks, those of the longest tile); ``start``: start and end of a tile, in key blocks."""
-    tiles, work, longest = heads * visited[0], heads * (visited[1] + start * visited[0]), visited[2] + start
-    programs = min(tiles, sm_count * held)
-    if programs <= 0:
+def shared_out(found: Visited, heads: int, start: float, sm_count: int, held: int) -> float:
+    """Key blocks that the busiest multiprocessor works through, over the ``held`` programs that it holds at once, which take
+    tiles from a queue. ``found``: of a head; ``start``: start and end of a tile, in key blocks."""
+    if found.tiles <= 0:
         return 0.0
-    # the last tiles are the shortest: what they leave uneven is about half of one, and less of more of them
-    alone = longest / (tile_order.RATES[held][0] * held)
-    return float(max(work / programs + work / tiles * programs / tiles / 2, alone))
+    tiles = heads * found.tiles
+    mean, longest = found.blocks / found.tiles + start, found.longest + start
+    # time of a block where so many programs of a multiprocessor run, over that where all do
+    paces = [count / (rate * held) for count, rate in enumerate(tile_order.RATES[held], 1)]
+    if (programs := sm_count * held) < tiles:
+        even = tiles * mean / programs
+        return even + max(UNEVEN * mean * programs / tiles, (longest - even) * paces[0])
+    # the multiprocessor of the longest tile: of tiles at even distances it has every sm_count-th, until one is left
+    rounds = max(1, math.ceil(tiles / sm_count))
+    own = [max(0.0, longest - 2 * (longest - mean) * nth * sm_count / tiles) for nth in range(rounds)]
+    return sum((more - less) * pace for more, less, pace in zip(own, [*own[1:], 0.0], paces, strict=False))
 
 
-#: As ``busiest``.
-Busiest = Callable[[Problem, Config, int, float], float]
+def memory_us(problem: Problem, gpu: Gpu) -> float:
+    """Of reading Q, K and V and of writing O once."""
+    return grouped_schedule.memory_us(problem, gpu) / MEMORY_RATE
 
 
-def predicted_us(problem: Problem, row: Row, config: Config, sm_count: int, busiest: Busiest = busiest) -> float | None:
-    """Microseconds that a row's config for packed calls is expected to take; None: the row has no time. ``busiest``: by other
-    lengths."""
-    block = forward_schedule.block_us(row)
-    if block is None:
+def expected_us(problem: Problem, config: Config, gpu: Gpu) -> float | None:
+    """Microseconds that a config of the Hopper forward is expected to take for a packed call; None: of its form nothing was
+    measured."""
+    if (paces := few_tiles.paces_us(problem, config)) is None:
         return None
-    gain = NEVER_GAIN.get(tile_order.widest(problem), 1.0) if row.config["RESCALE"] == "never" else 1.0
-    if config["RESCALE"] == "never":
-        blocks = busiest(problem, config, sm_count, (gain - 1) * WITH_MAXIMA)
-        return LAUNCHES_US + few_tiles.norms_us(problem) + block * blocks
-    return LAUNCHES_US + gain * block * busiest(problem, config, sm_count, 0.0)
-
-
-def with_or_without_maxima(problem: Problem, row: Row, config: Config, sm_count: int) -> tuple[float | None, Config]:
-    """(``predicted_us``, config), of a row's config or of the same with maxima, whichever is predicted to be faster."""
-    times = [(predicted_us(problem, row, one, sm_count), one) for one in (fwd.without_norms(config), config)]
-    return min(times, key=lambda one: math.inf if one[0] is None else one[0])
+    launch, block, start = paces
+    start += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
+    found = visited(problem, config["BLOCK_M"], config["BLOCK_N"])
+    slower = 1 + HIDDEN[min(2, config["BLOCK_M"] // fwd.ROWS)] * found.hidden / max(1.0, found.blocks)
+    blocks = shared_out(found, problem.heads_q, start / (block * slower), gpu.sm_count, fwd.programs(config))
+    return ORDER_US + launch + max(block * slower * blocks, memory_us(problem, gpu))
 
 
 @lru_cache(maxsize=1024)
@@ -158,17 +173,8 @@ def for_few_tiles(spec: Specialization, arch: int) -> Config | None:
 
 def is_for_few_tiles(problem: Problem, config: Config, row: Row, arch: int) -> bool:
     """Whether a config that ``best`` gives is that of ``for_few_tiles`` and not the row's."""
-    return config == for_few_tiles(problem.specialization, arch) != fwd.suited(problem, row.config)
-
-
-def few_tiles_us(problem: Problem, row: Row, config: Config, gpu: Gpu) -> tuple[float, Config] | None:
-    """(expected microseconds, config) of ``for_few_tiles``; ``config``: of the row. Of head dims in parts nothing was
-    measured."""
-    few, block = for_few_tiles(problem.specialization, gpu.arch), forward_schedule.block_us(row)
-    if few is None or few["IN_PARTS"] != "none" or block is None:
-        return None
-    size = few["BLOCK_M"] * few["BLOCK_N"] * fwd.programs(few) / (config["BLOCK_M"] * config["BLOCK_N"])
-    return FEW_COST * block * size * busiest(problem, few, gpu.sm_count) + LAUNCHES_US, few
+    few = for_few_tiles(problem.specialization, arch)
+    return {**config, "HEADS_PER_WAVE": 0} == few != fwd.suited(problem, row.config)
 
 
 def best(
@@ -177,18 +183,41 @@ def best(
     """The row and config of a forward: ``served``, unless tiles of another form, of another row or of ``for_few_tiles``, are
     predicted to be faster. Pairs of a row and its config for packed calls."""
 
-    now, own = with_or_without_maxima(problem, *served, gpu.sm_count)
-    served = served[0], own
-    if now is None:
-        return served
+    def fastest(row: Row, config: Config) -> tuple[float, Row, Config]:
+        """With maxima or without, as the config has it."""
+        found = [config] if config["RESCALE"] != "never" else [config, fwd.without_norms(config)]
+        times = ((expected_us(problem, one, gpu), one) for one in found)
+        return min(((math.inf if us is None else us, row, one) for us, one in times), key=lambda one: one[0])
+
+    now, row, own = fastest(*served)
     form = window_schedule.form(own)
-    differ = ((row, config) for row, config in others if window_schedule.form(config) != form)
-    known = ((row, *with_or_without_maxima(problem, row, config, gpu.sm_count)) for row, config in differ)
-    found = [(time, row, config) for row, time, config in known if time is not None]
-    if (few := few_tiles_us(problem, *served, gpu)) is not None:
-        found.append((few[0], served[0], few[1]))
-    least = min(found, key=lambda one: one[0], default=None)
-    return least[1:] if least is not None and least[0] < (1 - MARGIN) * now else served
+    able = {window_schedule.form(config): (one, config) for one, config in reversed([*others])}
+    if (few := for_few_tiles(problem.specialization, gpu.arch)) is not None:
+        able.setdefault(window_schedule.form(few), (row, few))
+    least = min((fastest(*able[one]) for one in able if one != form), key=lambda one: one[0], default=(now, row, own))
+    margin = WINDOW_MARGIN if window_schedule.covers(problem) else MARGIN
+    us, row, config = least if least[0] < (1 - margin) * now else (now, row, own)
+    return row, {**config, "HEADS_PER_WAVE": band(problem, config, gpu, us)}
+
+
+def band(problem: Problem, config: Config, gpu: Gpu, us: float) -> int:
+    """Heads a band, HEADS_PER_WAVE, of a forward that is expected to take ``us``; 0: the kernel's. Sequences of as many keys
+    take turns, so L2 has to hold K and V of all of them for the heads of a band. The kernel counts those of the longest alone.
+    If 15077 tokens are two sequences of 604 and 23 of 603, it takes all heads, and each tile waits for memory."""
+    count, keys = problem.extent.given, problem.seqlen_k
+    mean = -(-keys // max(1, count))
+    if count < 2 or problem.extent.longest != bucket_of(-(-problem.seqlen_q // count), mean):
+        return 0  # they are not of one length
+    columns, wide, longer = config["BLOCK_N"], few_tiles.columns(problem, config), keys % count
+    heads = tile_order.heads_in_band(mean * (longer or count), wide)
+    block = ITEMSIZE[problem.dtype] * wide * columns  # bytes
+    if min(heads, problem.heads_kv) * (count - longer) * -(-mean // columns) * block <= gpu.l2_bytes:
+        return 0
+    loaded = problem.heads_kv * visited(problem, config["BLOCK_M"], columns).blocks * block
+    moved = ITEMSIZE[problem.dtype] * wide * problem.heads_q * problem.seqlen_q  # Q and O
+    if us >= (1 - MARGIN) * (loaded + moved) / (gpu.hbm_gbs * 1e3 * MEMORY_RATE):
+        return 0
+    return problem.group * tile_order.heads_in_band(keys, wide)
 
 
 # ---- the backward

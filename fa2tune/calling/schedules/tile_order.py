@@ -25,14 +25,16 @@ RATES = {1: (1.0,), 2: (0.71, 1.0), 3: (0.65, 0.93, 1.0)}
 MOST_TILES = 8192
 
 
+def heads_in_band(seqlen_k: int, columns: int) -> int:
+    """As kernels/lib/hopper_forward.py has it under a causal mask: the power of two, up to 64, whose K and V L2 holds.
+    ``columns``: of K and V together, 2 bytes each."""
+    held = L2_BYTES // (2 * columns) // max(1, seqlen_k)
+    return 1 << max(0, min(64, held).bit_length() - 1)
+
+
 def _band(order: int, seqlen_k: int, columns: int, mask: str) -> int:
-    """Heads a band. ``columns``: of K and V together, 2 bytes each."""
-    if order or mask != "causal":
-        return order or 1
-    held, width = L2_BYTES // (2 * columns) // seqlen_k, 1
-    while width < 64 and held >= 2 * width:
-        width *= 2
-    return width
+    """Heads a band."""
+    return order or (heads_in_band(seqlen_k, columns) if mask == "causal" else 1)
 
 
 @lru_cache(maxsize=4096)
