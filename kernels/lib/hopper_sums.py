@@ -153,7 +153,7 @@ def _turn_of(turns, h, block, tile, call, form):
 
 @gluon.jit
 def _first_of_above(tile, call, form):
-    """The first query block that sees the key tile above this one, which adds to it and to all behind it before this one does."""
+    """The first query block that sees the key tile above this one. That tile adds to it, and to all behind it, first."""
     above = tile.start_n + BLOCK_N
     first, _full, _end, _rotation = query_blocks(
         above, call.seqlen_q, call.seqlen_k, call.window, form.BLOCK_M, BLOCK_N, form.QUERY_BLOCKS, form.LEFT_BOUNDED

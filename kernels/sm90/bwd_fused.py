@@ -292,9 +292,9 @@ def bwd_fused_hopper_kernel(
     Behind them, only if FINISH_BESIDE, [B, Hq]: 0, and in the end how many tiles have added to dQ of a head
     (sm90/bwd_finish.py). EARLY_START: it may start once all programs of the kernel before have, and so may the kernel
     behind it; before a thread reads terms or the counter, or adds to the workspace, it waits for the end of the kernel
-    before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so that sums have the
-    same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more than
-    the number of the key tile that has added last.
+    before. IN_ORDER: the key tiles of a head add to a block of dQ one after the other, the last keys first, so sums have the
+    same bits on every run. Behind counter[0] lies a turn for each 64 rows, [B, Hq, rows_padded / 64] int32: 0, then one more
+    than the number of the key tile that has added last.
 
     RAGGED: B is 1, batch the number of sequences, which lie one after the other from cu_seqlens_q[s] and cu_seqlens_k[s] on;
     rows of terms and sums are those of kernels/lib/hopper_packed.py. Keys behind the last sequence: dk = dv = 0."""
@@ -350,7 +350,8 @@ def bwd_fused_hopper_kernel(
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, TILE_ROWS=TILE_ROWS, PARTS=PARTS, STAGES=STAGES, K_STAGES=K_STAGES,
         DS_STAGES=DS_STAGES, OUT_STAGES=OUT_STAGES, REDUCE=REDUCE, SCORES_AHEAD=SCORES_AHEAD,
         EXPONENTIALS_FIRST=EXPONENTIALS_FIRST, DQ_BEHIND=DQ_BEHIND, PAIRS=PAIRS, DYNAMIC=DYNAMIC, BESIDE=BESIDE,
-        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED, IN_ORDER=IN_ORDER,
+        EARLY_START=EARLY_START, CONCATENATED=CONCATENATED, ADDS=ADDS, COUNTS=FINISH_BESIDE, TELLS=TELLS, RAGGED=RAGGED,
+        IN_ORDER=IN_ORDER,
         QUERY_BLOCKS=QUERY_BLOCKS, HIDE_QUERIES=HIDE_QUERIES, LEFT_BOUNDED=LEFT_BOUNDED, RIGHT_BOUNDED=RIGHT_BOUNDED,
     )  # fmt: skip
     # constants stay constants only in a literal tuple, so each group's is written out
@@ -389,7 +390,9 @@ def _workspaces(problem: Problem, config: Config) -> Workspaces:
     rows = (problem.batch, problem.heads_q, space.padded_rows(problem))
     terms = ((2 * problem.batch, *rows[1:], space.TERMS), "bf16")
     words = ((*rows, space.columns(problem.specialization, config)), "fp32")
-    counter = ((_counts(problem, config),), "i32") if config["DYNAMIC"] else "words"  # no allocation where nothing counts
+    counter = (
+        ((_counts(problem, config),), "i32") if config["DYNAMIC"] else "words"
+    )  # no allocation where nothing counts
     chunks = rows[2] // space.CHUNK
     counts = (chunks + 2 if problem.extent.ragged else 1) if config["FINISH_BESIDE"] else 0
     flags = ((*rows[:2], chunks + counts), "i32") if config["BESIDE"] else "words"
@@ -434,7 +437,7 @@ VARIANT = Variant(
         "SUM_COLUMNS": space.columns(spec, config), "PERMUTED_COLUMNS": space.permuted_columns(spec, config),
         "FINISH_BESIDE": config["FINISH_BESIDE"],
         **({"USED_COLUMNS": sum(space.parts(spec, config))} if config.get("IN_PARTS") else {}),
-        **({"EARLY_START": True} if config.get("EARLY_START") else {})},
+        **{name: True for name in ("EARLY_START", "IN_ORDER") if config.get(name)}},
     workspaces=_workspaces,
     scalars=_scalars,
     fitted=space.fitted,

@@ -38,19 +38,24 @@ def bwd_prepare_hopper_kernel(
     qk_scale, window_left, window_right, cu_seqlens_q, cu_seqlens_k, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     SEES: tl.constexpr, LEFT_BOUNDED: tl.constexpr, RIGHT_BOUNDED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_R: tl.constexpr, SUM_COLUMNS: tl.constexpr, USED_COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """o, do [B, Hq, Sq, DV], lse [B, Hq, Sq], dlse [B, Hq, Sq] (read only if has_dlse) -> terms [2 B, Hq, rows_padded, TERMS]
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
-    counter [counts] int32: 0; no more than there are programs. rows_padded is a multiple of BLOCK_R, and 64 is. RAGGED: as sm90/bwd_fused.py has it.
+    counter [counts] int32: 0; without IN_ORDER counts is 1 at most, with it as many as there are programs. rows_padded is a
+    multiple of BLOCK_R, and 64 is. RAGGED: as sm90/bwd_fused.py has it.
     EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
     if EARLY_START:
         tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
     tiles = rows_padded // BLOCK_R
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
-    tl.store(counter + tl.program_id(0), 0, mask=tl.program_id(0) < counts)
+    if IN_ORDER:
+        tl.store(counter + tl.program_id(0), 0, mask=tl.program_id(0) < counts)
+    else:
+        tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
     b = head // heads_q
     h = head % heads_q
     padded = start_m
@@ -115,6 +120,7 @@ VARIANT = Variant(
     constants=lambda spec, config: {
         "USED_COLUMNS": config.get("USED_COLUMNS", config["SUM_COLUMNS"]),
         "EARLY_START": config.get("EARLY_START", False),
+        "IN_ORDER": config.get("IN_ORDER", False),
     },
     grid=lambda problem, config, _sm_count, _early: (
         space.padded_rows(problem) // config["BLOCK_R"] * problem.batch * problem.heads_q

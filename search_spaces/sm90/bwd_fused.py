@@ -359,11 +359,12 @@ SPACE = SearchSpace(
             lambda config, spec, arch: not config["EARLY_START"] or (not config["BESIDE"] and not spec.ragged),
         ),
         Constraint(
-            "order_of_tiles_that_are_taken_in_it",
-            "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, so it "
-            "adds to dQ; kernels that overlap count tiles, not turns",
+            "turns_follow_the_counter",
+            "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, so "
+            "that warp adds to dQ; kernels that overlap count tiles, not turns",
             lambda config, spec, arch: (
-                not config["IN_ORDER"] or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))
+                not config["IN_ORDER"]
+                or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))
             ),
         ),
         Constraint(
