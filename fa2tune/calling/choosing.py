@@ -19,6 +19,7 @@ from fa2tune.calling.schedules import (
     ordered,
     packed_schedule,
     split_backward_schedule,
+    turns_schedule,
     window_schedule,
 )
 from fa2tune.compiling import limits, measured_code
@@ -343,7 +344,8 @@ def choose_in_order(chooser: Chooser) -> Choice | None:
     if strategy != FUSED:
         return None
     free = chooser.choose(ordered.KERNEL, kinds.get(ordered.KERNEL))
-    return ordered.instead_of(chooser.problem, free, chooser.gpu)
+    in_order = turns_schedule if turns_schedule.covers(free.variant) else ordered
+    return in_order.instead_of(chooser.problem, free, chooser.gpu)
 
 
 def choose_backward(

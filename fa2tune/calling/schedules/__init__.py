@@ -20,6 +20,7 @@ group_parts_schedule        backward  into how many parts query groups are split
 one_tile_schedule           backward  whether one kernel makes all of it
 stored_ds_schedule          backward  whether dS goes through memory, and in how many slices
 ordered                     backward  whether the fused kernel serves deterministic calls without wgmma
+turns_schedule              backward  whether the fused Hopper kernel serves deterministic calls
 tile_order, packed_lengths            what several of these share: a static order of tiles; lengths that are not known
 ==========================  ========  ==================================================================================
 """
