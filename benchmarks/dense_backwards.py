@@ -7,7 +7,7 @@
     python benchmarks/dense_backwards.py --split                                     # both split kernels at a time, predicted
     python benchmarks/dense_backwards.py --keys --out dq_parts.json                  # keys of dQ in parts (also with --list)
     python benchmarks/dense_backwards.py --keys --table dq_parts.json --page docs/experiments/few-queries.md
-    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or small: next to what serves
+    python benchmarks/dense_backwards.py --forms apart --out v_apart.json            # or stored, or turns: next to what serves
 
 The calls: of benchmarks/calls/random_calls.json.gz those that were behind a peer, those that are served otherwise since, and
 every eighth of the others. Fused: the row's config, alone on the GPU ("apart"), with dQ finished after, in half blocks (64
@@ -15,7 +15,7 @@ columns; also with rows prepared and dQ finished beside), each in the number of 
 neighbouring numbers of parts. Split: one kernel after the other, and both at a time in each order. --keys: of KEY_CALLS what
 serves with whole keys, and keys of dQ in parts, in the order chosen for each number of parts, and one kernel after the other.
 --forms, each next to what serves: apart (V_APART of the fused kernel, and padded), stored (dS in memory, and split kernels),
-small (calls of few microseconds in programs of one tile).
+turns (dQ summed in a fixed order by the fused kernel, and by split kernels, as deterministic calls ask for).
 
 Each result is compared with float32 arithmetic; a wrong one is an error. Each candidate is a CUDA graph; replays are
 interleaved; the file holds medians of seven bursts in microseconds a call, and what was recorded. Needs a GPU of compute
@@ -47,6 +47,7 @@ from fa2tune.calling.schedules import (
     group_parts_schedule,
     split_backward_schedule,
     stored_ds_schedule,
+    turns_schedule,
 )
 from fa2tune.compiling.choice import Choice
 from fa2tune.compiling.registry import variant_named
@@ -74,7 +75,7 @@ KEY_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "64 queries": (Problem("bf16", 1, 1, 1, 64, 1024, 256, 256, FULL), {}),
     "one query tile a head": (Problem("bf16", 1, 38, 38, 84, 18106, 200, 200, FULL), {}),
 }
-#: The same of V apart; of head dims above 128; and of calls of few tiles.
+#: The same of V apart; of head dims above 128; and of dQ in a fixed order.
 APART_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "96 / 64": (Problem("bf16", 3, 7, 7, 2887, 2887, 96, 64, CAUSAL), {"fa2tune": 263.9, "fa4": 205.2}),
     "88 / 72": (Problem("bf16", 3, 3, 3, 7627, 7627, 88, 72, CAUSAL), {"fa2tune": 699.5, "cudnn": 793.8}),
@@ -103,15 +104,15 @@ STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "256, 8192, causal": (Problem("bf16", 2, 8, 8, 8192, 8192, 256, 256, CAUSAL), {}),
     "192 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 192, 128, CAUSAL), {}),
 }
-SMALL_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
-    "186 x 359": (Problem("bf16", 2, 12, 12, 186, 359, 96, 96, CAUSAL), {"fa2tune": 14.7, "fa4": 11.9}),
-    "158 x 802": (Problem("bf16", 2, 3, 3, 158, 802, 96, 96, FULL), {"fa2tune": 14.7, "fa4": 11.3}),
-    "220": (Problem("bf16", 8, 2, 2, 220, 220, 96, 96, CAUSAL), {"fa2tune": 16.9, "fa4": 13.0}),
-    "572": (Problem("bf16", 1, 4, 4, 572, 572, 88, 88, CAUSAL), {"fa2tune": 25.9, "fa4": 22.9}),
-    "647": (Problem("bf16", 5, 3, 3, 647, 647, 128, 128, CAUSAL), {"fa2tune": 34.4, "fa4": 30.7}),
-    "300 of 128": (Problem("bf16", 4, 6, 6, 300, 300, 128, 128, FULL), {}),
-    "341": (Problem("bf16", 10, 1, 1, 341, 341, 56, 56, CAUSAL), {"fa2tune": 16.0, "fa4": 13.9}),
-}
+TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
+    f"{dim} {mask}, {length}": (Problem("bf16", 16384 // length, 2048 // dim, 2048 // dim, length, length, dim, dim, mask), {})
+    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 2048, 8192)
+} | {
+    "128 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 128, 128, CAUSAL), {}),
+    "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
+    "eight heads": (Problem("bf16", 1, 8, 8, 4096, 4096, 64, 64, CAUSAL), {}),
+    "odd lengths": (Problem("bf16", 5, 12, 12, 3001, 2049, 128, 128, CAUSAL), {}),
+}  # fmt: skip
 BURST_MS = 4.0
 
 #: Kernel -> its choice and the parts of its groups.
@@ -301,18 +302,27 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     return found
 
 
-def small_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Programs of one tile each."""
+def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
+    """Key tiles that add to dQ in turns, next to split kernels that serve deterministic calls."""
     found = {"served": served(problem, gpu)}
+    _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
+    found["split"] = (
+        {name: (one, group_parts_schedule.parts_of(problem, name, one, gpu)) for name, one in choices.items()},
+        "",
+    )
     own = found["served"][0][FUSED_KERNEL][0]
-    one = _fused_form(problem, own, gpu, PERSISTENT=False, DYNAMIC=False, PAIRS=False)
-    return found | ({} if one is None else {"one tile": one})
+    base = turns_schedule.config_of(problem, own.config)
+    for name, change in {"turns": {}, "bands of 8": {"HEADS_PER_WAVE": 8}, "four warps": {"num_warps": 4}}.items():
+        one = _fused_form(problem, own, gpu, **{**base, **change})
+        if one is not None and one not in found.values():
+            found[name] = one
+    return found
 
 
 Candidates = Callable[[Problem, Gpu], dict[str, Ordered]]
 FORMS: dict[str, tuple[dict[str, tuple[Problem, dict[str, float]]], Candidates]] = {
     "apart": (APART_CALLS, apart_candidates), "stored": (STORED_CALLS, stored_candidates),
-    "small": (SMALL_CALLS, small_candidates),
+    "turns": (TURN_CALLS, turn_candidates),
 }  # fmt: skip
 
 

@@ -110,6 +110,7 @@ class Program:
     warps: int
     values: bool
     overlap: Overlap
+    failed: threading.Event  #: a thread of any program of the grid, so that none polls for ever
     changed: threading.Condition = field(default_factory=threading.Condition)
     met: dict[int, list[int]] = field(
         default_factory=dict
@@ -158,6 +159,8 @@ def _assembly(text: str, _: str, given: Sequence[Any], **__: Any) -> Any:
     elif "atom.relaxed" in text:
         return atomic_add(given[0], 1)
     elif "ld.acquire" in text:
+        if _HERE.program.failed.is_set():
+            raise Fault("another partition or program failed")
         _HERE.knows = True
         return load_words(given[0])
     elif "shfl" in text or text.startswith("mov.b32 $0, $1"):
@@ -262,6 +265,7 @@ def _spawn(program: Program, name: str, warps: int, work: Callable[[], Any], kno
         except BaseException as error:
             with program.changed:
                 program.errors.append(error)
+                program.failed.set()
                 program.changed.notify_all()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -434,7 +438,8 @@ def launch(
     ``values``: buffers hold their words, and these are computed with. ``before``, ``after``: as ``Overlap`` has them."""
     function = _function(kernel.fn)
     given = {name: in_python(value) for name, value in arguments.items()}
-    programs = [Program(number, grid, warps, values, Overlap(before, after)) for number in range(grid)]
+    failed = threading.Event()
+    programs = [Program(number, grid, warps, values, Overlap(before, after), failed) for number in range(grid)]
     work = lambda: function(**given)  # noqa: E731
     threads = [_spawn(one, f"program {one.number}", warps, work, before is None) for one in programs]
     for thread in threads:

@@ -53,6 +53,7 @@ WORDS: Mapping[str, str] = {
     "tma_addresses_tensors": "tensors that TMA cannot address",
     "turns_take_groups": "PINGPONG needs two consumer groups",
     "two_groups_of_keys": "OWN keys needs BLOCK_N 128 and P_STAGES 1",
+    "turns_follow_the_counter": "IN_ORDER without the options that it needs",
     "v_apart_is_in_parts": "V_APART with BESIDE, or of head dims that are alike",
     "warps_have_rows": "more warps than a product has rows or columns for",
     "who_prepares_makes_room_for_who_finishes": "FINISH_BESIDE without the options that it needs",

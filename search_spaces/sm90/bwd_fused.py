@@ -360,8 +360,8 @@ SPACE = SearchSpace(
         ),
         Constraint(
             "turns_follow_the_counter",
-            "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, so "
-            "that warp adds to dQ; kernels that overlap count tiles, not turns",
+            "a tile waits for the one above it, which must have been taken from the counter before; a warp of its own waits, "
+            "and adds to dQ; kernels that overlap count tiles, not turns",
             lambda config, spec, arch: (
                 not config["IN_ORDER"]
                 or (not spec.ragged and all(config[name] == value for name, value in TURNS.items()))

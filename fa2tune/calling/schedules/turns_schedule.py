@@ -40,8 +40,8 @@ def config_of(problem: Problem, config: Config) -> Config:
 
 def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     """What serves a deterministic call in place of ``free``, the choice of the fused kernel that serves others; None: the split
-    kernels do. Head dims in parts, and those of 32 columns, have no such form. In a mask bounded on the left the first blocks of
-    a tile would wait for the last ones of many tiles."""
+    kernels do. Head dims in parts, and those of 32 columns, have no such form. Of a mask bounded on the left the first blocks
+    of a tile would wait for the last ones of many tiles."""
     if not SERVES or problem.is_empty or problem.extent.ragged or mask_named(problem.mask.name).left:
         return None
     if any(free.config.get(name) for name in ("IN_PARTS", "V_APART", "NARROW")):

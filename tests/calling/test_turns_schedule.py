@@ -1,0 +1,70 @@
+"""Which deterministic calls the fused Hopper backward serves with its key tiles in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fa2tune import gpus
+from fa2tune.calling import choosing
+from fa2tune.calling.schedules import turns_schedule
+from fa2tune.rows import lookup
+from fa2tune.search_spaces.sm90 import bwd_fused
+from fa2tune.spec.extent import RAGGED, Extent
+from fa2tune.spec.mask import CAUSAL, FULL, Mask, band
+from fa2tune.spec.problem import FUSED, SPLIT, Problem
+
+H200 = gpus.named("h200")
+#: Where no row is stale.
+NODE = lookup.Toolchain(triton="3.6.0")
+
+
+@pytest.fixture(autouse=True)
+def serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_schedule, "SERVES", True)
+
+
+def posed(length: int, dim: int, mask: Mask = CAUSAL, heads: int = 16, batch: int = 8) -> Problem:
+    return Problem("bf16", batch, heads, heads, length, length, dim, dim, mask)
+
+
+def strategy(problem: Problem) -> str:
+    return choosing.choose_backward(choosing.Chooser(problem, H200, node=NODE), True)[0]
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, Mask("causal_top_left")], ids=str)
+@pytest.mark.parametrize(("length", "dim"), [(512, 128), (2048, 64), (16384, 128), (4099, 56), (8192, 104)])
+def test_serves_many_tiles(length: int, dim: int, mask: Mask) -> None:
+    problem = posed(length, dim, mask, heads=32)
+    found, choices = choosing.choose_backward(choosing.Chooser(problem, H200, node=NODE), True)
+    free = choosing.choose_backward(choosing.Chooser(problem, H200, node=NODE), False)[1]["bwd_fused"]
+    assert found == FUSED and list(choices) == ["bwd_fused"]
+    config = choices["bwd_fused"].config
+    assert choices["bwd_fused"].row is free.row and config["IN_ORDER"] and not free.config["IN_ORDER"]
+    assert all(config[name] == value for name, value in bwd_fused.TURNS.items())
+    assert bwd_fused.SPACE.broken(config, problem.specialization, 90) is None
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        posed(4096, 64, heads=1, batch=1),  # 32 tiles
+        posed(2048, 256),
+        posed(2048, 96),  # in parts
+        posed(2048, 32),
+        posed(4096, 128, band(1024, 0)),
+        posed(4096, 128, Mask("chunked", 512)),
+        replace(posed(4096, 128), dtype="fp32"),
+        replace(posed(4096, 128), aligned=False, tma=False),
+        replace(posed(16384, 128, batch=1), extent=Extent(RAGGED, 16)),
+    ],
+    ids=["few tiles", "256", "parts", "narrow", "window", "chunks", "fp32", "unaligned", "packed"],
+)
+def test_others_are_split(problem: Problem) -> None:
+    assert strategy(problem) == SPLIT
+
+
+def test_off_until_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not turns_schedule.SERVES and strategy(posed(4096, 128)) == SPLIT
