@@ -23,8 +23,10 @@ def prepared(
     seqlen_k: int = ROWS,
     causal: bool = False,
     used: int = DIM,
+    counter: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(terms of lse, terms of delta, delta) of two batch entries. Uninitialised memory holds NaN."""
+    """(terms of lse, terms of delta, delta) of two batch entries. Uninitialised memory holds NaN. ``counter``: that and turns,
+    which are cleared."""
     batch = lse.shape[0]
     o, do = (torch.randn(batch, HEADS, ROWS, DIM, dtype=torch.float16) for _ in range(2))
     terms = torch.full((2 * batch, HEADS, PADDED, TERMS), math.nan, dtype=torch.bfloat16)
@@ -32,14 +34,23 @@ def prepared(
     block = registry.variant_named("sm90/bwd_prepare").space.dimensions["BLOCK_R"][0]
     bwd_prepare_hopper_kernel[(batch * HEADS * PADDED // block,)](
         o, do, lse, lse if dlse is None else dlse, terms, words, *o.stride()[:3], *do.stride()[:3], *lse.stride(), batch, HEADS,
-        ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32), 0, softmax_scale * LOG2E, 0, 0, 0, 0,
+        ROWS, seqlen_k, PADDED, int(dlse is not None), torch.ones(1, dtype=torch.int32) if counter is None else counter,
+        0 if counter is None else len(counter), softmax_scale * LOG2E, 0, 0, 0, 0,
         HEAD_DIM_V=DIM, BLOCK_DV=DIM, SEES=(causal_mask if causal else full).sees, LEFT_BOUNDED=False, RIGHT_BOUNDED=causal,
         RAGGED=False, BLOCK_R=block, SUM_COLUMNS=DIM, USED_COLUMNS=used, EARLY_START=False,
+        IN_ORDER=counter is not None,
     )  # fmt: skip
     of_columns = words.reshape(-1, DIM, 64)  # the words of 64 rows, column by column
     assert not of_columns[:, :used].any() and of_columns[:, used:].isnan().all()
     delta = (o.double() * do.double()).sum(-1) - (0.0 if dlse is None else dlse.double())
     return terms[:batch].double(), terms[batch:].double(), delta
+
+
+def test_turns_are_cleared() -> None:
+    """A number for each 64 rows, behind the counter, and nothing behind them."""
+    memory = torch.full((1 + 2 * HEADS * PADDED // 64 + 1,), 7, dtype=torch.int32)
+    prepared(torch.zeros(2, HEADS, ROWS), None, 0.5, counter=memory[:-1])
+    assert not memory[:-1].any() and memory[-1] == 7
 
 
 @pytest.mark.parametrize(("used", "columns"), [(48, 64), (48, 32), (DIM, 64)])
