@@ -157,14 +157,11 @@ def _distinct(found: Iterator[tuple[str, Choice, int]]) -> Candidates:
 
 def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     chosen, problem = chooser.choose("fwd"), chooser.problem
-    answer = chosen.answer
-    assert answer is not None
-    own = chooser.fitted(answer.row)
-    row = replace(chosen, config=own.row.config, row=own.given, few_tiles=False)
+    row, *others = chooser.among("fwd")
     yield "row", row, 1
-    for other in chooser._of_other_lengths(answer):
-        if other.refused is None:
-            yield f"row of {other.given.key.bucket}", replace(row, config=other.row.config, row=other.given), 1
+    for other in others:
+        assert other.row is not None
+        yield f"row of {other.row.key.bucket}", other, 1
     few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
     if few is not None:
         yield "small tiles", replace(row, config=few), 1
