@@ -162,9 +162,8 @@ def forwards(chooser: choosing.Chooser) -> Iterator[tuple[str, Choice, int]]:
     own = chooser.fitted(answer.row)
     row = replace(chosen, config=own.row.config, row=own.given, few_tiles=False)
     yield "row", row, 1
-    for other in chooser._of_other_lengths(answer):
-        if other.refused is None:
-            yield f"row of {other.given.key.bucket}", replace(row, config=other.row.config, row=other.given), 1
+    for other in chooser._of_all_lengths(answer)[1:]:
+        yield f"row of {other.given.key.bucket}", replace(row, config=other.row.config, row=other.given), 1
     few = packed_schedule.for_few_tiles(problem.specialization, chooser.gpu.arch)
     if few is not None:
         yield "small tiles", replace(row, config=few), 1
