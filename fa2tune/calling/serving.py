@@ -25,7 +25,7 @@ from fa2tune.launching import beside, dq_parts, group_parts, key_splits, one_key
 from fa2tune.rows import lookup, reader
 from fa2tune.spec.extent import WHOLE, Extent
 from fa2tune.spec.mask import Mask, Window, mask_of
-from fa2tune.spec.problem import BACKWARD, SPLIT, STRATEGIES, Config, Problem
+from fa2tune.spec.problem import BACKWARD, FUSED, SPLIT, STRATEGIES, Config, Problem
 from fa2tune.spec.score import Score, score_of
 from fa2tune.spec.variant import Variant, implementation_of
 
@@ -52,9 +52,9 @@ def explain_problem(
     return Explanation(problem, gpu, whole.node.triton, tuple(kernels), present)
 
 
-def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
-    """The whole backward, and the kernels of its strategy."""
-    strategy, choices = choose_backward(chooser, deterministic)
+def _served_backward(chooser: Chooser, deterministic: bool, in_order: bool = True) -> list[Served]:
+    """The whole backward, and the kernels of its strategy. ``in_order``: as ``choose_backward`` has it."""
+    strategy, choices = choose_backward(chooser, deterministic, in_order)
     split = deterministic and strategy == SPLIT  # a fused one in a fixed order has the row of any call
     (answer, refused), problem = chooser.find_backward(split), chooser.problem
     whole = Served(
@@ -69,6 +69,8 @@ def _served_backward(chooser: Chooser, deterministic: bool) -> list[Served]:
         if whole.runs is not None:
             return [whole]
     found = [_served(chooser, kernel, kinds.get(kernel), choices[kernel]) for kernel in STRATEGIES[strategy]]
+    if deterministic and strategy == FUSED and any(one.lacking for one in found):
+        return _served_backward(chooser, deterministic, in_order=False)  # as a call does
     order = divided.order
     if divided.keys > 1:
         in_parts = _Runs(dq_parts.kernels(problem, divided.keys, chooser.gpu.arch), chooser.gpu)

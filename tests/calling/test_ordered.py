@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_a_split_group_has_programs_for_each_part() -> None:
     free = Choice(FREE, {name: value for name, value in choices["bwd_fused"].config.items() if name != "DQ_BUFFERS"})
     parts = ordered.group_parts_schedule.parts(problem, choices, A100)
     assert parts == ordered.group_parts_schedule.parts(problem, {"bwd_fused": free}, A100) != {}
+
+
+def test_explain_tells_of_the_split_kernels_where_its_own_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(variant: Any, *_: Any) -> tuple[Any, str]:
+        return (None, "no file holds it") if variant is ORDERED else (object(), "a file")
+
+    monkeypatch.setattr(serving.precompiled, "find", find)
+    asked = partial(serving.explain_problem, posed(), A100, (BACKWARD,), deterministic=True, present=False)
+    assert [one.kernel for one in asked().kernels] == [BACKWARD, "bwd_fused"], "compiled at the first call"
+    monkeypatch.setattr("fa2tune.compiling.fingerprint.triton_version", lambda: "")
+    found = asked()
+    assert [one.kernel for one in found.kernels] == [BACKWARD, "bwd_dq", "bwd_dkdv"] and not found.lacking
 
 
 def test_explain_tells_it() -> None:

@@ -65,6 +65,15 @@ def test_others_are_split(problem: Problem) -> None:
     assert strategy(problem) == SPLIT
 
 
+def test_nothing_leads_back_to_a_form_without_order() -> None:
+    """Also of a call that the fused kernel serves in another form than the row's."""
+    problem = Problem("fp16", 2, 64, 32, 4096, 4096, 40, 40, FULL)
+    chooser = choosing.Chooser(problem, H200, node=NODE)
+    assert choosing.choose_backward(chooser, False)[1]["bwd_fused"].otherwise is not None
+    found = choosing.choose_backward(chooser, True)[1]["bwd_fused"]
+    assert found.config["IN_ORDER"] and found.of_row.config["IN_ORDER"]
+
+
 def test_off_until_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert not turns_schedule.SERVES and strategy(posed(4096, 128)) == SPLIT

@@ -40,8 +40,9 @@ def grouped_us(problem: Problem, config: Config, gpu: Gpu) -> float:
     rows, queries = config["BLOCK_M"], config["BLOCK_M"] // config["MEMBERS"]
     found, held = packed_schedule.visited(problem, queries, config["BLOCK_N"]), fwd_grouped.HELD[rows][0]
     heads = fwd_grouped.query_heads(problem, config)
-    blocks = packed_schedule.shared_out(found, heads, grouped_schedule.START, gpu.sm_count, held)
-    spent = grouped_schedule.block_us(problem, config) * blocks
+    slower = packed_schedule.hidden_cost(found, config)
+    blocks = packed_schedule.shared_out(found, heads, grouped_schedule.START / slower, gpu.sm_count, held)
+    spent = grouped_schedule.block_us(problem, config) * slower * blocks
     launch = grouped_schedule.LAUNCH_US[rows] + packed_schedule.ORDER_US
     return launch + max(spent, packed_schedule.memory_us(problem, gpu))
 

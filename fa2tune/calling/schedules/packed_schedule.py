@@ -146,6 +146,11 @@ def shared_out(found: Visited, heads: int, start: float, sm_count: int, held: in
     return sum((more - less) * pace for more, less, pace in zip(own, [*own[1:], 0.0], paces, strict=False))
 
 
+def hidden_cost(found: Visited, config: Config) -> float:
+    """How many times as long a block takes on average, as a window hides keys of some (HIDDEN)."""
+    return 1 + HIDDEN[min(2, config["BLOCK_M"] // fwd.ROWS)] * found.hidden / max(1.0, found.blocks)
+
+
 def memory_us(problem: Problem, gpu: Gpu) -> float:
     """Of reading Q, K and V and of writing O once."""
     return grouped_schedule.memory_us(problem, gpu) / MEMORY_RATE
@@ -159,7 +164,7 @@ def expected_us(problem: Problem, config: Config, gpu: Gpu) -> float | None:
     launch, block, start = paces
     start += SECOND_Q_US if config["Q_STAGES"] == 2 else 0.0
     found = visited(problem, config["BLOCK_M"], config["BLOCK_N"])
-    slower = 1 + HIDDEN[min(2, config["BLOCK_M"] // fwd.ROWS)] * found.hidden / max(1.0, found.blocks)
+    slower = hidden_cost(found, config)
     blocks = shared_out(found, problem.heads_q, start / (block * slower), gpu.sm_count, fwd.programs(config))
     return ORDER_US + launch + max(block * slower * blocks, memory_us(problem, gpu))
 

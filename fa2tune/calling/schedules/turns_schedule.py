@@ -50,4 +50,4 @@ def instead_of(problem: Problem, free: Choice, gpu: Gpu) -> Choice | None:
     config = config_of(problem, free.config)
     if tiles < LEAST_ROUNDS * gpu.sm_count or bwd_fused.SPACE.broken(config, problem.specialization, gpu.arch):
         return None
-    return replace(free, config=config)
+    return replace(free.of_row, config=config)  # nothing to fall back to: all other forms sum in no order
