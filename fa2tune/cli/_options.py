@@ -19,7 +19,7 @@ from fa2tune.spec.score import checked as checked_score
 Command = TypeVar("Command", bound=Callable[..., Any])
 Term = TypeVar("Term")
 
-#: Exit code of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
+#: Exit status of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
 CALLED_WRONGLY = 2
 
 
@@ -35,8 +35,8 @@ WRONG_NAMES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 @contextmanager
 def shown_errors(after: str = "") -> Iterator[None]:
-    """An error becomes a message: with exit code 2 for a wrong argument or file, with 1 for what stopped the work (a full disk,
-    a database or GPU that is gone). ``after``: appended, what to do about it."""
+    """An error becomes a message: with exit status 2 for a wrong argument or file, with 1 for what stopped the work (a full
+    disk, a database or GPU that is gone). ``after``: appended, what to do about it."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit):
