@@ -57,6 +57,7 @@ def test_list(user: Path, tmp_path: Path) -> None:
     assert ["fwd", "bf16", "128", "causal", "512", "4096"] in table and ["fwd", "bf16", "128", "full", "4096"] in table
     assert "a100-sxm-80gb" in run("list", "--cache", tmp_path / "x.sqlite").output
     assert "full" not in run("list", "--causal").output
+    assert run("list", "--headdim", 40).output.endswith("\nno row matches\n")
 
 
 def test_show(user: Path) -> None:
