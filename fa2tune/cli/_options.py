@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -90,6 +91,11 @@ def window(context: click.Context, option: click.Parameter, given: Any) -> Any:
     return left, right
 
 
+def _as_typed(text: str) -> str:
+    """``fa2tune.Mask('chunked', chunk)`` -> ``'chunked,chunk'``, as the option takes it."""
+    return re.sub(r"(?:fa2tune\.)?(?:Mask|Score)\((.+?)\)", lambda of: repr(re.sub("[' ]", "", of[1])), text)
+
+
 def _named(given: str | None, argument: str, number: Callable[[str], Any], made: Callable[..., Term]) -> Term | None:
     """``NAME[,VALUE...]`` -> what ``attention`` takes as ``argument``; None where nothing came."""
     if given is None:
@@ -103,7 +109,7 @@ def _named(given: str | None, argument: str, number: Callable[[str], Any], made:
     try:
         return made(name, *numbers)
     except ValueError as error:
-        raise click.BadParameter(str(error).removeprefix(f"{argument}: ")) from None
+        raise click.BadParameter(_as_typed(str(error).removeprefix(f"{argument}: "))) from None
 
 
 def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:
