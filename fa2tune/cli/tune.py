@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from fa2tune.cli import _output, _tables
-from fa2tune.cli._options import CannotUseError, check_folder, comma_separated, masks, said
+from fa2tune.cli._options import check_folder, comma_separated, masks, said
 from fa2tune.rows import pruned
 from fa2tune.spec.mask import ROW_MASKS
 from fa2tune.spec.problem import BACKWARD, BUCKETS, DTYPES, KERNELS
@@ -298,7 +298,7 @@ def tune(
     if both and mask is not None:
         raise click.UsageError("--both: not with --causal or --full, which ask for one mask only")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the search's small matrices: every core compiles
-    from fa2tune.sharing.storage import NoDatabaseError, StorageError
+    from fa2tune.sharing.storage import StorageError
     from fa2tune.tuning.request.plan import TuneRequest, make_plan
     from fa2tune.tuning.request.watcher import WorkerFunctions
     from fa2tune.tuning.run.tuner import Run
@@ -322,8 +322,6 @@ def tune(
     try:
         with screen.bar if console.is_terminal else nullcontext():
             report = Run(plan, screen, WorkerFunctions()).go()  # type: ignore[arg-type]  # a Watcher by shape
-    except NoDatabaseError as error:
-        raise CannotUseError(said(error)) from error
     except (GpuLost, StorageError, OSError) as error:
         raise click.ClickException(
             f"{said(error)}. What was done is kept; the same command goes on from here."

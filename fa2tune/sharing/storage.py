@@ -46,10 +46,6 @@ class StorageError(RuntimeError):
     """The database is damaged, or does not answer. The message names it, without a password."""
 
 
-class NoDatabaseError(StorageError):
-    """A file is no SQLite database, or a damaged one: nothing was done, and trying again does not help."""
-
-
 def shown(url: sa.URL) -> str:
     """``url`` for people: no password, nor any option, of which one may be a password."""
     return url.set(password=None, query={}).render_as_string()
@@ -232,9 +228,8 @@ class Storage:
         self.do(lambda connection: connection.execute(statement, values))
 
     def _trouble(self, name: str, error: sa.exc.DatabaseError) -> StorageError:
-        if self.shared or _sound(error):
-            return StorageError(f"storage: {name}: {_first_line(error)}")
-        return NoDatabaseError(f"storage: {name}: {_first_line(error)}; move the file away to start a new one")
+        remedy = "" if self.shared or _sound(error) else "; move the file away to start a new one"
+        return StorageError(f"storage: {name}: {_first_line(error)}{remedy}")
 
     def alone(self, connection: sa.Connection) -> None:
         """Until this transaction ends, no other one that called this runs."""
