@@ -157,12 +157,3 @@ def test_a_reader_that_goes_away_when_all_is_done_is_told_that_it_is(tune: Tune)
     assert process.stderr is not None
     said = process.stderr.read()
     assert process.wait(300) in (0, 141) and "Traceback" not in said and tune.rows() == WHOLE
-
-
-def test_studies_that_are_no_database_are_a_wrong_call(tune: Tune, tmp_path: Path) -> None:
-    poem = tmp_path / "poem"
-    poem.write_text("not SQLite, and long enough that SQLite looks at it " * 20)
-    process = tune.start("--studies", str(poem))
-    said = tune.stopped(process)
-    assert process.returncode == 2
-    assert str(poem) in said and "is not a database" in said and "goes on" not in said
