@@ -8,6 +8,7 @@ import json
 import os
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,17 @@ def test_the_model_prunes_the_best_pointer_config_of_a_recorded_key() -> None:
     assert estimate < near < pruning.PRUNED_BEYOND and kept == 1.0 and lost > pruning.NEAR
 
 
+def level(ratios: Sequence[float]) -> int:
+    """How many are level, as README has it."""
+    return sum(ratio >= 0.99 for ratio in ratios)
+
+
+def ratios_of(drawing: bytes) -> list[list[float]]:
+    """Speeds over the fastest peer's, forward and backward."""
+    calls = json.loads(drawing)["calls"].values()
+    return [[call[pass_]["ratio"] for call in calls] for pass_ in ("fwd", "bwd")]
+
+
 def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     calls = json.loads((ROOT / "docs/bench/h200_workloads.json").read_text(encoding="utf-8"))["calls"]
     many = [call for call in calls.values() if call["seqlen_q"] > 16]
@@ -291,26 +303,18 @@ def test_the_readme_has_the_counts_of_the_recorded_calls_of_models() -> None:
     assert f"Of {len(many)} [calls of models]" in README
     assert f"{ahead['fwd']} forward and {ahead['bwd']} backward" in README
     assert f"(geometric means {means['fwd']:.2f} and {means['bwd']:.2f})" in README
-    packed = json.loads((ROOT / "benchmarks/calls/random_packings_3.json").read_text(encoding="utf-8"))[
-        "calls"
-    ].values()
-    least, most = (
-        [
-            f"{of(call[pass_]['ratio'] for call in packed if call[pass_]['ratio'] is not None):.2f}"
-            for pass_ in ("fwd", "bwd")
-        ]
-        for of in (min, max)
-    )
-    assert f"of random lengths | {least[0]} to {most[0]} | {least[1]} to {most[1]} |" in README
-    drawn = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_3.json.gz").read_bytes()))["calls"]
-    later = json.loads(gzip.decompress((ROOT / "benchmarks/calls/random_calls_7.json.gz").read_bytes()))["calls"]
-    ratios = [[[call[pass_]["ratio"] for call in its.values()] for pass_ in ("fwd", "bwd")] for its in (drawn, later)]
-    level = [[sum(ratio >= 0.99 for ratio in its) for its in each] for each in ratios]
-    for place in (0, 1):  # forward, backward
-        first, second = (each[place] for each in level)
-        slowest = min(min(each[place]) for each in ratios)
-        drawings = f"level in {first} of {len(drawn)}, of {len(later)} drawn later in {second}"
-        assert f"| {drawings}; least {slowest:.2f} |" in README
+    drawn = ratios_of(gzip.decompress((ROOT / "benchmarks/calls/random_calls_7.json.gz").read_bytes()))
+    third, fourth = (ratios_of((ROOT / f"benchmarks/calls/random_packings_{n}.json").read_bytes()) for n in (3, 4))
+    packed = [one + other for one, other in zip(third, fourth, strict=True)]
+    least = [f"level in {level(its)} of {len(its)}, least {min(its):.2f}" for its in drawn]
+    ranges = [f"level in {level(its)} of {len(its)}, {min(its):.2f} to {max(its):.2f}" for its in packed]
+    for cells in (least, ranges):
+        assert f"| {cells[0]} | {cells[1]} |" in README
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    counts = [(level(its), statistics.geometric_mean(its)) for its in (*third, *fourth)]
+    first = "forward level (at least 0.99) in {} (geometric mean {:.2f}), backward in {} ({:.2f})"
+    assert first.format(*counts[0], *counts[1]) in page
+    assert "forward level in {} ({:.2f}), backward in {} ({:.2f})".format(*counts[2], *counts[3]) in page
     cases = json.loads((ROOT / "benchmarks/calls/few_queries.json").read_text(encoding="utf-8"))["cases"]
     decoding = [case for case in cases if case["problem"]["seqlen_q"] == 1]
     few = [min(case["us"]["cudnn"], case["us"]["flash"]) / case["us"][case["served"]] for case in decoding]

@@ -26,7 +26,7 @@ COMMANDS = {
     "tune": "Search the best configs for a GPU, present or not, and file them in the cache.",
     "gpus": "List the GPUs that --gpu knows.",
     "report": "Write an HTML page on a cache file and the searches behind it.",
-    "explain": "Show which cache row would serve a call, and what would improve on it.",
+    "explain": "Show which row (tuned config) would serve a call, and what would improve on it.",
     "cache": "List, compare, merge, lock and verify cache files.",
     "leases": "Show which workers share a storage, and what each of them tunes.",
     "bench": "Time fa2tune against its peers on this GPU.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -19,7 +20,7 @@ from fa2tune.spec.score import checked as checked_score
 Command = TypeVar("Command", bound=Callable[..., Any])
 Term = TypeVar("Term")
 
-#: Exit code of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
+#: Exit status of a wrong call, such as one that names a file that cannot be read. 1 is an answer: there is something to do.
 CALLED_WRONGLY = 2
 
 
@@ -35,8 +36,8 @@ WRONG_NAMES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirect
 
 @contextmanager
 def shown_errors(after: str = "") -> Iterator[None]:
-    """An error becomes a message: with exit code 2 for a wrong argument or file, with 1 for what stopped the work (a full disk,
-    a database or GPU that is gone). ``after``: appended, what to do about it."""
+    """An error becomes a message: with exit status 2 for a wrong argument or file, with 1 for what stopped the work (a full
+    disk, a database or GPU that is gone). ``after``: appended, what to do about it."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit):
@@ -90,6 +91,11 @@ def window(context: click.Context, option: click.Parameter, given: Any) -> Any:
     return left, right
 
 
+def _as_typed(text: str) -> str:
+    """``fa2tune.Mask('chunked', chunk)`` -> ``'chunked,chunk'``, as the option takes it."""
+    return re.sub(r"(?:fa2tune\.)?(?:Mask|Score)\((.+?)\)", lambda of: repr(re.sub("[' ]", "", of[1])), text)
+
+
 def _named(given: str | None, argument: str, number: Callable[[str], Any], made: Callable[..., Term]) -> Term | None:
     """``NAME[,VALUE...]`` -> what ``attention`` takes as ``argument``; None where nothing came."""
     if given is None:
@@ -103,7 +109,7 @@ def _named(given: str | None, argument: str, number: Callable[[str], Any], made:
     try:
         return made(name, *numbers)
     except ValueError as error:
-        raise click.BadParameter(str(error).removeprefix(f"{argument}: ")) from None
+        raise click.BadParameter(_as_typed(str(error).removeprefix(f"{argument}: "))) from None
 
 
 def named_mask(context: click.Context, option: click.Parameter, given: str | None) -> Mask | None:

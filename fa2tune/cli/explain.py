@@ -25,18 +25,27 @@ if TYPE_CHECKING:
     from fa2tune.rows.lookup import Toolchain
 
 
-_COUNT = click.IntRange(min=1)
+#: A call of more fits no GPU. The host lists every tile of a call, so that a typo would take all of its memory.
+MOST = 2**31 - 1
+
+
+def _count(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
+    if value is not None and not 1 <= value <= MOST:
+        raise click.BadParameter(f"got {value}, allowed are 1 to {MOST}")
+    return value
+
+
 PRECISIONS = ("ieee", "tf32")
 
 
 @click.command()
 @click.option("--headdim", type=int, callback=head_dim, default=128, show_default=True, help="Head dim of Q and K.")
 @click.option("--headdim-v", type=int, callback=head_dim, help="Head dim of V.  [default: as --headdim]")
-@click.option("--seqlen", type=_COUNT, default=4096, show_default=True, help="Query length.")
-@click.option("--seqlen-k", type=_COUNT, help="Key length.  [default: as --seqlen]")
-@click.option("--batch", type=_COUNT, default=1, show_default=True)
-@click.option("--heads", type=_COUNT, default=16, show_default=True, help="Query heads.")
-@click.option("--heads-kv", type=_COUNT, help="Key and value heads.  [default: as --heads]")
+@click.option("--seqlen", type=int, callback=_count, default=4096, show_default=True, help="Query length.")
+@click.option("--seqlen-k", type=int, callback=_count, help="Key length.  [default: as --seqlen]")
+@click.option("--batch", type=int, callback=_count, default=1, show_default=True)
+@click.option("--heads", type=int, callback=_count, default=16, show_default=True, help="Query heads.")
+@click.option("--heads-kv", type=int, callback=_count, help="Key and value heads.  [default: as --heads]")
 @masks(NO_MASK)
 @click.option("--window", metavar="LEFT,RIGHT", callback=window,
               help="A sliding window: keys to the left and to the right of the diagonal that a query sees, -1 for all. With "
@@ -63,10 +72,10 @@ def explain(
     precision: str, gpu: str | None, pass_: str | None, deterministic: bool, unaligned: bool, named: Sequence[Path],
     verbose: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show which cache row would serve a call, with which evidence, and what would improve on it.
+    """Show which row, a tuned config with its evidence, would serve a call, and what would improve on it.
 
-    With -v also the lookup ladder: what about each row is stale, which better placed rows were refused and why, and where each
-    kernel's binary comes from. In Python: fa2tune.explain(q, k, v)."""
+    With -v also each step of the lookup: what about each row is stale, which better placed rows were refused and why, and where
+    each kernel's binary comes from. In Python: fa2tune.explain(q, k, v)."""
     heads_kv = heads_kv or heads
     if heads % heads_kv:
         raise click.BadParameter(f"got {heads_kv}, must divide --heads {heads}", param_hint="--heads-kv")

@@ -174,6 +174,8 @@ def _rows(report: Report) -> str:
 
 def _close(console: Console, report: Report) -> None:
     """The final table and what was done."""
+    from fa2tune.rows.row import PREDICTED
+
     if report.rows:
         click.echo()
         for line in _table(report.rows, console.width if console.is_terminal else None):
@@ -191,13 +193,19 @@ def _close(console: Console, report: Report) -> None:
         f"{report.seconds:.0f} s in all"
         + (f" (time budget {report.plan.time_budget_s:.0f} s)" if report.plan.time_budget_s else ""),
     )
+    predicted = report.plan.target.obtained == PREDICTED
     launching = "/".join(f"{100 * share:.0f}" for share in report.launching)
     _print(
         console,
-        f"in use, of that time: {'interpreter' if report.plan.target.obtained == 'predicted' else 'GPU'} {launching} %, "
+        f"in use, of that time: {'interpreter' if predicted else 'GPU'} {launching} %, "
         f"compile processes {100 * report.compiling:.0f} %, search {100 * report.bookkeeping:.0f} %",
     )
     _print(console, f"cache: {report.plan.where}")
+    if predicted and report.rows:
+        name = report.plan.target.gpu.name
+        _print(
+            console, f"Measured and ported rows of these keys serve before predicted ones: fa2tune explain --gpu {name}"
+        )
     for line in _without_a_row(report):
         _print(console, line)
 

@@ -7,6 +7,7 @@ calls load are compiled: none for a row that a faster one hides, and those of th
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -262,6 +263,12 @@ def missing(path: Path, todo: Sequence[BinaryJob], arch: int) -> list[BinaryJob]
     ]
 
 
+def _keep_ctrl_c_from_children() -> None:
+    """A terminal sends Ctrl-C to ptxas, too. Its death would make Triton print the whole PTX, and the config a failure. A
+    process that this thread starts inherits its signal mask."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
 def compile_all(
     todo: Sequence[BinaryJob], arch: int, workers: int | None = None, progress: OnBinary = lambda done: None,
     outcome: CompiledBinaries | None = None,
@@ -271,7 +278,7 @@ def compile_all(
     RuntimeError: Triton is asked for something here that other nodes would not ask for."""
     check_host()
     outcome = CompiledBinaries() if outcome is None else outcome
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), initializer=_keep_ctrl_c_from_children) as pool:
         waiting = {pool.submit(build, job, arch): job for job in todo}
         try:
             for done, future in enumerate(as_completed(waiting), 1):

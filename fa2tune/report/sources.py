@@ -228,8 +228,8 @@ def gather(
     if cache is None and studies is None:
         cache = reader.user_path()
         if not cache.exists():
-            raise SourceError(f"there is no user cache at {cache}: run `fa2tune tune`, or name a file with --cache or "
-                              "--studies")  # fmt: skip
+            raise SourceError(f"there is no user cache at {cache}: run `fa2tune tune`, or name a file with --cache "
+                              "(`fa2tune cache list` shows the shipped ones) or --studies")  # fmt: skip
     if cache is not None:
         rows = read_cache(cache)
         files["cache"] = cache

@@ -57,6 +57,7 @@ def test_list(user: Path, tmp_path: Path) -> None:
     assert ["fwd", "bf16", "128", "causal", "512", "4096"] in table and ["fwd", "bf16", "128", "full", "4096"] in table
     assert "a100-sxm-80gb" in run("list", "--cache", tmp_path / "x.sqlite").output
     assert "full" not in run("list", "--causal").output
+    assert run("list", "--headdim", 40).output.endswith("\nno row matches\n")
 
 
 def test_show(user: Path) -> None:
@@ -335,6 +336,8 @@ def test_explain_a_miss_field_by_field(user: Path) -> None:
         (["--gpu", "h100", "--headdim", 100], "in steps of 8"),
         (["--gpu", "h100", "--heads", 8, "--heads-kv", 3], "must divide"),
         (["--gpu", "h100", "--precision", "tf32"], "ieee only"),
+        (["--gpu", "h100", "--seqlen", 0], "'--seqlen': got 0, allowed are 1 to 2147483647"),
+        (["--gpu", "h100", "--batch", 2**31], "'--batch': got 2147483648, allowed are 1 to 2147483647"),
         (["--gpu", "h100", "--cache", "/nowhere.sqlite"], "no such file"),
     ],
 )

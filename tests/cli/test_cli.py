@@ -233,12 +233,12 @@ def test_a_call_with_a_score_term_is_explained() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--score", "softcap"), "got Score('softcap'), softcap has 1 value: fa2tune.Score('softcap', cap)"),
-        (("--score", "softcap,0"), "got Score('softcap', 0.0), cap must be from 0.001"),
+        (("--score", "softcap"), "got 'softcap', softcap has 1 value: 'softcap,cap'"),
+        (("--score", "softcap,0"), "got 'softcap,0.0', cap must be from 0.001"),
         (("--score", "softcap,x"), "got 'softcap,x', expected NAME or NAME,VALUE,...: numbers"),
         (("--score", "soft"), "got 'soft', allowed are none, softcap"),
-        (("--mask", "chunked"), "got Mask('chunked'), chunked has 1 value: fa2tune.Mask('chunked', chunk)"),
-        (("--mask", "chunked,0"), "got Mask('chunked', 0), chunk must be from 1"),
+        (("--mask", "chunked"), "got 'chunked', chunked has 1 value: 'chunked,chunk'"),
+        (("--mask", "chunked,0"), "got 'chunked,0', chunk must be from 1"),
         (("--mask", "chunked,x"), "got 'chunked,x', expected NAME or NAME,VALUE,...: integers"),
         (("--mask", "casual"), "got 'casual', allowed are "),
         (("--mask", "full", "--causal"), "--mask: got it beside --causal, --full or --window"),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -420,6 +421,19 @@ def test_a_config_that_does_not_compile_costs_the_others_nothing(
     monkeypatch.setattr(precompile, "build", killed)
     with pytest.raises(compiler.HostTrouble):
         precompile.compile_all(todo, 90, workers=2)
+
+
+def test_a_compiler_lives_through_ctrl_c(monkeypatch: pytest.MonkeyPatch, one_key: Path) -> None:
+    """A terminal sends it to every process. Triton prints the whole PTX when ptxas dies."""
+    todo, _ = precompile.jobs(H200, layers(one_key), precompile.Wanted())
+    child = "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)"
+
+    def build(job: precompile.BinaryJob, arch: int) -> tuple[str, binaries.New]:
+        subprocess.run([sys.executable, "-I", "-S", "-c", child], check=True)
+        return job[0].name, binaries.New("0" * 64, {"kernel": job[0].name}, {}, b"")
+
+    monkeypatch.setattr(precompile, "build", build)
+    assert precompile.compile_all(todo[:1], 90, workers=1).entries
 
 
 @pytest.mark.parametrize("name", ["DISABLE_PTXAS_OPT", "TRITON_ENABLE_ASAN", "TRITON_INTERPRET"])

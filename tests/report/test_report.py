@@ -346,6 +346,7 @@ def test_without_options_the_users_cache_is_shown(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(reader, "user_path", lambda: tmp_path / "cache.sqlite")
     result = invoke("--out", tmp_path / "page.html")
     assert result.exit_code == 2 and "fa2tune tune" in result.output and str(tmp_path / "cache.sqlite") in result.output
+    assert "`fa2tune cache list` shows the shipped ones" in " ".join(result.output.split())
     export([FULL], tmp_path / "cache.sqlite")
     assert invoke("--out", tmp_path / "page.html").exit_code == 0
 

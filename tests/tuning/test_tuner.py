@@ -391,6 +391,9 @@ def test_the_command_prints_one_line_a_key_and_ends_in_a_table(bench, monkeypatc
     table = [line.split() for line in lines if line.startswith("fwd        ") or line.split()[:2] == ["fwd", "bf16"]]
     assert any(row[-2:] == ["predicted,", "interpreter"] and row[4] == "2048" for row in table)
     assert any("descriptor loads without TMA: " in line for line in lines) and f"cache: {path}" in lines
+    assert any(line.endswith("fa2tune explain --gpu a100-sxm-80gb") for line in lines), (
+        "shipped rows serve before these"
+    )
     assert lines[-1].startswith("machine code: ") and str(path.with_suffix(".kernels")) in lines[-1]
 
 

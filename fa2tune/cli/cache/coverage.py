@@ -70,9 +70,9 @@ def coverage(
 
     The config is read with Transformers' own class for its model type; nothing is downloaded, and no code of the model is run.
 
-    Exit code 0: all of it is covered, and a row serves every key, be it stale or of another length, head dim or GPU. 1: some of
-    the attention is not covered or not understood, or no row serves a key, so the default config does. 2: the config cannot be
-    read.
+    Exit status 0: all of it is covered, and a row serves every key, be it stale or of another length, head dim or GPU. 1: some
+    of the attention is not covered or not understood, or no row serves a key, so the default config does. 2: the config cannot
+    be read.
     """
     from fa2tune.fleet import coverage as rules
     from fa2tune.fleet import modelconfig

@@ -193,7 +193,7 @@ def _config_change(one: Row, other: Row) -> str:
 @click.option("--all", "everything", is_flag=True, help=f"List every row, not only {LISTED_ROWS} of each kind.")
 @filters
 def diff(a: Path, b: Path, brief: bool, everything: bool, **wanted: Any) -> None:
-    """Compare the rows of two cache files, A and B: the counts, then the rows. Exit code 1 if they differ."""
+    """Compare the rows of two cache files, A and B: the counts, then the rows. Exit status 1 if they differ."""
     if brief and everything:
         raise click.UsageError("--brief and --all: got both, one is allowed")
     with shown_errors():

@@ -68,8 +68,8 @@ def sign(files: Sequence[Path], out: Path | None) -> None:
 @click.command(short_help="Compare what serves here with a lock file.")
 @click.argument("lock_file", metavar="LOCK", type=FILE)
 def check(lock_file: Path) -> None:
-    """Compare what serves on this machine with a file LOCK that `cache lock` wrote. Each difference is one line; the exit code
-    is 1 if there is one.
+    """Compare what serves on this machine with a file LOCK that `cache lock` wrote. Each difference is one line; the exit
+    status is 1 if there is one.
 
     The last line is the hash of this machine, which a program gets as fa2tune.manifest().hash. Machines with equal hashes and
     equal GPUs make equal decisions.

@@ -45,7 +45,11 @@ def list_(file: Path | None, **wanted: Any) -> None:
         return
     files = [(layer.name, str(len(layer.rows)), record.digest(layer.rows), str(layer.path)) for layer in layers]
     _tables.show(("layer", "rows", "digest", "file"), files, right=("rows",), below=("file",))
-    chosen = selector([row for layer in layers for row in layer.rows], wanted)
+    every = [row for layer in layers for row in layer.rows]
+    chosen = selector(every, wanted)
+    if every and not any(map(chosen, every)):
+        echo()
+        echo("no row matches")
     for layer in layers:
         parts: dict[tuple[str, int, str], list[Row]] = {}
         for row in filter(chosen, layer.rows):

@@ -56,7 +56,7 @@ def verify(
     compiles nothing. Nothing is written without --repair, which writes each row as soon as it is done: after an
     interruption, --stale --repair continues.
 
-    Exit code 1 if a row lost, fails or could not be checked, 2 if there is no row to check.
+    Exit status 1 if a row lost, fails or could not be checked, 2 if there is no row to check.
     """
     if not repair and (trials is not None or time_budget is not None):
         raise click.UsageError("--trials and --time-budget need --repair: nothing is searched without it")
