@@ -138,9 +138,13 @@ def _count_tile(counts, first_head, group, step, RAGGED: gl.constexpr):
 
 
 _TURN = gl.constexpr("ld.acquire.gpu.global.b32 $0, [$1];")
-_NEXT = gl.constexpr("st.release.gpu.global.b32 [$1], $2; mov.b32 $0, 0;")
-#: What was seen added before this, adding follows.
-_BEHIND = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
+#: One lane stores a turn: one that is late cannot store it after the tile below has stored its own.
+_NEXT = gl.constexpr(
+    "{.reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p st.release.gpu.global.b32 [$1], $2; "
+    "mov.b32 $0, 0;}"
+)
+#: Once all lanes have seen it: what was seen added before this, adding follows.
+_BEHIND = gl.constexpr("bar.warp.sync 0xffffffff; fence.proxy.async; mov.b32 $0, 0;")
 
 
 @gluon.jit

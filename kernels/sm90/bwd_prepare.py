@@ -44,8 +44,8 @@ def bwd_prepare_hopper_kernel(
     bfloat16: of -lse / softmax_scale, and B entries later of dlse - rowsum(dO * O), which scores and dP are to be increased by.
     Where p is to be zero (rows past the end, rows that see no key) lse counts as +inf. words [B, Hq,
     rows_padded, SUM_COLUMNS] float32: zeros, but for the last words of each 64 rows, those of columns from USED_COLUMNS on;
-    counter [counts] int32: 0; without IN_ORDER counts is 1 at most, with it as many as there are programs. rows_padded is a
-    multiple of BLOCK_R, and 64 is. RAGGED: as sm90/bwd_fused.py has it.
+    counter [counts] int32: 0; without IN_ORDER counts is 1 at most. rows_padded is a multiple of BLOCK_R, and 64 is.
+    RAGGED: as sm90/bwd_fused.py has it.
     EARLY_START: the next kernel may start once all programs of this one have, and itself waits for their end."""
     if EARLY_START:
         tl.inline_asm_elementwise(_START_MAIN, "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
@@ -53,7 +53,8 @@ def bwd_prepare_hopper_kernel(
     head = tl.program_id(0) // tiles
     start_m = tl.program_id(0) % tiles * BLOCK_R
     if IN_ORDER:
-        tl.store(counter + tl.program_id(0), 0, mask=tl.program_id(0) < counts)
+        for one in range(tl.program_id(0), counts, tl.num_programs(0)):
+            tl.store(counter + one, 0)
     else:
         tl.store(counter, 0, mask=(tl.program_id(0) == 0) & (counts != 0))
     b = head // heads_q
