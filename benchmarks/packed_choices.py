@@ -7,6 +7,7 @@
     python benchmarks/packed_choices.py --drawing 3 --out benchmarks/calls/packed_choices_3.json
     python benchmarks/ahead.py benchmarks/packed_choices.py --drawing 4                # tiles of forwards, of all drawings
     python benchmarks/packed_choices.py --drawing 4 --out benchmarks/calls/packed_choices_4.json
+    python benchmarks/packed_choices.py --drawing 5 --pass bwd --out benchmarks/calls/packed_choices_5.json
     python benchmarks/packed_choices.py --list                                         # what would be timed; no GPU
 
 The calls: those of a drawing, benchmarks/calls/random_packings.json, random_packings_2.json or _3, that CALLS names by their
@@ -14,7 +15,8 @@ number, which had few key heads, few tokens or short sequences, or a head dim be
 should leave as they were. Of the third drawing, forward alone: calls of short sequences or narrow windows, and some that have
 neither, for the kernel whose tiles have several query heads (kernels/sm90/fwd_grouped.py). 4 is TILES, of the drawings since
 the second, forward alone: windows, sequences of one length, short and few ones, in the tiles of all rows, small ones, those of
-several heads, and with the chosen bands of heads. What they are expected to take: packed_tiles.py --ahead. Forward: the row's
+several heads, and with the chosen bands of heads. What they are expected to take: packed_tiles.py --ahead. 5 is
+BACKWARDS. Forward: the row's
 config as packed calls had it before (``packed_schedule``), the other forms, and the choice. Backward, of the first drawing: the
 row's config with groups in 1, 2, 4 and 8 parts, heads in its own bands and in one, with the prologue or the epilogue apart, and
 the choice; of the second: the choice and what differs from it in one respect (``beside_choice``). Each result is compared with
@@ -106,6 +108,9 @@ TILES = {
     3: (13, 21, 18, 63, 39, 30, 64, 3, 37, 48, 32, 26, 57, 52, 55),
     4: (2, 76, 6, 38, 42, 32, 80, 48, 46, 50, 58, 20, 92, 44, 94, 78, 72),
 }
+ALL_BACKWARDS = 5  #: that means BACKWARDS
+#: The same of backwards behind a peer: few key heads, narrow windows, and two of many tiles.
+BACKWARDS = {3: (21, 35, 39, 49, 4, 41, 50), 4: (74, 22, 50, 58, 28, 60, 18, 46, 62)}
 LONG = 1024  #: keys a sequence has on average, from which TILES have 192 x 64, too, which no packed call is offered
 MOST_PARTS = 8
 ONE_BAND = 32
@@ -125,7 +130,8 @@ def masks(said: str) -> Mask:
 def packings(drawing: int = 1) -> dict[str, tuple[Packing, Mapping[str, Any]]]:
     """Name -> (packing, what was recorded when it was drawn)."""
     found: dict[str, tuple[Packing, Mapping[str, Any]]] = {}
-    for which, calls in TILES.items() if drawing == ALL_TILES else [(drawing, CALLS[drawing])]:
+    several = {ALL_TILES: TILES, ALL_BACKWARDS: BACKWARDS}
+    for which, calls in several.get(drawing, {drawing: CALLS.get(drawing, ())}).items():
         drawn = json.loads(DRAWINGS[which].read_text("utf-8"))["calls"]
         for name in sorted(drawn, key=lambda one: calls.index(n) if (n := int(one.split()[0])) in calls else -1):
             if int(name.split()[0]) in calls:
@@ -332,7 +338,7 @@ def measured(packing: Packing, drawing: int, only: str) -> dict[str, Any]:
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--list", "listed", is_flag=True, help="Print what would be timed on an H200.")
-@click.option("--drawing", type=click.IntRange(1, 4), default=1, show_default=True)
+@click.option("--drawing", type=click.IntRange(1, 5), default=1, show_default=True)
 @click.option("--pass", "pass_", type=click.Choice(["fwd", "bwd"]), help="Of this pass alone.  [default: both]")
 @click.option("--seconds", type=float, default=math.inf, help="Begins no call after so long.")
 @click.option("--only", type=int, multiple=True, help="The drawn call of this number, and no others.")
