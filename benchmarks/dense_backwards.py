@@ -103,10 +103,15 @@ STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "256, 2048": (Problem("bf16", 8, 8, 8, 2048, 2048, 256, 256, FULL), {}),
     "256, 8192, causal": (Problem("bf16", 2, 8, 8, 8192, 8192, 256, 256, CAUSAL), {}),
     "192 / 128": (Problem("bf16", 2, 16, 16, 4096, 4096, 192, 128, CAUSAL), {}),
+    "152, in slices": (Problem("bf16", 15, 1, 1, 17177, 17177, 152, 152, CAUSAL), {"fa2tune": 9317.8, "fa4": 7523.2}),
+    "152 / 120, in slices": (Problem("bf16", 4, 6, 6, 5340, 5340, 152, 120, FULL), {"fa2tune": 2805.4, "fa4": 2314.8}),
+    "184, in slices": (Problem("bf16", 9, 13, 13, 4477, 4477, 184, 184, CAUSAL), {}),
+    "200 grouped, in slices": (Problem("bf16", 2, 75, 5, 2620, 2620, 200, 200, CAUSAL), {}),
+    "168 grouped, in slices": (Problem("bf16", 8, 70, 7, 1262, 1262, 168, 168, FULL), {}),
 }
 TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     f"{dim} {mask}, {length}": (Problem("bf16", 16384 // length, 2048 // dim, 2048 // dim, length, length, dim, dim, mask), {})
-    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 2048, 8192)
+    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 1024, 2048, 8192, 16384)
 } | {
     "128 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 128, 128, CAUSAL), {}),
     "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
@@ -287,18 +292,31 @@ def apart_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 
 
 def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """dS in memory, and the split kernels. Also with the other number of groups behind it, and in slices."""
+    """dS in memory, and the split kernels. Also with the other number of groups behind it, twice as many slices, those of other
+    shares of the memory, other bands of heads, and as many tiles under way as fit."""
     found, kernel = {"served": served(problem, gpu), "split": split(problem, gpu)}, variant_named(stored_ds.KERNEL)
     config = bwd_dkdv_ds.of_row(problem, chosen(problem, gpu)[SPLIT_KERNEL][0].of_row.config)
-    config["SLICES"] = max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * stored_ds_schedule.MOST_MEMORY)))
+
+    def slices(share: float) -> int:
+        return max(1, stored_ds.fewest_slices(problem, int(gpu.hbm_bytes * share)))
+
+    config["SLICES"] = slices(stored_ds_schedule.MOST_MEMORY)
     changes: dict[str, dict[str, Any]] = {
         "dS in memory": {}, "other groups": {"DQ_GROUPS": 5 - config["DQ_GROUPS"]}, "slices": {"SLICES": 2 * config["SLICES"]},
+        **{f"1 / {part} of the memory": {"SLICES": slices(1 / part)} for part in (128, 64, 32, 8)},
+        "other bands": {"HEADS_PER_WAVE": 3 - min(config["HEADS_PER_WAVE"], 2)},
+        "two of P": {"P_STAGES": 2}, "four stages": {"STAGES": 4, "P_STAGES": 1},
     }  # fmt: skip
     for name, change in changes.items():
         changed = {**config, **change}
         able = kernel.space.broken(changed, problem.specialization, gpu.arch) is None
-        if able and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]:
-            found[name] = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
+        one = {FUSED_KERNEL: (Choice(kernel, changed), 1)}, ""
+        if (
+            able
+            and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]
+            and one not in found.values()
+        ):
+            found[name] = one
     return found
 
 
@@ -312,7 +330,8 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
     )
     own = found["served"][0][FUSED_KERNEL][0]
     base = turns_schedule.config_of(problem, own.config)
-    for name, change in {"turns": {}, "bands of 8": {"HEADS_PER_WAVE": 8}, "four warps": {"num_warps": 4}}.items():
+    bands = {f"bands of {heads}": {"HEADS_PER_WAVE": heads} for heads in (32, 8, 4, 2, 1)}
+    for name, change in {"turns": {}, **bands}.items():
         one = _fused_form(problem, own, gpu, **{**base, **change})
         if one is not None and one not in found.values():
             found[name] = one

@@ -117,8 +117,10 @@ def hand_over(tile, dq_smem, new_tile, number, ROWS: gl.constexpr, COLUMNS: gl.c
 
 
 _START_FINISH = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
-#: This warp's stores and reductions by TMA are done, not only read.
+#: This warp's stores and reductions by TMA are done, not only read: all, or all but the last one or two.
 _ALL_ADDED = gl.constexpr("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+_BUT_ONE_ADDED = gl.constexpr("cp.async.bulk.wait_group 1; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+_BUT_TWO_ADDED = gl.constexpr("cp.async.bulk.wait_group 2; bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 #: Behind a fence: what this thread has seen done, by any thread, is visible to each that sees the count.
 _COUNT = gl.constexpr(
     "{.reg .pred p; setp.ne.s32 p, $2, 0; @p fence.acq_rel.gpu; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;}"
@@ -175,9 +177,14 @@ def _await_turn(turn, number):
 
 
 @gluon.jit
-def _pass_turn(turn, number):
-    """What this warp has added is there; the key tile below may add."""
-    do_once(_ALL_ADDED)
+def _pass_turn(turn, number, LATER: gl.constexpr):
+    """What this warp has added is there, but for the last LATER reductions; the key tile below may add."""
+    if LATER == 0:
+        do_once(_ALL_ADDED)
+    elif LATER == 1:
+        do_once(_BUT_ONE_ADDED)
+    else:
+        do_once(_BUT_TWO_ADDED)
     gl.inline_asm_elementwise(_NEXT, "=r,l,r", [turn, number + 1], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -207,6 +214,7 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                 number = tile.start_n // BLOCK_N
                 if form.IN_ORDER:
                     first_of_above = _first_of_above(tile, call, form)
+                    behind = counts.to(gl.int64)  # whose turn is to be passed on
                 for i in range(total):
                     h = tile.h_kv * call.group + i // n_blocks
                     place = tile.first + i % n_blocks
@@ -228,7 +236,14 @@ def add(sums, counts, smem, channel, tiles_done, call, form):
                             tma_store_wait(0)
                             come(PIECE_GONE + c, GROUP_AND_WARP)
                     if form.IN_ORDER:
-                        _pass_turn(turn, number)
+                        # of the block before, whose reductions had this block's time to get there. A turn is waited for
+                        # before that, but only by a tile below, never by what it waits for: the tile above
+                        if i > 0:
+                            _pass_turn(behind, number, 1 if form.CONCATENATED else GROUPS)
+                        behind = turn
+                if form.IN_ORDER:
+                    if total > 0:
+                        _pass_turn(behind, number, 0)
             if form.COUNTS:
                 if tile.alive:
                     if form.ADDS:
