@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +77,23 @@ def test_without_a_mask_bounds_of_scores_gain_more() -> None:
             few_tiles.paces_us(asked, {**config, "RESCALE": how}) or (0.0, 0.0, 0.0) for how in ("lazy", "never")
         )
         assert never == pytest.approx(share * lazy)
+        dense = replace(asked, extent=Extent())
+        _, never, _ = few_tiles.paces_us(dense, {**config, "RESCALE": "never"}) or (0.0, 0.0, 0.0)
+        assert never == pytest.approx(0.93 * lazy)
+
+
+def test_the_page_has_what_was_measured() -> None:
+    """Next to the predictions: the best of the rows' forms, and what was chosen."""
+    calls = json.loads((packed_tiles.CALLS / "packed_choices_4.json").read_text("utf-8"))["calls"]
+    page = (packed_tiles.CALLS.parents[1] / "docs/experiments/packed-tiles.md").read_text("utf-8")
+    lines = page.partition("## Prediction")[2].partition("## Measured")[0].splitlines()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| \d", line)]
+    for call, *cells in table:
+        (us,) = (one["us"]["fwd"] for name, one in calls.items() if name.split()[1] == call.split()[0])
+        rows = [time for label, time in us.items() if re.fullmatch(r"row( of \d+)?", label)]
+        (chosen,) = (time for label, time in us.items() if label.endswith("chosen"))
+        assert (cells[3], cells[6]) == (f"{min(rows)}", f"{chosen}"), call
+    assert len(table) == 18
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, band(7, 0), band(20, 30), band(150, 0)], ids=str)

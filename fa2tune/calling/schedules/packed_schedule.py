@@ -39,7 +39,7 @@ from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, buck
 from fa2tune.spec.variant import Variant
 
 #: Microseconds that a packed forward takes besides a dense one: the kernel that orders the tiles, and the queue. Fitted, as the
-#: next three, to benchmarks/calls/random_packings_2.json, _3.json and packed_choices*.json.
+#: next three, to benchmarks/calls/random_packings_2.json and _3.json, packed_choices.json and _3.json.
 ORDER_US = 1.9
 #: What a packed tile takes longer with two Q tiles, in microseconds: perhaps as the queue tells late which one is next.
 SECOND_Q_US = 0.4
