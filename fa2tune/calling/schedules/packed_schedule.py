@@ -39,7 +39,7 @@ from fa2tune.spec.problem import ITEMSIZE, Config, Problem, Specialization, buck
 from fa2tune.spec.variant import Variant
 
 #: Microseconds that a packed forward takes besides a dense one: the kernel that orders the tiles, and the queue. Fitted, as the
-#: next three, to benchmarks/calls/random_packings_2.json, _3.json and packed_choices*.json.
+#: next three, to benchmarks/calls/random_packings_2.json and _3.json, packed_choices.json and _3.json.
 ORDER_US = 1.9
 #: What a packed tile takes longer with two Q tiles, in microseconds: perhaps as the queue tells late which one is next.
 SECOND_Q_US = 0.4
@@ -52,9 +52,8 @@ MEMORY_RATE = 0.75
 UNEVEN = 0.75
 #: Narrower head dims keep their rows' configs: at 64 those have tiles of 64 rows where they were measured to be faster.
 FEW_TILES_ABOVE = 64
-#: Tiles of another form than the row's must be predicted to be faster by this share: rows were not timed with packed calls.
-#: The second one: in a window.
-MARGIN, WINDOW_MARGIN = 0.08, 0.15
+#: Tiles of another form than the row's must be predicted to be faster by this share.
+MARGIN = 0.05
 #: Wider bands of heads in the backward must be by this share: with 16 heads they cost up to 13 % (docs/experiments/varlen.md),
 #: as they keep more of Q, dO and dQ in use at once; or by the other one, where all of that stays in the L2.
 BAND_MARGIN, NEAR_BAND_MARGIN = 0.15, 0.04
@@ -200,8 +199,7 @@ def best(
     if (few := for_few_tiles(problem.specialization, gpu.arch)) is not None:
         able.setdefault(window_schedule.form(few), (row, few))
     least = min((fastest(*able[one]) for one in able if one != form), key=lambda one: one[0], default=(now, row, own))
-    margin = WINDOW_MARGIN if window_schedule.covers(problem) else MARGIN
-    us, row, config = least if least[0] < (1 - margin) * now else (now, row, own)
+    us, row, config = least if least[0] < (1 - MARGIN) * now else (now, row, own)
     return row, {**config, "HEADS_PER_WAVE": band(problem, config, gpu, us)}
 
 
