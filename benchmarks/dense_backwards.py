@@ -508,7 +508,7 @@ def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: 
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     asked = {name: (problem, {"us": us}) for name, (problem, us) in (given or {}).items()}
     asked = asked or todo(dispatch.gpu_of(0), drawing)
-    asked = {name: one for name, one in asked.items() if not only or " ".join(name.split()[:2]) in only}
+    asked = {name: one for name, one in asked.items() if not only or {name, " ".join(name.split()[:2])} & {*only}}
 
     def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:
         return {"us": measured(pair[0], raced), "when drawn": pair[1]["us"]}

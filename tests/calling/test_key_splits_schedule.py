@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,3 +330,32 @@ def test_the_least_tile_is_for_few_rows():
     for queries, least in ((32, 16), (33, 32)):
         asked = replace(DECODING, seqlen_q=queries)
         assert min(config["BLOCK_M"] for config in key_splits_schedule.candidates(asked, 90)) == least
+
+
+SAID = re.compile(r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)")
+
+
+def of_least_tiles():
+    """Of the calls raced with tiles of 32 rows: problem, microseconds with these, and of what else was fastest."""
+    for name in ("dense_forwards", "dense_forwards_behind", "dense_forwards_7"):
+        record = json.loads(gzip.decompress((ROOT / f"benchmarks/calls/{name}.json.gz").read_bytes()))
+        for call in record["calls"].values():
+            said = re.match(
+                r"(\d+) x (\d+)/(\d+) heads, (\d+) queries, (\d+) keys, head dim (\d+)(?:/(\d+))?, (\w+)", call["call"]
+            )
+            *shape, dim, dim_v, mask = said.groups()
+            problem = Problem(
+                "bf16", *map(int, shape), int(dim), int(dim_v or dim), CAUSAL if mask == "causal" else FULL
+            )
+            us = {which: time for which, time in call["us"].items() if which.startswith("M32 ")}
+            if us:
+                yield problem, min(us.values()), min(time for which, time in call["us"].items() if which not in us)
+
+
+def test_the_least_tiles_serve_short_calls_of_wide_head_dims_where_they_were_faster():
+    for problem, us, others in of_least_tiles():
+        config = next(one for one in key_splits_schedule.candidates(problem, 90) if one["BLOCK_M"] == 32)
+        if max(problem.seqlen_q, problem.seqlen_k) <= key_splits_schedule.SHORT and problem.group == 1:
+            assert 0.98 < key_splits_schedule.split_us(problem, config, H200) / us < 1.15
+            split = split_of(problem)
+            assert (split is not None and split["BLOCK_M"] == 32) == (us < others)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from fa2tune.calling.schedules import forward_schedule, tile_order
+from fa2tune.calling.schedules import few_tiles, forward_schedule, tile_order
 from fa2tune.calling.schedules.few_tiles import FULL_TILE
 from fa2tune.compiling.registry import variant_of
 from fa2tune.gpus import Gpu
@@ -49,10 +49,10 @@ class Pace:
 
 
 #: The portable kernel that splits keys, by the rows of a tile. 16: fitted to few_queries.json. More: to few_queries_tiles.json,
-#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz that it served.
+#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz that it served; 32: to dense_forwards*.json.gz.
 PORTABLE_PACES = {
     16: Pace(0.5, 46e3, 0.94, 1.6, 0.1, 4, 1.6),
-    32: Pace(0.35, 48e3, 1.05, 2.7, 0.15, 3, 4.6),
+    32: Pace(0.2, 48e3, 0.65, 2.7, 0.15, 3, 4.6),
     64: Pace(0.45, 48e3, 1.36, 2.7, 0.15, 3, 4.6),
     128: Pace(0.45, 48e3, 1.1, 2.7, 0.15, 1, 4.6),
 }
@@ -70,6 +70,9 @@ MARGIN, AS_NEAR = 0.15, 0.01
 #: The same of the warp-specialised kernel that splits keys, against whatever would serve otherwise: its four measured calls are
 #: estimated within 4 %.
 HOPPER_MARGIN = 0.08
+#: Calls of so few queries and keys, and of head dims above so many, fill a sixth of a Hopper tile's products or less. They are
+#: estimated next to what few_tiles says of the tuned kernel, which is near enough for a smaller margin: all nine raced calls.
+SHORT, SHORT_DIM, SHORT_MARGIN = 96, 128, 0.1
 #: Compute capabilities that the kernels and the constants were measured on.
 MEASURED_ON = (90,)
 #: Only calls of so few rows a key head, or of so few tiles of FULL_TILE rows a multiprocessor, are split: of others the tuned
@@ -146,6 +149,8 @@ def ordinary_us(problem: Problem, config: Config, gpu: Gpu, row: Row | None = No
         TUNED_PACES[not hopper],
     )  # fmt: skip
     time = LAUNCH_US + _busy_us(problem, work, gpu)
+    if _short(problem) and (near := few_tiles.expected_us(problem, config, gpu.sm_count)) is not None:
+        return near
     if row is None or not forward_schedule.covers(variant):
         return time
     known = forward_schedule.expected_us(problem, row, config, gpu.sm_count)
@@ -236,6 +241,10 @@ def _fastest(problem: Problem, gpu: Gpu, configs: Iterable[Config]) -> tuple[flo
     return min(near, key=lambda one: (one[1]["SPLITS"], one[0]))
 
 
+def _short(problem: Problem) -> bool:
+    return max(problem.seqlen_q, problem.seqlen_k) <= SHORT and problem.head_dim > SHORT_DIM and problem.group == 1
+
+
 def _few(problem: Problem, gpu: Gpu) -> bool:
     tiles = problem.query_tiles(FULL_TILE) * problem.heads_q
     return problem.seqlen_q * problem.group <= FEW_ROWS or tiles <= IDLE_SHARE * gpu.sm_count
@@ -261,7 +270,7 @@ def config_of(problem: Problem, config: Config, gpu: Gpu, row: Row | None = None
     otherwise, split = ordinary_us(problem, config, gpu, row), None
     if few:
         time, found = best(problem, gpu)
-        if time < (1 - MARGIN) * otherwise:
+        if time < (1 - (SHORT_MARGIN if _short(problem) else MARGIN)) * otherwise:
             otherwise, split = time, found
     if few_and_alike and (other := hopper_best(problem, gpu)) and other[0] < (1 - HOPPER_MARGIN) * otherwise:
         split = other[1]
