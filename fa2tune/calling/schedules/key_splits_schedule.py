@@ -49,7 +49,7 @@ class Pace:
 
 
 #: The portable kernel that splits keys, by the rows of a tile. 16: fitted to few_queries.json. More: to few_queries_tiles.json,
-#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz that it served; 32: to dense_forwards*.json.gz.
+#: few_queries_hopper.json, and the calls of seed 53c19ef in random_calls.json.gz it served; 32: to dense_forwards*.json.gz.
 PORTABLE_PACES = {
     16: Pace(0.5, 46e3, 0.94, 1.6, 0.1, 4, 1.6),
     32: Pace(0.2, 48e3, 0.65, 2.7, 0.15, 3, 4.6),
