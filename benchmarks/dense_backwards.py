@@ -112,8 +112,18 @@ TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
     "eight heads": (Problem("bf16", 1, 8, 8, 4096, 4096, 64, 64, CAUSAL), {}),
     "odd lengths": (Problem("bf16", 5, 12, 12, 3001, 2049, 128, 128, CAUSAL), {}),
+    "64 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 64, 64, CAUSAL), {}),
+    "64, 16384": (Problem("bf16", 1, 16, 16, 16384, 16384, 64, 64, CAUSAL), {}),
+    "32": (Problem("bf16", 4, 32, 32, 4096, 4096, 32, 32, CAUSAL), {}),
+    "40": (Problem("bf16", 4, 32, 32, 4096, 4096, 40, 40, FULL), {}),
+    "56": (Problem("bf16", 6, 20, 20, 3001, 3001, 56, 56, CAUSAL), {}),
+    "96": (Problem("bf16", 4, 16, 16, 4096, 4096, 96, 96, CAUSAL), {}),
+    "104": (Problem("bf16", 4, 16, 16, 4096, 4096, 104, 104, FULL), {}),
+    "120": (Problem("bf16", 8, 16, 16, 2048, 2048, 120, 120, CAUSAL), {}),
 }  # fmt: skip
 BURST_MS = 4.0
+#: Of a call, with turns.
+MOST_FORMS = 7
 
 #: Kernel -> its choice and the parts of its groups.
 Candidate = Mapping[str, tuple[Choice, int]]
@@ -303,7 +313,8 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
 
 
 def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Key tiles that add to dQ in turns, next to split kernels that serve deterministic calls."""
+    """Key tiles that add to dQ in turns, in bands as chosen and of half and twice as many heads, next to split kernels that
+    serve deterministic calls, and to the same form without an order."""
     found = {"served": served(problem, gpu)}
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
     found["split"] = (
@@ -311,10 +322,18 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         "",
     )
     own = found["served"][0][FUSED_KERNEL][0]
-    base = turns_schedule.config_of(problem, own.config)
-    for name, change in {"turns": {}, "bands of 8": {"HEADS_PER_WAVE": 8}, "four warps": {"num_warps": 4}}.items():
+    plain = {**own.config, "NARROW": False}  # a form of 32 columns there is none
+    base = turns_schedule.config_of(problem, plain, gpu)
+    most = min(turns_schedule.MOST_HEADS, problem.batch * problem.heads_kv)
+    heads = min(base["HEADS_PER_WAVE"], most)
+    changes: dict[str, dict[str, Any]] = {
+        "behind": {}, "early": {"IN_ORDER": bwd_fused.EARLY}, "late": {"IN_ORDER": bwd_fused.LATE},
+    }  # fmt: skip
+    changes |= {f"bands of {n}": {"HEADS_PER_WAVE": n} for n in (heads // 2, heads * 2) if 1 <= n <= most}
+    changes["no order"] = {"IN_ORDER": False}
+    for name, change in changes.items():
         one = _fused_form(problem, own, gpu, **{**base, **change})
-        if one is not None and one not in found.values():
+        if one is not None and len(found) < MOST_FORMS:
             found[name] = one
     return found
 
