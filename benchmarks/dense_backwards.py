@@ -111,14 +111,24 @@ STORED_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
 }
 TURN_CALLS: dict[str, tuple[Problem, dict[str, float]]] = {
     f"{dim} {mask}, {length}": (Problem("bf16", 16384 // length, 2048 // dim, 2048 // dim, length, length, dim, dim, mask), {})
-    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 1024, 2048, 8192, 16384)
+    for dim in (64, 128) for mask in (CAUSAL, FULL) for length in (512, 2048, 8192)
 } | {
     "128 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 128, 128, CAUSAL), {}),
     "one head": (Problem("bf16", 1, 1, 1, 16384, 16384, 128, 128, CAUSAL), {}),
     "eight heads": (Problem("bf16", 1, 8, 8, 4096, 4096, 64, 64, CAUSAL), {}),
     "odd lengths": (Problem("bf16", 5, 12, 12, 3001, 2049, 128, 128, CAUSAL), {}),
+    "64 grouped": (Problem("bf16", 4, 32, 8, 4096, 4096, 64, 64, CAUSAL), {}),
+    "64, 16384": (Problem("bf16", 1, 16, 16, 16384, 16384, 64, 64, CAUSAL), {}),
+    "32": (Problem("bf16", 4, 32, 32, 4096, 4096, 32, 32, CAUSAL), {}),
+    "40": (Problem("bf16", 4, 32, 32, 4096, 4096, 40, 40, FULL), {}),
+    "56": (Problem("bf16", 6, 20, 20, 3001, 3001, 56, 56, CAUSAL), {}),
+    "96": (Problem("bf16", 4, 16, 16, 4096, 4096, 96, 96, CAUSAL), {}),
+    "104": (Problem("bf16", 4, 16, 16, 4096, 4096, 104, 104, FULL), {}),
+    "120": (Problem("bf16", 8, 16, 16, 2048, 2048, 120, 120, CAUSAL), {}),
 }  # fmt: skip
 BURST_MS = 4.0
+#: Of a call, with turns.
+MOST_FORMS = 7
 
 #: Kernel -> its choice and the parts of its groups.
 Candidate = Mapping[str, tuple[Choice, int]]
@@ -314,14 +324,15 @@ def stored_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         if (
             able
             and len(stored_ds.slices(problem, changed["SLICES"])) >= changed["SLICES"]
-            and one not in found.values()
+            and (name == "dS in memory" or one not in found.values())
         ):
             found[name] = one
     return found
 
 
 def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
-    """Key tiles that add to dQ in turns, next to split kernels that serve deterministic calls."""
+    """Key tiles that add to dQ in turns, in bands as chosen and of half and twice as many heads, next to split kernels that
+    serve deterministic calls, and to the same form without an order."""
     found = {"served": served(problem, gpu)}
     _, choices = choosing.choose_backward(choosing.Chooser(problem, gpu), True, in_order=False)
     found["split"] = (
@@ -329,11 +340,18 @@ def turn_candidates(problem: Problem, gpu: Gpu) -> dict[str, Ordered]:
         "",
     )
     own = found["served"][0][FUSED_KERNEL][0]
-    base = turns_schedule.config_of(problem, own.config)
-    bands = {f"bands of {heads}": {"HEADS_PER_WAVE": heads} for heads in (32, 8, 4, 2, 1)}
-    for name, change in {"turns": {}, **bands}.items():
+    plain = {**own.config, "NARROW": False}  # a form of 32 columns there is none
+    base = turns_schedule.config_of(problem, plain, gpu)
+    most = min(turns_schedule.MOST_HEADS, problem.batch * problem.heads_kv)
+    heads = min(base["HEADS_PER_WAVE"], most)
+    changes: dict[str, dict[str, Any]] = {
+        "behind": {}, "early": {"IN_ORDER": bwd_fused.EARLY}, "late": {"IN_ORDER": bwd_fused.LATE},
+    }  # fmt: skip
+    changes |= {f"bands of {n}": {"HEADS_PER_WAVE": n} for n in (heads // 2, heads * 2) if 1 <= n <= most}
+    changes["no order"] = {"IN_ORDER": False}
+    for name, change in changes.items():
         one = _fused_form(problem, own, gpu, **{**base, **change})
-        if one is not None and one not in found.values():
+        if one is not None and len(found) < MOST_FORMS:
             found[name] = one
     return found
 
@@ -482,12 +500,13 @@ def line(name: str, call: Mapping[str, Any]) -> str:
     "--drawing", type=click.Path(exists=True, path_type=Path), help="Of this record of one drawing (.json.gz)."
 )
 @click.option("--only", multiple=True, help="The call of this name (a 6), and no others.")
+@side_by_side.share_option
 @click.option("--seconds", type=float, default=300.0, show_default=True, help="Begins no call after so long.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="JSON; its calls are not measured again.")
 @click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print this file's times.")
 @marked.page_option
 def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: Path | None, only: tuple[str, ...],
-         seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
+         share: slice, seconds: float, out: Path | None, shown: Path | None, page: Path | None) -> None:  # fmt: skip
     if shown is not None and keys:
         marked.publish(
             page, "keys", "dense_backwards", key_table(json.loads(shown.read_text("utf-8")), gpus.named("h200"))
@@ -508,6 +527,7 @@ def main(listed: bool, predicted: bool, keys: bool, forms: str | None, drawing: 
     record = side_by_side.begun(out, {"environment": side_by_side.environment()})
     asked = {name: (problem, {"us": us}) for name, (problem, us) in (given or {}).items()}
     asked = asked or todo(dispatch.gpu_of(0), drawing)
+    asked = dict(list(asked.items())[share])
     asked = {name: one for name, one in asked.items() if not only or {name, " ".join(name.split()[:2])} & {*only}}
 
     def one(pair: tuple[Problem, dict[str, Any]]) -> dict[str, Any]:

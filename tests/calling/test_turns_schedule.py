@@ -22,7 +22,7 @@ NODE = lookup.Toolchain(triton="3.6.0")
 
 @pytest.fixture(autouse=True)
 def serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_schedule, "SERVES", True)
+    monkeypatch.setattr(turns_schedule, "SERVES", (64, 128))
 
 
 def posed(length: int, dim: int, mask: Mask = CAUSAL, heads: int = 16, batch: int = 8) -> Problem:
@@ -77,3 +77,25 @@ def test_nothing_leads_back_to_a_form_without_order() -> None:
 def test_off_until_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert not turns_schedule.SERVES and strategy(posed(4096, 128)) == SPLIT
+
+
+def test_on_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_schedule, "SERVES", (64,))
+    assert (strategy(posed(4096, 56)), strategy(posed(4096, 128))) == (FUSED, SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("problem", "columns", "heads"),
+    [
+        (posed(512, 64), 64, 32),
+        (posed(8192, 64), 64, 8),
+        (posed(8192, 128), 128, 4),
+        (replace(posed(4096, 128), heads_q=64), 128, 2),  # four query heads a key head
+        (posed(1 << 20, 128), 128, 1),
+    ],
+    ids=str,
+)
+def test_l2_holds_the_rows_of_a_band(problem: Problem, columns: int, heads: int) -> None:
+    assert turns_schedule.band(problem, columns, H200) == heads
+    held = heads * problem.group * problem.seqlen_q * 8 * columns
+    assert heads in (1, turns_schedule.MOST_HEADS) or 0.3 < held / H200.l2_bytes <= 0.7
